@@ -1,0 +1,1 @@
+"""Measurements: load tests, simulation, and committed results."""

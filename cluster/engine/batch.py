@@ -1,0 +1,63 @@
+"""What one step computes: the value that passes from a scheduler to a runner and back. No tensors.
+
+A prefill chunk and a decode row differ only in how many tokens they bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.ids import Attempt, BlockId, RequestId
+from cluster.sampling import SamplingParams, TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to choose the token that follows a row; the history is the request's own."""
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]  # the client's prompt
+    output_ids: Sequence[int]  # tokens generated so far, not changed while the step runs
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: tokens at positions [start, start + len(token_ids))."""
+
+    request: RequestId
+    attempt: Attempt
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[BlockId]  # block table covering at least [0, start + len(token_ids))
+    sample: SampleSpec | None  # None: a chunk that does not reach the end of its prompt
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A packed batch. `copies` (source, destination) blocks are copied before anything is computed."""
+
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One entry per row of the plan: the sampled token, or None where `sample` was None."""
+
+    outputs: tuple[TokenOutput | None, ...]
+    compute_s: float
+
+
+class Runner(Protocol):
+    """Executes steps, one at a time, on one thread. Owns the model and writes the KV pool."""
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Compute the plan's tokens, write their KV, sample where asked. Deterministic per row:
+        a row's bits depend on its own tokens and KV only, never on the other rows."""
+        ...

@@ -1,0 +1,133 @@
+"""Every error Baton raises on purpose.
+
+::
+
+    BatonError
+    ├── ConfigError            a flag, environment variable or file value that cannot work
+    ├── ModelError             the model directory or file is missing, broken or not supported
+    ├── RequestError           the client's fault; HTTP 4xx
+    │   ├── InvalidRequest       400, names the field
+    │   ├── ContextLengthExceeded 400, both numbers
+    │   └── ModelNotFound        404
+    ├── ServingError           ours; HTTP 5xx
+    │   ├── Overloaded           503 with Retry-After
+    │   ├── NotReady             503, names the phase
+    │   ├── WorkerLost           502, the worker that held the request died and no other could go on
+    │   ├── DeadlineExceeded     504
+    │   └── InternalError        500
+    ├── WireError              the peer sent something we refuse to read
+    │   ├── AuthenticationError
+    │   └── ProtocolError        unknown tag, field or version; oversized frame; garbage
+    └── EdgeError              a KV transfer failed; the attempt fails closed
+"""
+
+from __future__ import annotations
+
+
+class BatonError(Exception):
+    """Base of all deliberate errors; `str(error)` is one sentence fit to show to a person."""
+
+
+class ConfigError(BatonError):
+    """A setting cannot work; the message names it and says what would."""
+
+
+class ModelError(BatonError):
+    """The model cannot be loaded; the message names the path and the reason."""
+
+
+class RequestError(BatonError):
+    """The request cannot be served as asked. `param` is the JSON field at fault, when there is one."""
+
+    status = 400
+    error_type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class InvalidRequest(RequestError):
+    """A field is missing, of the wrong type, out of range or not supported."""
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt plus requested output does not fit; the message gives both numbers."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    error_type = "not_found_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="model", code="model_not_found")
+
+
+class ServingError(BatonError):
+    """The cluster failed a valid request."""
+
+    status = 500
+    error_type = "server_error"
+    code: str = "internal_error"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(ServingError):
+    """No capacity for this request within its deadline."""
+
+    status = 503
+    error_type = "overloaded_error"
+    code = "overloaded"
+
+
+class NotReady(ServingError):
+    """The cluster cannot serve yet (or any more)."""
+
+    status = 503
+    error_type = "overloaded_error"
+    code = "not_ready"
+
+
+class WorkerLost(ServingError):
+    """A worker died under the request and nothing could take it over."""
+
+    status = 502
+    code = "worker_lost"
+
+
+class DeadlineExceeded(ServingError):
+    """The request's own deadline passed."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
+class InternalError(ServingError):
+    """A fault of ours; details are in the server log under the request id."""
+
+
+class WireError(BatonError):
+    """A peer's bytes were refused; the stream is closed."""
+
+
+class AuthenticationError(WireError):
+    """The peer does not know the cluster token."""
+
+
+class ProtocolError(WireError):
+    """Unknown tag, field or version, an oversized frame, or bytes that are not MessagePack."""
+
+
+class EdgeError(BatonError):
+    """A KV edge broke or refused; no token may be computed from what it carried."""

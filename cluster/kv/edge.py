@@ -1,0 +1,90 @@
+"""The interface of a KV edge: one prefill rank's way to move blocks into one decode rank's pool.
+
+Life of a piece (some finished blocks of one attempt), in order:
+
+1. P and D shook hands (`EdgeHello`/`EdgeWelcome`); `EdgeWelcome.endpoint` is `KVReceiver.endpoint()`, and P
+   built its `KVSender` from it.
+2. *In-place* edges (`shm`, `local`): `KVSender.send` copies the blocks into D's pool at the granted ids;
+   P then announces `KvPiece`. D reuses such blocks only after the writer's `KvClosed` or death.
+3. *Staged* edges (`gloo`, later `nccl`): P announces `KvOffer`; D posts `KVReceiver.receive` and answers
+   `KvReady`; P sends. The bytes land in staging and D scatters them into its pool only after it has
+   checked attempt and lease again, so a late writer cannot touch reassigned blocks.
+
+Senders and receivers move bytes and know nothing of requests' fate; the hand-off and the intake decide.
+Every method that can wait has a deadline and raises `EdgeError` naming the peer when it passes or the
+peer is gone; after that the edge is dead and must be closed and rebuilt with the next epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.ids import Attempt, BlockId, PieceIndex, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some consecutive blocks of one attempt's prompt. `first_block` indexes the prompt's blocks."""
+
+    request: RequestId
+    attempt: Attempt
+    index: PieceIndex
+    first_block: int
+    num_blocks: int
+
+
+class KVSender(Protocol):
+    """P's end. One per (P rank, D rank); `send`s run one at a time, in the order they are called."""
+
+    in_place: bool
+
+    async def send(
+        self, piece: Piece, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]
+    ) -> int:
+        """Move the piece; returns the bytes moved once they are D's to use (in place) or handed to the
+        receiver's staging. `target_blocks` is used by in-place edges only.
+
+        Raises:
+            EdgeError: the peer is gone, the deadline passed, or the layouts do not match.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop; on return nothing of this edge writes any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A received piece that is not yet in the pool; `slot` is the receiver's own handle."""
+
+    piece: Piece
+    slot: int
+    num_bytes: int
+
+
+class KVReceiver(Protocol):
+    """D's end."""
+
+    in_place: bool
+
+    def endpoint(self) -> dict[str, str | int]:
+        """What the peer needs to build its sender."""
+        ...
+
+    async def receive(self, piece: Piece, num_bytes: int) -> Staged:
+        """Staged edges only: take a staging slot and receive the piece into it, in call order. The
+        receive is posted by the time `posted` (see implementations) fires; only then is `KvReady` sent."""
+        ...
+
+    async def scatter(self, staged: Staged, target_blocks: Sequence[BlockId]) -> None:
+        """Copy a staged piece into the pool and free its slot."""
+        ...
+
+    def discard(self, staged: Staged) -> None:
+        """Free the slot of a piece that is no longer wanted."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,70 @@
+"""How a request wants its tokens chosen, and when it is over: values, no tensors.
+
+The gateway resolves everything that needs a tokenizer or the model's defaults (EOS ids, bad words,
+the seed) before it builds `SamplingParams`, so that workers only follow ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+
+class FinishReason(Enum):
+    """Why a request ended; the values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides a request's tokens beside the model and the prompt.
+
+    `max_tokens` counts generated tokens, EOS and stop tokens included. `seed` is always set (the gateway
+    draws one when the client gave none), so every worker draws the same numbers: Philox(seed, position).
+    """
+
+    max_tokens: int
+    seed: int = 0
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # over generated tokens
+    frequency_penalty: float = 0.0  # over generated tokens
+    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
+    allowed_token_ids: tuple[int, ...] = ()  # empty = all
+    min_tokens: int = 0  # EOS and stop ids are masked before this many generated tokens
+    eos_token_ids: tuple[int, ...] = ()  # empty when the request ignores EOS
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None  # None = off, 0 = chosen token only, n = and the n best
+
+
+def finish_reason(params: SamplingParams, output_ids: Sequence[int]) -> FinishReason | None:
+    """Why generation ends after the last of `output_ids`, or None to go on.
+
+    EOS or a stop id wins over the length limit when both hold at the same token.
+    """
+    if not output_ids:
+        return None
+    last = output_ids[-1]
+    if len(output_ids) >= params.min_tokens and (
+        last in params.eos_token_ids or last in params.stop_token_ids
+    ):
+        return FinishReason.STOP
+    if len(output_ids) >= params.max_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One generated token. Log-probabilities are of the model's raw distribution, before temperature,
+    penalties and masks; `top_logprobs` is ordered best first, ties by lower id."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()

@@ -1,0 +1,1 @@
+"""The control protocol: typed messages, their MessagePack codec, and authenticated duplex streams."""

@@ -1,0 +1,379 @@
+"""Every message that crosses a process boundary, in the order of a request's life.
+
+1. A worker dials the router and sends `Register`; the router answers `Welcome`; `Heartbeat`s follow.
+2. Router → D `Reserve`; D → router `Grant` or `Nack`. A local reserve also starts the prefill on D.
+3. Router → P `Prefill`. P dials D (`EdgeHello`/`EdgeWelcome`, once per pair) and opens the attempt
+   (`KvOpen`/`KvOpened`), then announces each piece of KV: `KvPiece` when the bytes already lie in place
+   (shm), or `KvOffer` → `KvReady` → the bytes through torch.distributed (gloo, nccl).
+4. P → router `FirstToken`, without waiting for the transfer. P → D `KvCommit`, D → P `KvCommitted`.
+5. D → router `Committed` once it can decode, then one `Tokens` per step for all its requests.
+6. Router → D `RenewLeases` while waiting; `Finish` or `Abort` to whoever holds state.
+7. `KvAbort` asks the writer to stop; `KvClosed` is its promise that it has. D reuses blocks only then.
+
+Plain frozen values; decoding validates types and refuses unknown tags and fields. Times are durations
+in seconds: no process ever compares its clock with another's.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from cluster.ids import Attempt, BlockId, Epoch, LeaseId, PieceIndex, RequestId, RouterId, WorkerId
+from cluster.sampling import FinishReason, SamplingParams, TokenOutput
+
+PROTOCOL_VERSION = 1
+
+
+class Role(Enum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(Enum):
+    """What a worker says about itself."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class NackReason(Enum):
+    """Why a decode worker does not take a request."""
+
+    NO_BLOCKS = "no_blocks"  # not now: try elsewhere or later
+    NO_SLOT = "no_slot"  # not now: as many sequences as it may run
+    TOO_LARGE = "too_large"  # never: does not fit the whole pool
+    DRAINING = "draining"
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True):
+    """Base of all messages: the tag is the class name."""
+
+
+class KVGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of a KV layout that travels: which layers and heads a rank holds, in what shape."""
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+    dtype: str  # "bfloat16" | "float32"
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Gauges of one worker, taken at one moment."""
+
+    running: int = 0  # sequences in the batch
+    waiting: int = 0  # sequences accepted but not yet in a step, or waiting for KV
+    queued_prefill_tokens: int = 0  # prompt tokens accepted and not yet computed
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_free: int = 0
+    steps: int = 0  # steps run since start: the pulse of the engine
+    preemptions: int = 0
+    leases: int = 0
+    stale_messages: int = 0
+    prefill_tokens_per_s: float = 0.0  # smoothed; 0 = not yet measured
+    decode_step_s: float = 0.0  # smoothed; 0 = not yet measured
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+
+
+# ---- worker and router: membership ---------------------------------------------------------------
+
+
+class Register(_Message, frozen=True, kw_only=True):
+    """Worker → router, first message of a stream."""
+
+    worker: WorkerId
+    role: Role
+    epoch: Epoch
+    pid: int
+    model: str
+    fingerprint: str  # model, weights revision, dtype, backend: equal fingerprints give equal bits
+    max_model_len: int
+    max_num_seqs: int
+    geometry: KVGeometry
+    kv_address: str | None = None  # where P dials D for KV; decode workers only
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """Router → worker: accepted."""
+
+    router: RouterId
+    heartbeat_interval_s: float
+
+
+class Refused(_Message, frozen=True, kw_only=True):
+    """Either side: this stream will not be used; the reason is one sentence."""
+
+    reason: str
+
+
+class Heartbeat(_Message, frozen=True, kw_only=True):
+    """Worker → router at every interval, and whenever its state changes."""
+
+    state: WorkerState
+    load: WorkerLoad
+
+
+class Drain(_Message, frozen=True, kw_only=True):
+    """Router or launcher → worker: take no new work, finish what runs within the grace time."""
+
+    grace_s: float
+
+
+class Drained(_Message, frozen=True, kw_only=True):
+    """Worker → router: nothing of yours is left here."""
+
+
+# ---- router → worker: requests -------------------------------------------------------------------
+
+
+class Reserve(_Message, frozen=True, kw_only=True):
+    """Router → D: hold blocks for this attempt. `local` asks D to prefill the prompt itself.
+
+    `token_ids` is the prompt plus, on a later attempt, the tokens already delivered; the first
+    `num_prompt_tokens` of them are the client's prompt.
+    """
+
+    request: RequestId
+    attempt: Attempt
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: str
+    lease_ttl_s: float
+    local: bool
+
+
+class Prefill(_Message, frozen=True, kw_only=True):
+    """Router → P: compute these tokens, sample the next one, ship KV past `skip_tokens` to D."""
+
+    request: RequestId
+    attempt: Attempt
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: str
+    decode_worker: WorkerId
+    decode_epoch: Epoch
+    kv_address: str
+    lease: LeaseId
+    skip_tokens: int  # whole blocks that D already holds
+
+
+class RenewLeases(_Message, frozen=True, kw_only=True):
+    """Router → D: these attempts are still wanted."""
+
+    leases: list[LeaseId]
+
+
+class Finish(_Message, frozen=True, kw_only=True):
+    """Router → worker: the request is complete for the client (a stop string matched)."""
+
+    request: RequestId
+    attempt: Attempt
+
+
+class Abort(_Message, frozen=True, kw_only=True):
+    """Router → worker: forget this attempt."""
+
+    request: RequestId
+    attempt: Attempt
+    reason: str
+
+
+# ---- worker → router: requests -------------------------------------------------------------------
+
+
+class Grant(_Message, frozen=True, kw_only=True):
+    """D → router: blocks are held until the lease ends."""
+
+    request: RequestId
+    attempt: Attempt
+    lease: LeaseId
+    ttl_s: float
+    cached_tokens: int  # tokens of whole blocks that D already holds
+
+
+class Nack(_Message, frozen=True, kw_only=True):
+    """D → router: not taken."""
+
+    request: RequestId
+    attempt: Attempt
+    reason: NackReason
+    detail: str
+    retry_after_s: float
+
+
+class FirstToken(_Message, frozen=True, kw_only=True):
+    """Whoever prefilled → router: the attempt's first new token."""
+
+    request: RequestId
+    attempt: Attempt
+    output: TokenOutput
+    finish_reason: FinishReason | None
+    cached_tokens: int  # prompt tokens whose KV was not computed but found
+    queue_s: float  # accepted → first chunk started
+    prefill_s: float  # first chunk started → token sampled
+
+
+class Committed(_Message, frozen=True, kw_only=True):
+    """D → router: all KV is here and decoding goes on."""
+
+    request: RequestId
+    attempt: Attempt
+    kv_bytes: int
+    kv_transfer_s: float  # commit wait seen by D: first KvOpen → complete
+
+
+class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """New tokens of one request. `index` counts the generated tokens of the attempt before these,
+    the first token included."""
+
+    request: RequestId
+    attempt: Attempt
+    index: int
+    outputs: list[TokenOutput]
+    finish_reason: FinishReason | None = None
+
+
+class Tokens(_Message, frozen=True, kw_only=True):
+    """D → router: all new tokens of one step."""
+
+    rows: list[TokenRow]
+
+
+class AttemptFailed(_Message, frozen=True, kw_only=True):
+    """Worker → router: this attempt cannot go on here. `code` is a slug, `message` one sentence."""
+
+    request: RequestId
+    attempt: Attempt
+    code: str
+    message: str
+    retryable: bool
+
+
+# ---- P ↔ D: the KV stream ------------------------------------------------------------------------
+
+
+class EdgeHello(_Message, frozen=True, kw_only=True):
+    """P → D, first message of a KV stream."""
+
+    worker: WorkerId
+    epoch: Epoch
+    pid: int
+    fingerprint: str
+    kind: str  # "shm" | "gloo" | ...
+    geometry: KVGeometry
+
+
+class EdgeWelcome(_Message, frozen=True, kw_only=True):
+    """D → P: how to reach the pool. `endpoint` is what the edge kind needs (see `cluster.kv.edge`)."""
+
+    worker: WorkerId
+    epoch: Epoch
+    geometry: KVGeometry
+    endpoint: dict[str, str | int]
+
+
+class KvOpen(_Message, frozen=True, kw_only=True):
+    """P → D: about to move KV of this attempt."""
+
+    request: RequestId
+    attempt: Attempt
+    lease: LeaseId
+
+
+class KvOpened(_Message, frozen=True, kw_only=True):
+    """D → P: go on. `block_ids` are D's blocks for the whole prompt, the skipped ones included."""
+
+    request: RequestId
+    attempt: Attempt
+    block_ids: list[BlockId]
+
+
+class KvRefused(_Message, frozen=True, kw_only=True):
+    """D → P: this attempt has no lease here (any more)."""
+
+    request: RequestId
+    attempt: Attempt
+    reason: str
+
+
+class KvOffer(_Message, frozen=True, kw_only=True):
+    """P → D: the piece is gathered; post a receive."""
+
+    request: RequestId
+    attempt: Attempt
+    piece: PieceIndex
+    first_block: int  # index into the prompt's blocks
+    num_blocks: int
+    num_bytes: int
+
+
+class KvReady(_Message, frozen=True, kw_only=True):
+    """D → P: the receive for this piece is posted."""
+
+    request: RequestId
+    attempt: Attempt
+    piece: PieceIndex
+
+
+class KvPiece(_Message, frozen=True, kw_only=True):
+    """P → D: the bytes of this piece lie in D's blocks already (in-place edges)."""
+
+    request: RequestId
+    attempt: Attempt
+    piece: PieceIndex
+    first_block: int
+    num_blocks: int
+    num_bytes: int
+
+
+class KvCommit(_Message, frozen=True, kw_only=True):
+    """P → D: the prompt is complete; decode from this token once every block is there."""
+
+    request: RequestId
+    attempt: Attempt
+    lease: LeaseId
+    output: TokenOutput
+    num_tokens: int  # tokens whose KV the prompt's blocks hold
+
+
+class KvCommitted(_Message, frozen=True, kw_only=True):
+    """D → P: complete and decoding; P may reuse its blocks."""
+
+    request: RequestId
+    attempt: Attempt
+
+
+class KvAbort(_Message, frozen=True, kw_only=True):
+    """Either → the other: this attempt moves no more KV."""
+
+    request: RequestId
+    attempt: Attempt
+    reason: str
+
+
+class KvClosed(_Message, frozen=True, kw_only=True):
+    """P → D: nothing of this attempt will be written any more; D may reuse its blocks."""
+
+    request: RequestId
+    attempt: Attempt
+
+
+RouterToWorker = Welcome | Refused | Reserve | Prefill | RenewLeases | Finish | Abort | Drain
+WorkerToRouter = (
+    Register | Heartbeat | Grant | Nack | FirstToken | Committed | Tokens | AttemptFailed | Drained | Refused
+)
+PrefillToDecode = EdgeHello | KvOpen | KvOffer | KvPiece | KvCommit | KvAbort | KvClosed | Refused
+DecodeToPrefill = EdgeWelcome | KvOpened | KvRefused | KvReady | KvCommitted | KvAbort | Refused
