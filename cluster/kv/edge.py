@@ -6,8 +6,8 @@ Life of a piece (some finished blocks of one attempt), in order:
    built its `KVSender` from it.
 2. *In-place* edges (`shm`, `local`): `KVSender.send` copies the blocks into D's pool at the granted ids;
    P then announces `KvPiece`. D reuses such blocks only after the writer's `KvClosed` or death.
-3. *Staged* edges (`gloo`, later `nccl`): P announces `KvOffer`; D posts `KVReceiver.receive` and answers
-   `KvReady`; P sends. The bytes land in staging and D scatters them into its pool only after it has
+3. *Staged* edges (`gloo`, later `nccl`): P announces `KvOffer`; D posts a receive (`KVReceiver.post`) and
+   answers `KvReady`; P sends. The bytes land in staging and D scatters them into its pool only after it has
    checked attempt and lease again, so a late writer cannot touch reassigned blocks.
 
 Senders and receivers move bytes and know nothing of requests' fate; the hand-off and the intake decide.
@@ -74,9 +74,13 @@ class KVReceiver(Protocol):
         """What the peer needs to build its sender."""
         ...
 
-    async def receive(self, piece: Piece, num_bytes: int) -> Staged:
-        """Staged edges only: take a staging slot and receive the piece into it, in call order. The
-        receive is posted by the time `posted` (see implementations) fires; only then is `KvReady` sent."""
+    async def post(self, piece: Piece, num_bytes: int) -> None:
+        """Staged edges only: take a staging slot (waiting for one within the deadline) and post the
+        receive. Returns once it is posted; only then is `KvReady` sent."""
+        ...
+
+    async def wait(self, piece: Piece) -> Staged:
+        """The bytes of a posted piece, in staging."""
         ...
 
     async def scatter(self, staged: Staged, target_blocks: Sequence[BlockId]) -> None:

@@ -1,0 +1,230 @@
+"""What goes into a worker's core and what comes out of it: the seam between decisions and IO.
+
+A core (`prefill_worker.core`, `decode_worker.core`) is sans-IO: `handle(event, now) -> actions`. The live
+driver turns sockets, the engine thread and KV edges into these events and carries the actions out;
+the simulator does the same with modelled time. One step is in flight at a time: a core emits `RunStep`
+only when none is, and gets exactly one `StepDone` or `StepFailed` for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.engine.batch import StepOutput, StepPlan
+from cluster.ids import BlockId, Epoch, RouterId, WorkerId
+from cluster.kv.edge import Piece, Staged
+from cluster.wire.messages import (
+    DecodeToPrefill,
+    PrefillToDecode,
+    RouterToWorker,
+    WorkerLoad,
+    WorkerState,
+    WorkerToRouter,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other end of an edge; a restarted worker is another peer."""
+
+    worker: WorkerId
+    epoch: Epoch
+
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    router: RouterId
+    message: RouterToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """The stream to this router broke: everything of it is to be freed."""
+
+    router: RouterId
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """A message on a KV stream, after its handshake."""
+
+    peer: Peer
+    message: PrefillToDecode | DecodeToPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeUp:
+    """The handshake with this peer is done. `in_place`: see `cluster.kv.edge`."""
+
+    peer: Peer
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeDown:
+    """The KV stream or the edge itself broke, or could not be built; nothing more comes from it."""
+
+    peer: Peer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriterGone:
+    """D only, after `EdgeDown` of an in-place edge: the writer's process is proven dead, so nothing can
+    write into the blocks it had open."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSent:
+    """P only: `SendPiece` is done."""
+
+    peer: Peer
+    piece: Piece
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivePosted:
+    """D only: the receive asked for by `PostReceive` is posted."""
+
+    peer: Peer
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class PieceStaged:
+    """D only: the bytes of a posted receive are in staging."""
+
+    peer: Peer
+    staged: Staged
+
+
+@dataclass(frozen=True, slots=True)
+class PieceScattered:
+    """D only: `Scatter` is done, the blocks hold the bytes."""
+
+    peer: Peer
+    piece: Piece
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The step raised: its rows' requests fail, their blocks are freed, the worker goes on."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """`next_deadline()` passed."""
+
+
+Event = (
+    FromRouter
+    | RouterLost
+    | FromPeer
+    | EdgeUp
+    | EdgeDown
+    | WriterGone
+    | PieceSent
+    | ReceivePosted
+    | PieceStaged
+    | PieceScattered
+    | StepDone
+    | StepFailed
+    | Tick
+)
+
+
+# ---- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToRouter:
+    router: RouterId
+    message: WorkerToRouter
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    peer: Peer
+    message: PrefillToDecode | DecodeToPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEdge:
+    """P only: dial this decode worker, unless a dial or an edge is up. Answered by `EdgeUp`/`EdgeDown`."""
+
+    peer: Peer
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendPiece:
+    """P only: move blocks over the edge; answered by `PieceSent` or `EdgeDown`."""
+
+    peer: Peer
+    piece: Piece
+    source_blocks: Sequence[BlockId]
+    target_blocks: Sequence[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class PostReceive:
+    """D only: answered by `ReceivePosted`, then `PieceStaged`; or by `EdgeDown`."""
+
+    peer: Peer
+    piece: Piece
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """D only: answered by `PieceScattered`."""
+
+    peer: Peer
+    staged: Staged
+    target_blocks: Sequence[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """D only: the staged piece is not wanted any more."""
+
+    peer: Peer
+    staged: Staged
+
+
+Action = ToRouter | ToPeer | RunStep | OpenEdge | SendPiece | PostReceive | Scatter | Discard
+
+
+class WorkerCore(Protocol):
+    """Both roles' cores, as drivers see them."""
+
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+
+    def next_deadline(self) -> float | None:
+        """When `Tick` is due, in the clock of `now`; None if nothing waits."""
+        ...
+
+    def load(self) -> WorkerLoad: ...
+
+    def state(self) -> WorkerState: ...
