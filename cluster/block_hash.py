@@ -59,7 +59,7 @@ def chain_hash(key: bytes, parent: BlockHash, packed_tokens: bytes) -> BlockHash
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, namespace: str, salt: str) -> list[BlockHash]:
-    """Hashes of the full blocks of a token sequence, first to last; `len(token_ids) // block_size` of them."""
+    """Hashes of the `len(token_ids) // block_size` full blocks of a token sequence, first to last."""
     if block_size <= 0:
         raise ValueError(f"block_size must be positive: {block_size}")
     key = namespace_key(namespace)

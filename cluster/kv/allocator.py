@@ -88,7 +88,7 @@ class BlockAllocator:
         self._free.append(block_id)
 
     def check_integrity(self, idle_blocks: Collection[BlockId]) -> None:
-        """Every block is free, used or idle, exactly one of them. `idle_blocks` is what the owner thinks is idle.
+        """Every block is exactly one of free, used and idle. `idle_blocks`: what the owner thinks is idle.
 
         Raises:
             BlockError: naming the first block that is not where it should be.

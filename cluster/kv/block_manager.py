@@ -80,8 +80,8 @@ class BlockManager:
     def publish(self, block_ids: Sequence[BlockId], token_ids: Sequence[int], salt: str) -> None:
         """Enter the full blocks of a sequence into the prefix index; see `PrefixIndex.publish`.
 
-        Call it when the KV of `token_ids` is computed, with blocks the caller holds. Idempotent, and cheap for
-        what was published before.
+        Call it when the KV of `token_ids` is computed, with blocks the caller holds. Idempotent, and cheap
+        for what was published before.
 
         Raises:
             BlockError: too few blocks, an unreferenced block, or one published for other tokens.
@@ -109,8 +109,9 @@ class BlockManager:
         Returns:
             `(block_id, None)` if no one else can see the block: write in place. A block that was published
             leaves the prefix index with all that hangs on it, since its contents change.
-            `(new, block_id)` if others hold it: copy `block_id` to `new`, then write there. The caller holds
-            `new`, and *still holds* `block_id`, which keeps it intact until the copy has run: release it then.
+            `(new, block_id)` if others hold it: copy `block_id` to `new`, then write there. The caller now
+            holds `new` and *still holds* `block_id`, which stays intact until the copy has run: release
+            it then.
             None if others hold it and no block is left; nothing was changed.
         """
         references = self._allocator.references(block_id)

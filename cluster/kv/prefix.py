@@ -7,9 +7,9 @@ Life of a cached block:
    salt and its parent *node* are the expected ones, so a hash collision is a miss and never wrong KV.
 3. `park` says that nobody references the block any more: it may be evicted, least recently parked first.
    `unpark` says that it is referenced again.
-4. `evict` removes the block parked longest ago. Sequences are parked last block first, so a chain loses its
-   tail before its head. Should a head go earlier all the same (it was parked earlier, or the chain hangs
-   on another sequence's copy of it), the whole subtree leaves the index: without its head it cannot be reached.
+4. `evict` removes the block parked longest ago. Sequences are parked last block first, so a chain loses
+   its tail before its head. Should a head go earlier all the same (it was parked earlier, or the chain
+   hangs on another sequence's copy of it), the whole subtree leaves the index: it cannot be reached.
 
 So a node's parent is always in the index. All operations cost O(1) per block they touch.
 """
@@ -171,7 +171,7 @@ class PrefixIndex:
     def _chain(
         self, token_ids: Sequence[int], start: int, salt: str, parent: _Node | None
     ) -> Iterator[tuple[BlockHash, bytes]]:
-        """(hash, packed tokens) of full blocks from index `start`, whose parent is given; hashed as consumed."""
+        """(hash, packed tokens) of the full blocks from index `start`, whose parent is given."""
         num_full = len(token_ids) // self.block_size
         packed = block_hash.pack_tokens(token_ids[start * self.block_size : num_full * self.block_size])
         block_bytes = self.block_size * block_hash.TOKEN_BYTES
