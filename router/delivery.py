@@ -110,6 +110,7 @@ class ClusterSnapshot:
     """`state` is "ready" when requests are served, else the phase of `Readiness`."""
 
     state: str
+    queued: int  # requests accepted and not yet sent to any worker
     workers: tuple[WorkerStatus, ...]
 
 
