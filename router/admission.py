@@ -1,14 +1,14 @@
 """Requests that wait for a place: a bounded, ordered queue that holds nothing of any worker.
 
 1. A request that finds no room enters; beyond `max_queued` it is refused with an honest Retry-After.
-2. Whenever a worker may have room again, `candidates` names who may try, oldest first: a request that does not fit
+2. Whenever a worker may have room again, `candidates` names who may try, oldest first: one that does not fit
    is passed over, so a huge prompt does not stop the small ones behind it ...
 3. ... for `max_overtake_s`. Once the oldest has waited that long nobody passes it: room collects for it.
 4. A request leaves when it is placed, when its client left (nothing was sent for it anywhere), or at its
    deadline.
 
-Order: by arrival; a retried request keeps its arrival and so goes first. Bounds: `max_queued` requests, at most
-`MAX_SCAN` of them tried at a time.
+Order: by arrival; a retried request keeps its arrival and so goes first. Bounds: `max_queued` requests, at
+most `MAX_SCAN` of them tried at a time.
 """
 
 from __future__ import annotations

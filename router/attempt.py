@@ -16,8 +16,9 @@ from cluster.errors import BatonError
 from cluster.ids import Attempt, BlockHash, LeaseId, RequestId, WorkerId
 from cluster.request import RequestSpec, RequestState, transition
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.wire.messages import TokenRow
+from cluster.wire.messages import FirstToken, TokenRow
 from router.delivery import RequestSummary
+from router.policy import PlacementRequest
 
 
 class Order(Enum):
@@ -54,7 +55,7 @@ class AttemptRecord:
         return self.prefill or self.decode
 
     def take_row(self, row: TokenRow) -> tuple[Order, Sequence[TokenOutput]]:
-        """Classify a decode row; with NEW, its tokens that are new. `row.index` is relative to the attempt."""
+        """Classify a decode row (its `index` is relative to the attempt); with NEW, its new tokens."""
         start = self.base + row.index
         if start > self.next_row:
             return Order.GAP, ()
@@ -110,6 +111,25 @@ class LiveRequest:
     def input_ids(self) -> list[int]:
         """What the next attempt prefills: the prompt and what has been delivered."""
         return [*self.spec.token_ids, *self.output_ids]
+
+    def placement_request(self) -> PlacementRequest:
+        """What placement needs to know to place the next attempt."""
+        return PlacementRequest(
+            num_tokens=len(self.spec.token_ids) + len(self.output_ids),
+            num_prompt_tokens=len(self.spec.token_ids),
+            max_tokens=self.spec.sampling.max_tokens,
+            hashes=self.hashes,
+            avoid=frozenset(self.avoid),
+            too_large_for=frozenset(self.too_large_for),
+        )
+
+    def note_first_token(self, message: FirstToken, now: float) -> None:
+        """Token 0 is here: the times before it are known."""
+        sent_at = self.arrived_at if self.prefill_sent_at is None else self.prefill_sent_at
+        self.first_token_at = now
+        self.prefill_s = message.prefill_s
+        self.queue_s = sent_at - self.arrived_at + message.queue_s
+        self.cached_tokens = min(message.cached_tokens, len(self.spec.token_ids))
 
     def summary(self) -> RequestSummary:
         """Where the time went so far."""

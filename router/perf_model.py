@@ -1,8 +1,7 @@
 """How long a prefill will take somewhere: first estimates, from what workers report of themselves.
 
-A worker's smoothed rates (`WorkerLoad.prefill_tokens_per_s`, `decode_step_s`) are the model's only inputs; they
-are the worker's own measurement on its own hardware. Where nothing was measured the estimate says so, and
-policies decide what that means.
+A worker's smoothed rate (`WorkerLoad.prefill_tokens_per_s`) is its own measurement on its own hardware. Where
+nothing was measured the estimate says so, and policies decide what that means.
 
     prefill_s(n) = floor + n / rate          ttft_s = floor + (tokens ahead + n) / rate
 """

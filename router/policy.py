@@ -67,21 +67,23 @@ class LeastTtft:
     """Least predicted TTFT over the prefill workers, then the decode worker with room and prefix.
 
     Algorithm:
-      1. Decode workers that are ready and whose pool and model length could ever hold the request; of those, the
-         ones with a free slot and blocks for the uncached prompt plus growth *now*.
-      2. P: least `floor + (backlog + uncached tokens) / measured rate`. The backlog includes what this router
-         sent and has no token of yet, so a burst spreads.
-      3. D: least `occupancy - prefix_weight * cached part of the prompt`, occupancy being the fuller of slots and blocks
-         with the request placed.
-      4. Local: the D with the least predicted TTFT of its own plus the delay its chunk costs the requests that
-         decode there. It wins only if that sum is below `local_gain` of the remote TTFT and sooner by
-         `local_min_gain_s`. Without a measurement of P, or with P idle and no prefix that only D holds, P wins.
+      1. Decode workers that are ready and whose pool and model length could ever hold the request; of those,
+         the ones with a free slot and blocks for the uncached prompt plus growth *now*.
+      2. P: least `floor + (backlog + uncached tokens) / measured rate`. The backlog includes what this
+         router sent and has no token of yet, so a burst spreads.
+      3. D: least `occupancy - prefix_weight * cached part of the prompt`, occupancy being the fuller of slots
+         and blocks with the request placed.
+      4. Local: the D with the least predicted TTFT of its own plus the delay its prefill costs the requests
+         that decode there. It wins only if that sum is below `local_gain` of the remote TTFT and sooner by
+         `local_min_gain_s`. Without a measurement of P, or with P idle and no prefix that only D holds, P
+         wins.
 
-    Order: candidates whose cost is within `tie_tolerance` of the best are equal, and the least recently placed
-    of them is taken, so equal workers are used in turn; then the lower id. Workers in `avoid` are taken only when
-    no other decode worker has room; an avoided prefill worker is passed over for a local prefill.
+    Order: candidates whose cost is within `tie_tolerance` of the best are equal, and the least recently
+    placed of them is taken, so equal workers are used in turn; then the lower id. Workers in `avoid` are
+    taken only when no other decode worker has room; an avoided prefill worker is passed over for a local prefill.
 
-    When nothing fits: NO_WORKER if no decode worker is ready, TOO_LARGE if none could ever hold it, else BUSY.
+    When nothing fits: NO_WORKER if no decode worker is ready, TOO_LARGE if none could ever hold it, else
+    BUSY.
 
     Bounds: O(workers x blocks of the prompt) for the prefix look-ups; no state.
     """

@@ -1,16 +1,16 @@
 """The router's picture of its workers: what placement decides on.
 
 1. A worker registers: `WorkerBook.join` enters it, without load, ready from its first heartbeat on.
-2. Heartbeats bring its state and gauges. Between them the book adds what this conductor has placed there since,
-   so that a burst does not see the same idle worker a hundred times.
+2. Heartbeats bring its state and gauges. Between them the book adds what this conductor has placed there
+   since, so that a burst does not see the same idle worker a hundred times.
 3. `WorkerBook.view()` is a frozen `ClusterView` for one decision.
 4. A worker is lost: `leave` returns the requests it had in flight and forgets it, beliefs included.
 
 Counts are sums over live entries, never counters that go up and down: they cannot drift or leak. An entry
 is removed when its attempt ends, whatever way.
 
-A worker whose engine has work but does not step for `stall_timeout_s` is *stuck*: alive on its stream, but not
-a candidate until it steps again.
+A worker whose engine has work but does not step for `stall_timeout_s` is *stuck*: alive on its stream, but
+not a candidate until it steps again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Scripted workers that speak the protocol, and a small world that moves messages between them and a conductor.
+"""Scripted workers that speak the protocol, and a small world that moves messages between them and a
+conductor.
 
 A scripted token is a hash of the whole history, so a resume with one token too many, too few or wrong is seen
 in every token after it. Channels are FIFO per direction and pair, and not ordered against each other.

@@ -463,8 +463,8 @@ def test_retry_after_follows_the_rate_of_departures() -> None:
     for i in range(11):
         world.submit(make_spec(f"r{i}", max_tokens=1000))
     for i in range(3):  # a place becomes free every 4 s
-        world.advance(4.0)
         world.work(WorkerId("d0"))
+        world.advance(4.0)
         world.leave(f"r{i}")
         world.submit(make_spec(f"more{i}"))
     late = world.submit(make_spec("late"))
