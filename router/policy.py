@@ -80,7 +80,8 @@ class LeastTtft:
 
     Order: candidates whose cost is within `tie_tolerance` of the best are equal, and the least recently
     placed of them is taken, so equal workers are used in turn; then the lower id. Workers in `avoid` are
-    taken only when no other decode worker has room; an avoided prefill worker is passed over for a local prefill.
+    taken only when no other decode worker has room; an avoided prefill worker is passed over for a local
+    prefill.
 
     When nothing fits: NO_WORKER if no decode worker is ready, TOO_LARGE if none could ever hold it, else
     BUSY.
