@@ -50,7 +50,8 @@ def export_gguf_tokenizer(gguf_path: Path, out_dir: Path) -> None:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     special_ids = {
-        name: getattr(converted, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        name: getattr(converted, f"{name}_id")
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
     }
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

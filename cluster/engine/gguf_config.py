@@ -92,7 +92,9 @@ def hf_config(
     head_dim = key("attention.key_length", key("embedding_length") // num_heads)
     for suffix in ("attention.value_length", "rope.dimension_count"):
         if key(suffix, head_dim) != head_dim:
-            raise ModelError(f"{source}: `{name}.{suffix}` {key(suffix)} differs from the head size {head_dim}")
+            raise ModelError(
+                f"{source}: `{name}.{suffix}` {key(suffix)} differs from the head size {head_dim}"
+            )
     window = metadata.get(f"{name}.attention.sliding_window")
     config: dict[str, Any] = {
         "model_type": architecture.value,
@@ -137,7 +139,9 @@ def _rope_parameters(
         scaling = "linear"
     if rope_factors is not None:
         if scaling not in ("none", "longrope"):
-            raise ModelError(f"{source}: `{ROPE_FACTORS}` together with rope scaling `{scaling}` is not supported")
+            raise ModelError(
+                f"{source}: `{ROPE_FACTORS}` together with rope scaling `{scaling}` is not supported"
+            )
         factors = [float(f) for f in rope_factors]
         return parameters | {
             "rope_type": "longrope",

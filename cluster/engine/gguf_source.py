@@ -15,7 +15,12 @@ from cluster.engine.gguf_config import ROPE_FACTORS, hf_config, hf_tensor_name, 
 from cluster.engine.weights import EMBEDDING, Shape
 from cluster.errors import ModelError
 
-_SKIP = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_SKIP = (
+    "tokenizer.ggml.tokens",
+    "tokenizer.ggml.merges",
+    "tokenizer.ggml.scores",
+    "tokenizer.ggml.token_type",
+)
 
 
 class GgufSource:

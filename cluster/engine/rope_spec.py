@@ -106,7 +106,9 @@ class RopeSpec:
     def _factors(cls, theta: float, parameters: Mapping[str, Any], head_dim: int, source: str) -> RopeSpec:
         short, long = parameters.get("short_factor"), parameters.get("long_factor")
         if not isinstance(short, list) or short != long or parameters.get("attention_factor") != 1.0:
-            raise ModelError(f"{source}: rope type `longrope` with factors that change with length is not supported")
+            raise ModelError(
+                f"{source}: rope type `longrope` with factors that change with length is not supported"
+            )
         if len(short) != head_dim // 2:
             raise ModelError(f"{source}: {len(short)} rope factors for {head_dim // 2} frequencies")
         return cls(theta, RopeType.FACTORS, frequency_factors=tuple(map(float, short)))
@@ -161,5 +163,7 @@ class _RopeReader:
         if value is None:
             raise ModelError(f"{self.source}: rope parameter `{key}` is missing")
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ModelError(f"{self.source}: rope parameter `{key}` must be a positive number, not {value!r}")
+            raise ModelError(
+                f"{self.source}: rope parameter `{key}` must be a positive number, not {value!r}"
+            )
         return float(value)

@@ -70,7 +70,9 @@ def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
     if spec.output_bias:
         part_shapes["self_attn.o_proj.bias"] = (hidden,)
     if spec.mlp_bias:
-        part_shapes |= {f"mlp.{p}_proj.bias": (n,) for p, n in (("gate", inner), ("up", inner), ("down", hidden))}
+        part_shapes |= {
+            f"mlp.{p}_proj.bias": (n,) for p, n in (("gate", inner), ("up", inner), ("down", hidden))
+        }
     if spec.qk_norm:
         part_shapes |= {f"self_attn.{p}_norm.weight": (spec.head_dim,) for p in ("q", "k")}
     shapes = {EMBEDDING: (spec.vocab_size, hidden), FINAL_NORM: (hidden,)}

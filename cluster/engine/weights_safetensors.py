@@ -42,7 +42,9 @@ class SafetensorsSource:
                     if name in self._files:
                         raise ModelError(f"{file}: tensor `{name}` is also in {self._files[name].name}")
                     if piece.get_dtype() not in _ITEM_BYTES:
-                        raise ModelError(f"{file}: tensor `{name}` has type {piece.get_dtype()}, which is not supported")
+                        raise ModelError(
+                            f"{file}: tensor `{name}` has type {piece.get_dtype()}, which is not supported"
+                        )
                     shape = tuple(piece.get_shape())
                     self._files[name] = file
                     self._shapes[name] = shape
