@@ -1,8 +1,8 @@
 """From a validated request to what the cluster runs: ids, sampling, limits, text rules.
 
 1. The prompt becomes token ids, once: rendered chat, text, or ids as sent.
-2. `max_tokens` is settled against the context: explicit and too long is an error with the numbers; not sent is
-   the rest of the context (chat) or 16 (text).
+2. `max_tokens` is settled against the context: explicit and too long is an error with the numbers; not sent
+   is the rest of the context (chat) or 16 (text).
 3. Sampling fields get the model's defaults, the seed is drawn if none came, ids are checked against the
    vocabulary.
 

@@ -27,7 +27,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """`root` is what the operator asked to serve, shown as it is in `/v1/models`; `created` is Unix seconds."""
+    """`root` is what the operator asked to serve, shown in `/v1/models`; `created` is Unix seconds."""
 
     name: str
     root: str

@@ -31,14 +31,14 @@ def parse_prompts(value: Any) -> tuple[Prompt, ...]:
 
 
 def _parse_one(value: Any, kind: type, where: str) -> Prompt:
-    if type(value) is not kind or kind not in (str, list):
-        raise InvalidRequest(
-            f"`{where}` must be text or token ids, and all prompts of one kind.", param=where
-        )
-    return value if isinstance(value, str) else _ids(value, where)
+    if type(value) is kind and kind is str:
+        return str(value)
+    if type(value) is kind and kind is list:
+        return _ids(value, where)
+    raise InvalidRequest(f"`{where}` must be text or token ids, and all prompts of one kind.", param=where)
 
 
-def _ids(value: list[Any], where: str) -> tuple[int, ...]:
+def _ids(value: Any, where: str) -> tuple[int, ...]:
     if not value:
         raise InvalidRequest(f"`{where}` must not be empty.", param=where)
     for index, item in enumerate(value):
