@@ -34,7 +34,7 @@ check: $(STAMP)
 	$(BIN)/python -m mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m bench.walking $(BENCH_ARGS)
+	$(BIN)/python -m bench.baseline $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
