@@ -152,7 +152,9 @@ def measure(arguments: list[str], concurrencies: list[int], seed: int) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--weight-bytes", type=float, default=134.5e6 * 2, help="read per decode step")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
@@ -165,7 +167,9 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": dataclasses.asdict(machine),
         "seed": options.seed,
-        "disaggregated": measure([*common, "--prefill", "1", "--decode", "1"], options.concurrency, options.seed),
+        "disaggregated": measure(
+            [*common, "--prefill", "1", "--decode", "1"], options.concurrency, options.seed
+        ),
         "colocated": measure([*common, "--prefill", "0", "--decode", "1"], options.concurrency, options.seed),
     }
     for name, threads in (("disaggregated", 1), ("colocated", machine.num_cores)):

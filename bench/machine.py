@@ -60,7 +60,9 @@ def describe_machine() -> Machine:
         cpu=fields.get("model name", platform.processor()),
         num_cores=num_cores,
         isa=tuple(
-            name for name in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8") if name in flags
+            name
+            for name in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
+            if name in flags
         ),
         python=platform.python_version(),
         read_gb_per_s_one_thread=_read_bandwidth(1),

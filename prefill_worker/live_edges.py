@@ -19,6 +19,7 @@ from cluster.wire.messages import DecodeToPrefill, EdgeHello, EdgeWelcome, Refus
 from cluster.wire.stream import Stream, connect
 from cluster.worker_io import (
     Action,
+    CloseEdge,
     EdgeDown,
     EdgeUp,
     Event,
@@ -39,9 +40,10 @@ HANDSHAKE_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class _Edge:
-    """One dialed decode worker. `sends` is the queue its task drains; None ends it."""
+    """One dialed decode worker. `sends` is what its task works off; `broken` ends it from outside."""
 
     sends: asyncio.Queue[SendPiece]
+    broken: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
     stream: Stream[DecodeToPrefill] | None = None
 
@@ -69,9 +71,13 @@ class PrefillEdges:
         match action:
             case OpenEdge(peer, address):
                 if peer not in self._edges and not self._closing:
-                    edge = _Edge(asyncio.Queue())
+                    edge = _Edge(asyncio.Queue(), asyncio.get_running_loop().create_future())
                     self._edges[peer] = edge
                     edge.task = asyncio.create_task(self._live(peer, address, edge))
+            case CloseEdge(peer, reason):
+                closing = self._edges.get(peer)
+                if closing is not None and not closing.broken.done():
+                    closing.broken.set_exception(EdgeError(reason))
             case ToPeer(peer, message):
                 stream = self._stream(peer)
                 if stream is not None:
@@ -147,12 +153,12 @@ class PrefillEdges:
                 num_bytes = await sender.send(action.piece, action.source_blocks, action.target_blocks)
                 self._dispatch(PieceSent(peer, action.piece, num_bytes))
 
-        tasks = {asyncio.create_task(read()), asyncio.create_task(send())}
+        ends = (asyncio.create_task(read()), asyncio.create_task(send()), edge.broken)
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in done:
+                end.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)

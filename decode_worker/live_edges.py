@@ -6,7 +6,7 @@
    lead to comes back as `ReceivePosted`, `PieceStaged`, `PieceScattered`.
 3. The stream or the receiver breaks: `EdgeDown`, once. For an in-place edge the peer may still write, so
    its process is watched and `WriterGone` follows when it is dead, or when the same process dials again
-   (it closes its old sender before it does, see `prefill_worker.edges`).
+   (it closes its old sender before it does, see `prefill_worker.live_edges`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _Edge:
     stream: Stream[PrefillToDecode]
     receiver: KVReceiver
     broken: asyncio.Future[None]
-    operations: set[asyncio.Task[None]] = field(default_factory=set)
+    receives: set[asyncio.Task[None]] = field(default_factory=set)
+    scatters: set[asyncio.Task[None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -103,9 +104,12 @@ class DecodeEdges:
                 if edge is not None:
                     edge.stream.post(message)
             case PostReceive(peer):
-                self._start(peer, lambda edge: self._receive(edge, action))
-            case Scatter(peer):
-                self._start(peer, lambda edge: self._scatter(edge, action))
+                edge = self._edges.get(peer)
+                if edge is not None:  # otherwise its EdgeDown answers the action
+                    _track(edge.receives, self._guard(edge, self._receive(edge, action)))
+            case Scatter(peer):  # follows a PieceStaged at once, so its edge is there
+                edge = self._edges[peer]
+                _track(edge.scatters, self._guard(edge, self._scatter(edge, action)))
             case Discard(peer, staged):
                 edge = self._edges.get(peer)
                 if edge is not None:
@@ -159,9 +163,10 @@ class DecodeEdges:
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _end(self, peer: Peer, edge: _Edge, pid: int, reason: str) -> None:
-        for operation in edge.operations:
-            operation.cancel()
-        await asyncio.gather(*edge.operations, return_exceptions=True)
+        for receive in edge.receives:
+            receive.cancel()
+        await asyncio.gather(*edge.receives, return_exceptions=True)
+        await asyncio.gather(*edge.scatters)  # local copies: they end, and the core waits for them
         await edge.receiver.close()
         if edge.broken.done() and not edge.broken.cancelled():
             edge.broken.exception()  # read above or overtaken by the stream's own end
@@ -173,14 +178,6 @@ class DecodeEdges:
         edge.ended.set()
 
     # ---- operations of the receiver ------------------------------------------------------------
-
-    def _start(self, peer: Peer, operation: Callable[[_Edge], Coroutine[Any, Any, None]]) -> None:
-        edge = self._edges.get(peer)
-        if edge is None:
-            return  # its EdgeDown answered the action
-        task = asyncio.create_task(self._guard(edge, operation(edge)))
-        edge.operations.add(task)
-        task.add_done_callback(edge.operations.discard)
 
     @staticmethod
     async def _guard(edge: _Edge, operation: Coroutine[Any, Any, None]) -> None:
@@ -219,3 +216,9 @@ class DecodeEdges:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             self._dispatch(WriterGone(peer))
+
+
+def _track(tasks: set[asyncio.Task[None]], operation: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(operation)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
