@@ -6,6 +6,7 @@ Open-loop arrivals, traces and goodput belong to the load test; this one only ti
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from dataclasses import dataclass, field
@@ -29,8 +30,7 @@ class StreamTimes:
 
     @property
     def gaps_s(self) -> list[float]:
-        times = self.token_times_s
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
 
 
 async def stream_completion(host: str, port: int, body: dict[str, Any]) -> StreamTimes:
