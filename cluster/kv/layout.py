@@ -207,7 +207,8 @@ def _check_same_shape(prefill: Sequence[KVGeometry], decode: Sequence[KVGeometry
             for value in (getattr(rank, field) for rank in ranks):
                 if value != expected:
                     raise EdgeError(
-                        f"KV layouts differ: `{field}` is {expected} on prefill rank 0, {value} on a {side} rank"
+                        f"KV layouts differ: `{field}` is {expected} on prefill rank 0 but {value} on a "
+                        f"{side} rank"
                     )
 
 

@@ -3,11 +3,11 @@
 Life of a shared pool:
 
 1. The decode worker makes it with `KVPool.shared`: an anonymous memory file (`memfd_create`: it has no
-   name, so a crash leaves nothing behind, and it is not bounded by the size of /dev/shm), sealed so that it
-   can neither shrink nor grow under a peer. The first page is a header: magic, a random nonce, the geometry.
+   name, so a crash leaves nothing behind, and it is not bounded by the size of /dev/shm), sealed so that
+   it can neither shrink nor grow under a peer. The first page is a header: magic, a random nonce, geometry.
 2. `endpoint()` travels to the prefill worker in `EdgeWelcome`: pid, file descriptor, nonce.
-3. The prefill worker opens `/proc/<pid>/fd/<fd>` with `attach_pool` and maps it. Pids and descriptors are reused
-   by the kernel, so it trusts the file only if seals, size, nonce and geometry are the announced ones.
+3. The prefill worker opens `/proc/<pid>/fd/<fd>` with `attach_pool` and maps it. Pids and descriptors are
+   reused by the kernel, so it trusts the file only if seals, size, nonce and geometry are the announced ones.
 4. The memory goes back to the system when both have closed, or died: nothing has to be removed.
 
 Fresh pools are zero, and take physical memory only as blocks are first written.
@@ -44,8 +44,8 @@ _ADVICE = "lower the number of KV blocks (or use a smaller model or dtype)"
 class KVPool:
     """A pool tensor and the memory under it.
 
-    `tensor` is `[num_blocks, num_layers, 2, block_size, num_heads, head_dim]`, contiguous. The memory is unmapped
-    when the pool is closed *and* the last tensor that views it is gone.
+    `tensor` is `[num_blocks, num_layers, 2, block_size, num_heads, head_dim]`, contiguous. The memory is
+    unmapped when the pool is closed *and* the last tensor that views it is gone.
     """
 
     def __init__(self, layout: KVLayout, memory: mmap.mmap, offset: int, fd: int | None, nonce: str) -> None:

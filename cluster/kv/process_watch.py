@@ -77,10 +77,10 @@ async def process_exit(pid: int, expected_start_time: int | None = None) -> None
         if expected_start_time is not None and process_start_time(pid) != expected_start_time:
             return
         loop = asyncio.get_running_loop()
-        exited = loop.create_future()
-        loop.add_reader(pidfd, lambda: exited.done() or exited.set_result(None))
+        exited = asyncio.Event()
+        loop.add_reader(pidfd, exited.set)
         try:
-            await exited
+            await exited.wait()
         finally:
             loop.remove_reader(pidfd)
     finally:
