@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.errors import InvalidRequest
-from cluster.ids import Attempt, LeaseId, RequestId, RouterId
+from cluster.ids import Attempt, LeaseId, PieceIndex, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
 from cluster.wire.messages import (
@@ -235,7 +235,7 @@ class Intake:
             case KvOpen():
                 return self._open(peer, message, now)
             case KvOffer() | KvPiece():
-                return self._piece(peer, message, now)
+                return self._piece(peer, message)
             case KvCommit(request=request, attempt=attempt):
                 lease = self._lease_of(peer, request, attempt)
                 if lease is None or lease.state is not LeaseState.RECEIVING or lease.lease != message.lease:
@@ -331,22 +331,22 @@ class Intake:
         )
         return [ToPeer(peer, opened)]
 
-    def _piece(self, peer: Peer, message: KvOffer | KvPiece, now: float) -> list[Action]:
-        offered = isinstance(message, KvOffer)
-        lease = self._lease_of(peer, message.request, message.attempt)
-        if lease is None or lease.state is not LeaseState.RECEIVING:
-            self.num_stale += 1
-            # An offer waits for an answer: there is no receive for it.
-            return [self._refuse(peer, message.request, message.attempt)] if offered else []
+    def _piece(self, peer: Peer, message: KvOffer | KvPiece) -> list[Action]:
         piece = Piece(
             message.request, message.attempt, message.piece, message.first_block, message.num_blocks
         )
-        if piece.index < lease.next_piece:
+        lease = self._lease_of(peer, message.request, message.attempt)
+        if lease is not None and piece.index < lease.next_piece:
             return self._stale()  # a duplicate
+        # An offer waits for an answer: there is no receive for it.
+        offered = isinstance(message, KvOffer)
+        refusal = [self._refuse(peer, message.request, message.attempt, piece.index)] if offered else []
+        if lease is None or lease.state is not LeaseState.RECEIVING:
+            self.num_stale += 1
+            return refusal
         right_size = message.num_bytes == piece.num_blocks * self._config.block_bytes
         if not lease.accepts(piece) or not right_size or offered is self._edges[peer]:
             reason = f"piece {piece.index} of {message.num_bytes} bytes does not fit what is missing"
-            refusal = [self._refuse(peer, message.request, message.attempt)] if offered else []
             return refusal + self._bad_kv(lease, reason)
         lease.next_piece += 1
         if isinstance(message, KvPiece):
@@ -444,9 +444,11 @@ class Intake:
             return None, None
         return lease, receive
 
-    def _refuse(self, peer: Peer, request: RequestId, attempt: Attempt) -> Action:
-        reason = "no lease for this attempt"
-        return ToPeer(peer, KvRefused(request=request, attempt=attempt, reason=reason))
+    def _refuse(
+        self, peer: Peer, request: RequestId, attempt: Attempt, piece: PieceIndex | None = None
+    ) -> Action:
+        refused = KvRefused(request=request, attempt=attempt, reason="no lease for this attempt", piece=piece)
+        return ToPeer(peer, refused)
 
     def _stale(self) -> list[Action]:
         self.num_stale += 1

@@ -306,8 +306,8 @@ class PrefillCore:
                 if attempt is not None and attempt.handoff.state is HandoffState.CLOSED:
                     actions += self._end(attempt, "committed", now)
                 return actions
-            case KvRefused(request=request, attempt=number, reason=reason):
-                return self._refused(self._attempt_of(peer, (request, number)), reason, now)
+            case KvRefused():
+                return self._refused(peer, message, now)
             case KvAbort(request=request, attempt=number, reason=reason):
                 attempt = self._attempt_of(peer, (request, number))
                 if attempt is None:  # it may have ended before this edge came up: D still needs to know
@@ -318,17 +318,21 @@ class PrefillCore:
             case _:
                 return self._stale()
 
-    def _refused(self, attempt: _Attempt | None, reason: str, now: float) -> list[Action]:
+    def _refused(self, peer: Peer, message: KvRefused, now: float) -> list[Action]:
+        attempt = self._attempt_of(peer, (message.request, message.attempt))
         if attempt is None:
             return self._stale()
         handoff, actions = attempt.handoff, list[Action]()
-        if handoff.state is HandoffState.OPENING:
+        if message.piece is None:
+            if handoff.state is not HandoffState.OPENING:
+                return self._stale()
             actions += handoff.refused()
-        elif handoff.offer_refused(now):
-            actions += handoff.settle(now)
         else:
-            return self._stale()
-        return actions + self._fail(attempt, "lease_lost", f"the decode worker refused: {reason}", now)
+            if not handoff.offer_refused(message.piece):
+                return self._stale()
+            actions += handoff.settle(now)
+        reason = f"the decode worker refused: {message.reason}"
+        return actions + self._fail(attempt, "lease_lost", reason, now)
 
     def _step_done(self, results: list[tuple[Sequence, TokenOutput | None]], now: float) -> list[Action]:
         actions: list[Action] = []

@@ -34,7 +34,7 @@ from cluster.worker_io import Action, CloseEdge, Peer, SendPiece, ToPeer
 
 @dataclass(frozen=True, slots=True)
 class HandoffConfig:
-    """`block_bytes`: KV of one block as the edge moves it. A piece has one block or up to `max_piece_bytes`."""
+    """`block_bytes` of KV per block as the edge moves it; a piece has one block or `max_piece_bytes`."""
 
     block_size: int
     block_bytes: int
@@ -198,12 +198,10 @@ class Handoff:
         self._close()
         return []
 
-    def offer_refused(self, now: float) -> bool:
-        """`KvRefused` while offers are out: D answers offers in order and refuses from some one on, so the
-        latest offer has no receive. False if no offer is out."""
-        if not self._offered:
+    def offer_refused(self, index: PieceIndex) -> bool:
+        """`KvRefused` to an offer: there is no receive for it. False if it is not out."""
+        if self._offered.pop(index, None) is None:
             return False
-        self._offered.popitem()
         if not self._offered:
             self.deadline = None
         return True
