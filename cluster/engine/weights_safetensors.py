@@ -23,8 +23,10 @@ class SafetensorsSource:
     """A checkpoint of one or more safetensors files; see `WeightSource`."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises:
-        ModelError: no weights here, a shard is missing, or a file is not readable safetensors.
+        """Read the headers.
+
+        Raises:
+            ModelError: no weights here, a shard is missing, or a file is not readable safetensors.
         """
         self.path = str(directory)
         self._files: dict[str, Path] = {}
@@ -42,7 +44,9 @@ class SafetensorsSource:
                     if name in self._files:
                         raise ModelError(f"{file}: tensor `{name}` is also in {self._files[name].name}")
                     if piece.get_dtype() not in _ITEM_BYTES:
-                        raise ModelError(f"{file}: tensor `{name}` has type {piece.get_dtype()}, which is not supported")
+                        raise ModelError(
+                            f"{file}: tensor `{name}` has type {piece.get_dtype()}, which is not supported"
+                        )
                     shape = tuple(piece.get_shape())
                     self._files[name] = file
                     self._shapes[name] = shape
