@@ -46,7 +46,7 @@ def packed_tensors(
     on_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[StoredTensor]:
     """Every tensor of a decoder, in the order a forward pass reads them; `on_read` hears the bytes taken
-    from the source. A tied head whose packed form is the embedding itself is left out.
+    from the source. A tied head that `pack_linear` makes from the embedding without a copy is left out.
 
     Raises:
         ModelError: the source's data cannot be read.
@@ -126,7 +126,8 @@ def assemble(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(spec.num_layers)),
         final_norm=plain("final_norm"),
-        lm_head=matrix("lm_head") if "lm_head" in tensors else embedding,
+        # a tied head is stored only where its packed form is not the embedding's own memory
+        lm_head=matrix("lm_head") if "lm_head" in tensors else backend.pack_linear(embedding),
     )
 
 
