@@ -12,18 +12,20 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-import logging
 import os
 import platform
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cluster.engine.backends import NAMES, make_backend
 from cluster.engine.file_lock import file_lock
 from cluster.engine.gguf_source import GgufSource
 from cluster.engine.model_source import ModelSource, resolve_model
@@ -33,11 +35,10 @@ from cluster.engine.weights import WeightSource, check_weights
 from cluster.engine.weights_file import write_weights
 from cluster.engine.weights_pack import packed_tensors
 from cluster.engine.weights_safetensors import SafetensorsSource
-from cluster.errors import ModelError
+from cluster.errors import BatonError, ModelError
+from cluster.progress import ConversionProgress
 from cluster.tokenizer import export_gguf_tokenizer
 from kernels.ops import Backend
-
-logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0 = not known)
 
@@ -184,3 +185,50 @@ def _write_weights(
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: prints the prepared directory, or one sentence and status 1.
+
+    With `--json`, standard output has one object per line: `{"phase", "done_bytes", "total_bytes"}` while it
+    works, at the end `{"directory"}` or `{"error"}`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.engine.prepare", description="Convert a model once."
+    )
+    parser.add_argument("--model", required=True, help="directory, .gguf file or `demo`")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default=Dtype.BF16.value)
+    parser.add_argument("--backend", choices=NAMES, default=NAMES[0])
+    parser.add_argument("--threads", type=int, default=1, help="compute threads for packing")
+    parser.add_argument("--json", action="store_true", help="machine-readable lines on standard output")
+    options = parser.parse_args(arguments)
+
+    def tell(**facts: object) -> None:
+        print(json.dumps(facts), flush=True)
+
+    try:
+        torch.set_num_threads(options.threads)
+        backend = make_backend(options.backend, options.threads)
+        if options.json:
+            prepared = prepare_model(
+                options.model,
+                Dtype(options.dtype),
+                backend,
+                lambda phase, done, total: tell(phase=phase, done_bytes=done, total_bytes=total),
+            )
+            tell(directory=str(prepared.directory))
+        else:
+            with ConversionProgress() as display:
+                prepared = prepare_model(options.model, Dtype(options.dtype), backend, display.report)
+            print(prepared.directory)
+    except BatonError as error:
+        if options.json:
+            tell(error=str(error))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
