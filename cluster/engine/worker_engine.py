@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from cluster.config import WorkerConfig
+from cluster.engine.backends import make_backend
 from cluster.engine.batch import Runner
 from cluster.engine.model_spec import Dtype
 from cluster.engine.prepare import prepare_model
@@ -22,9 +23,7 @@ from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigError
 from cluster.kv.layout import KVLayout
-from kernels.cpu.backend import CpuBackend
 from kernels.ops import Backend
-from kernels.reference import ReferenceBackend
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +56,6 @@ class WorkerEngine:
             return runner
 
         return make
-
-
-def make_backend(name: str, num_threads: int) -> Backend:
-    """Raises: ConfigError for an unknown backend."""
-    if name == "cpu":
-        return CpuBackend(num_threads)
-    if name == "reference":
-        return ReferenceBackend("cpu")
-    raise ConfigError(f"unknown backend `{name}`; use cpu or reference")
 
 
 def open_engine(config: WorkerConfig) -> WorkerEngine:
