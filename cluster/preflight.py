@@ -32,7 +32,7 @@ def check_packages(root: Path | None = None) -> None:
         foreign = _foreign_distribution(name)
         if foreign is not None:
             raise ConfigError(
-                f"the package `{name}` {foreign} is installed and shadows a part of Baton: pip uninstall {name}"
+                f"a foreign package `{name}` {foreign} is installed and shadows Baton's: pip uninstall {name}"
             )
         spec = importlib.util.find_spec(name)
         places = list(spec.submodule_search_locations or ()) if spec is not None else []
