@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.engine.batch import StepPlan
-from cluster.ids import BlockId, Epoch, RequestId, RouterId, WorkerId
+from cluster.ids import BlockId, Epoch, RouterId, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
 from cluster.worker_io import (
@@ -457,9 +457,7 @@ class SimulatedPair:
             while slot in edge.staging:
                 slot += 1
             edge.staging[slot] = data
-            edge.staged.append(
-                PieceStaged(edge.prefill.peer, Staged(piece, slot, len(data) * BLOCK_BYTES))
-            )
+            edge.staged.append(PieceStaged(edge.prefill.peer, Staged(piece, slot, len(data) * BLOCK_BYTES)))
         self._handle(edge.prefill, PieceSent(edge.decode.peer, piece, len(data) * BLOCK_BYTES))
 
     def _stage(self, edge: Edge) -> None:
