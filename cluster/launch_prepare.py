@@ -1,6 +1,6 @@
 """The model is converted in a process of its own: the launcher needs no torch, and Ray starts meanwhile.
 
-1. `Preparation` starts `python -m cluster.engine.prepare_process` and follows its standard output, one JSON
+1. `Preparation` starts `python -m cluster.engine.prepare --json` and follows its standard output, one JSON
    object per line: {"phase": "converting", "done_bytes": n, "total_bytes": n}, ...
 2. The last line is {"directory": path} or {"error": sentence}; either ends up in the future `directory`.
 """
@@ -24,7 +24,7 @@ from cluster.errors import ModelError
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0: not known)
 
-MODULE: Final = "cluster.engine.prepare_process"
+MODULE: Final = "cluster.engine.prepare"
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +37,10 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def prepare_command(config: ClusterConfig) -> list[str]:
     """What converts the model of `config`, or finds it converted."""
-    return [sys.executable, "-m", MODULE, config.model, config.dtype, config.backend]
+    return [
+        *(sys.executable, "-m", MODULE, "--json", "--model", config.model),
+        *("--dtype", config.dtype, "--backend", config.backend),
+    ]
 
 
 class Preparation:

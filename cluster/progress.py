@@ -1,21 +1,87 @@
-"""How `baton serve` looks in a terminal: phases with their seconds, a bar while a model is converted."""
+"""What a person sees while they wait: phases with their seconds; for a model, gigabytes and seconds.
+
+On a terminal one line that moves; elsewhere one line at the start and one at the end of each phase, so
+that a log stays readable.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from cluster.clock import Clock
 
 GIGABYTE = 1e9
 
 
+class ConversionProgress:
+    """Use as a context manager; `report` is the callback that `prepare_model` wants."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._phase = ""
+        self._task: TaskID | None = None
+        self._started_s = 0.0
+
+    def __enter__(self) -> ConversionProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def report(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        """`total_bytes` 0: not known, only the phase is shown."""
+        if phase != self._phase:
+            self._begin(phase, total_bytes)
+        if self._task is not None:
+            self._bars.update(self._task, completed=done_bytes, total=total_bytes or None)
+        if 0 < total_bytes <= done_bytes:
+            self._end(total_bytes)
+
+    def _begin(self, phase: str, total_bytes: int) -> None:
+        self._phase, self._started_s = phase, time.monotonic()
+        self._task = self._bars.add_task(phase, total=total_bytes or None)
+        if not self._console.is_terminal:
+            size = f" {total_bytes / GIGABYTE:.2f} GB" if total_bytes else ""
+            self._console.print(f"{phase}{size} ...")
+
+    def _end(self, total_bytes: int) -> None:
+        seconds = time.monotonic() - self._started_s
+        self._console.print(f"{self._phase}: {total_bytes / GIGABYTE:.2f} GB in {seconds:.1f} s")
+        self._phase, self._task = "", None
+
+
 class TerminalReport:
-    """A `cluster.launch_driver.Report` for people; `on_ready` is printed when everything serves."""
+    """How `baton serve` looks: a `cluster.launch_driver.Report` for people.
+
+    `ready_text(seconds)` is printed when everything serves. `progress` may come from another thread.
+    """
 
     def __init__(self, console: Console, clock: Clock, ready_text: Callable[[float], str]) -> None:
         self._console = console
@@ -23,8 +89,8 @@ class TerminalReport:
         self._ready_text = ready_text
         self._started_at = clock.now()
         self._phase: tuple[str, float] | None = None
-        self._bar: tuple[Progress, TaskID] | None = None
-        self._lock = threading.Lock()  # progress comes from another thread
+        self._conversion: ConversionProgress | None = None
+        self._lock = threading.Lock()
 
     def phase(self, name: str) -> None:
         with self._lock:
@@ -33,24 +99,12 @@ class TerminalReport:
 
     def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         with self._lock:
-            if total_bytes <= 0:
-                return
-            if self._bar is None:
-                progress = Progress(
-                    TextColumn("  {task.description}"),
-                    BarColumn(),
-                    TextColumn("{task.fields[size]}"),
-                    TimeElapsedColumn(),
-                    console=self._console,
-                    transient=True,
-                )
-                self._bar = (progress, progress.add_task(phase, total=total_bytes, size=""))
-                progress.start()
-            progress, task = self._bar
-            size = f"{done_bytes / GIGABYTE:.2f} of {total_bytes / GIGABYTE:.2f} GB"
-            progress.update(task, description=phase, completed=done_bytes, total=total_bytes, size=size)
-            if done_bytes >= total_bytes:
-                self._end_bar()
+            if self._conversion is None:
+                self._conversion = ConversionProgress(self._console)
+                self._conversion.__enter__()
+            self._conversion.report(phase, done_bytes, total_bytes)
+            if 0 < total_bytes <= done_bytes:
+                self._end_conversion()
 
     def say(self, text: str) -> None:
         with self._lock:
@@ -63,16 +117,15 @@ class TerminalReport:
 
     def close(self) -> None:
         with self._lock:
-            self._end_bar()
+            self._end_conversion()
 
     def _end_phase(self) -> None:
         if self._phase is not None:
             name, started_at = self._phase
-            self._end_bar()
             self._console.print(f"[green]✓[/] {name} [dim]{self._clock.now() - started_at:.1f} s[/]")
         self._phase = None
 
-    def _end_bar(self) -> None:
-        if self._bar is not None:
-            self._bar[0].stop()
-        self._bar = None
+    def _end_conversion(self) -> None:
+        if self._conversion is not None:
+            self._conversion.__exit__(None, None, None)
+        self._conversion = None

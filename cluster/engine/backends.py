@@ -1,17 +1,23 @@
-"""From a backend's name in the configuration to the backend. Each is imported only when it is asked for."""
+"""Backends by the names that settings use."""
 
 from __future__ import annotations
 
-from cluster.config import BackendName
+from cluster.errors import ConfigError
+from kernels.cpu.backend import CpuBackend
 from kernels.ops import Backend
+from kernels.reference import ReferenceBackend
+
+NAMES = ("cpu", "reference")
 
 
-def make_backend(name: BackendName, num_threads: int) -> Backend:
-    """The CPU backend compiles its kernels here when it runs for the first time."""
+def make_backend(name: str, num_threads: int) -> Backend:
+    """The backend called `name`, computing on `num_threads` threads.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
     if name == "cpu":
-        from kernels.cpu.backend import CpuBackend
-
         return CpuBackend(num_threads)
-    from kernels.reference import ReferenceBackend
-
-    return ReferenceBackend()
+    if name == "reference":
+        return ReferenceBackend("cpu")
+    raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
