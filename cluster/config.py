@@ -24,7 +24,7 @@ MiB: Final = 1 << 20
 
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
-EdgeKind = Literal["auto", "shm", "gloo", "local"]
+EdgeKind = Literal["auto", "shm", "gloo"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -174,7 +174,8 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     max_num_seqs: int = 64
     max_chunk_tokens: int = 512  # prompt tokens per step
     kv_bytes: int = 256 * MiB
-    kv_edge: Literal["shm", "gloo", "local"] = "shm"
+    kv_edge: Literal["shm", "gloo"] = "shm"
+    step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted
 
     @property
     def shm_prefix(self) -> str:

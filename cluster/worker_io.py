@@ -67,7 +67,10 @@ class EdgeUp:
 
 @dataclass(frozen=True, slots=True)
 class EdgeDown:
-    """The KV stream or the edge itself broke, or could not be built; nothing more comes from it."""
+    """The KV stream or the edge itself broke, or could not be built; nothing more comes from it.
+
+    On P it also says that `SendPiece`s in flight are over: the driver reports it after `KVSender.close`.
+    """
 
     peer: Peer
     reason: str
@@ -171,10 +174,19 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class OpenEdge:
-    """P only: dial this decode worker, unless a dial or an edge is up. Answered by `EdgeUp`/`EdgeDown`."""
+    """P only: dial this decode worker, unless a dial or an edge is up. Answered by `EdgeUp`/`EdgeDown`.
+    The same peer may be dialled again after `EdgeDown`."""
 
     peer: Peer
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseEdge:
+    """P only: this decode worker does not answer; tear the edge down. Answered by `EdgeDown`."""
+
+    peer: Peer
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +210,7 @@ class PostReceive:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """D only: answered by `PieceScattered`."""
+    """D only: answered by `PieceScattered`, always, even after `EdgeDown`: it is a local copy."""
 
     peer: Peer
     staged: Staged
@@ -213,7 +225,7 @@ class Discard:
     staged: Staged
 
 
-Action = ToRouter | ToPeer | RunStep | OpenEdge | SendPiece | PostReceive | Scatter | Discard
+Action = ToRouter | ToPeer | RunStep | OpenEdge | CloseEdge | SendPiece | PostReceive | Scatter | Discard
 
 
 class WorkerCore(Protocol):

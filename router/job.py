@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from cluster.errors import ContextLengthExceeded, InvalidRequest
 from cluster.sampling import SamplingParams
-from cluster.tokenizer import Tokenizer
+from cluster.tokenizer import TEMPLATE_KWARGS, Tokenizer
 from router.model_info import ModelInfo
 from router.output import TextRules
 from router.reply import ReplyOptions
@@ -83,6 +83,12 @@ class JobBuilder:
 
     def render(self, request: PromptFields, add_special_tokens: bool) -> tuple[int, ...]:
         """Ids of a conversation."""
+        for name in request.chat_template_kwargs:
+            if name not in TEMPLATE_KWARGS:
+                raise InvalidRequest(
+                    f"`chat_template_kwargs` may hold: {', '.join(sorted(TEMPLATE_KWARGS))}.",
+                    param=f"chat_template_kwargs.{name[:64]}",
+                )
         continued = request.continue_final_message
         header = request.add_generation_prompt
         text = self.tokenizer.render_chat_text(

@@ -40,7 +40,8 @@ def bind(host: str, port: int) -> socket.socket:
         ConfigError: the address is in use, not ours, or not allowed.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only where the protocol is given, and accepted sockets inherit it.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -65,7 +66,7 @@ async def serve_http(
     grace_s: float = 30.0,
     on_listening: Callable[[str, int], None] | None = None,
 ) -> bool:
-    """Serve until `stop` is set and the open requests (`in_flight`, from `app.state`) are over; whether all of
+    """Serve until `stop` is set and the open requests (`app.state.in_flight`) are over; whether all of
     them finished by themselves.
 
     `on_listening` gets the address as bound, before the first request can be read.

@@ -50,8 +50,8 @@ def hf_tensor_name(gguf_name: str) -> str:
 def interleaved_heads(gguf_architecture: str, hf_name: str) -> str | None:
     """Which head count a q/k projection is interleaved by: `query`, `key` or None.
 
-    Converters of the llama family reorder the rows of a head so that the two halves of each rotary pair lie side by
-    side; Qwen keeps the halves apart, as Hugging Face does.
+    Converters of the llama family reorder the rows of a head so that the two halves of each rotary pair
+    lie side by side; Qwen keeps the halves apart, as Hugging Face does.
     """
     if gguf_architecture not in ("llama", "mistral"):
         return None
@@ -68,7 +68,8 @@ def hf_config(
     rope_factors: Sequence[float] | None,
     source: str,
 ) -> dict[str, Any]:
-    """`tensor_names` are Hugging Face names; `rope_factors` the content of `rope_freqs.weight` if there is one.
+    """`tensor_names` are Hugging Face names; `rope_factors` the content of `rope_freqs.weight` if there
+    is one.
 
     Raises:
         ModelError: an architecture that is not supported, or a key that is missing.

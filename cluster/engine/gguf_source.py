@@ -27,8 +27,10 @@ class GgufSource:
     """One opened GGUF file; see `WeightSource`. Tensor names are Hugging Face names."""
 
     def __init__(self, file: Path) -> None:
-        """Raises:
-        ModelError: the file is not GGUF, is truncated, or its metadata describes no supported model.
+        """Read header and metadata.
+
+        Raises:
+            ModelError: the file is not GGUF, is truncated, or its metadata describes no supported model.
         """
         self.path = str(file)
         try:
@@ -66,7 +68,8 @@ class GgufSource:
             values = gguf.dequantize(stored.data, stored.tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise ModelError(
-                f"{self.path}: tensor `{stored.name}` of type {stored.tensor_type.name} cannot be dequantized: {error}"
+                f"{self.path}: tensor `{stored.name}` of type {stored.tensor_type.name} "
+                f"cannot be dequantized: {error}"
             ) from error
         values = np.array(values, dtype=np.float32, order="C").reshape(self._shapes[name])
         interleaved = interleaved_heads(str(self._metadata["general.architecture"]), name)

@@ -1,9 +1,11 @@
 """What a model is, as a value: everything the decoder needs to know beside the weights. No torch.
 
 1. `config.json` (or GGUF metadata mapped to the same keys by `gguf_config`) is read into a dict.
-2. `ModelSpec.from_hf_config` checks every key that changes the mathematics and refuses what the decoder does not
-   compute: an unknown architecture, partial rotary, quantized checkpoints. Nothing is silently ignored.
-3. `ModelSpec.to_hf_config` writes the normalised `config.json` of the weight cache; reading it gives the same spec.
+2. `ModelSpec.from_hf_config` checks every key that changes the mathematics and refuses what the decoder
+   does not compute: an unknown architecture, partial rotary, quantized checkpoints. Nothing is silently
+   ignored.
+3. `ModelSpec.to_hf_config` writes the normalised `config.json` of the weight cache; reading it gives the
+   same spec.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ SUPPORTED = ", ".join(f"{CLASS_NAMES[architecture]}" for architecture in Archite
 class ModelSpec:
     """One decoder-only transformer with grouped-query attention, rotary positions and a gated MLP.
 
-    `max_context_len` is the longest sequence the model computes correctly here: `max_position`, or less where a
-    sliding window would start to hide keys, which the attention of `kernels.ops` does not do.
+    `max_context_len` is the longest sequence the model computes correctly here: `max_position`, or less
+    where a sliding window would start to hide keys, which the attention of `kernels.ops` does not do.
     """
 
     architecture: Architecture
@@ -117,7 +119,8 @@ class ModelSpec:
         """`config`: the parsed config.json. `source`: its path, for messages.
 
         Raises:
-            ModelError: an architecture or a feature that is not supported, or a key that is missing or wrong.
+            ModelError: an architecture or a feature that is not supported, or a key that is missing or
+            wrong.
         """
         architecture = _architecture(config, source)
         read = _Reader(config, source)

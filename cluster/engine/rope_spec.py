@@ -1,6 +1,7 @@
 """How positions become rotation frequencies: rotary embedding and its published scalings. No torch.
 
-Both spellings are read: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+Both spellings are read: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters`
+(transformers 5).
 """
 
 from __future__ import annotations
@@ -44,25 +45,27 @@ class RopeSpec:
     def from_hf_config(
         cls, config: Mapping[str, Any], max_position: int, head_dim: int, source: str
     ) -> RopeSpec:
-        """Raises:
-        ModelError: a rope type or parameter that is not supported.
+        """The rotary parameters of a parsed config.json; `source` is its path, for messages.
+
+        Raises:
+            ModelError: a rope type or parameter that is not supported.
         """
-        parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if not isinstance(parameters, Mapping) or any(isinstance(v, Mapping) for v in parameters.values()):
+        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
             raise ModelError(f"{source}: rope parameters per layer type are not supported")
-        read = _RopeReader(parameters, source)
-        name = parameters.get("rope_type", parameters.get("type", "default"))
-        partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if partial not in (None, 1, 1.0):
-            raise ModelError(f"{source}: `partial_rotary_factor` {partial} is not supported, only 1")
+        # what is not among the rope parameters may stand at the top level, except that the original length
+        # takes precedence there
+        parameters = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | dict(given)
+        if config.get("original_max_position_embeddings") is not None:
+            parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+        if parameters["partial_rotary_factor"] not in (None, 1, 1.0):
+            raise ModelError(f"{source}: partial rotary embedding (`partial_rotary_factor`) is not supported")
         if parameters.get("mrope_section"):
             raise ModelError(f"{source}: multimodal rope (`mrope_section`) is not supported")
-        theta = _RopeReader({"rope_theta": config.get("rope_theta")} | dict(parameters), source).number(
-            "rope_theta", default=10_000.0
-        )
-        original = config.get("original_max_position_embeddings") or parameters.get(
-            "original_max_position_embeddings", max_position
-        )
+        read = _RopeReader(parameters, source)
+        name = parameters.get("rope_type", parameters.get("type", RopeType.DEFAULT.value))
+        theta = read.number("rope_theta", default=10_000.0)
+        original = int(read.number("original_max_position_embeddings", default=max_position))
         if name == RopeType.DEFAULT.value:
             return cls(theta)
         if name == RopeType.LINEAR.value:
@@ -72,12 +75,12 @@ class RopeSpec:
                 theta,
                 RopeType.LLAMA3,
                 factor=read.number("factor"),
-                original_max_position=int(original),
+                original_max_position=original,
                 low_freq_factor=read.number("low_freq_factor"),
                 high_freq_factor=read.number("high_freq_factor"),
             )
         if name == RopeType.YARN.value:
-            return cls._yarn(theta, read, max_position, int(original))
+            return cls._yarn(theta, read, max_position, original)
         if name == RopeType.FACTORS.value:
             return cls._factors(theta, parameters, head_dim, source)
         supported = ", ".join(t.value for t in RopeType)

@@ -14,9 +14,9 @@ from cluster.engine.rope_spec import RopeSpec, RopeType
 def rotary_tables(rope: RopeSpec, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
     """cos, sin [num_positions, head_dim // 2] fp32.
 
-    The angle is position·frequency rounded to fp32, as the published models compute it; its cosine is taken in
-    fp64 and rounded once, one element at a time, so that an entry's bits depend neither on the length of the table nor
-    on the number of threads.
+    The angle is position·frequency rounded to fp32, as the published models compute it; its cosine is
+    taken in fp64 and rounded once, one element at a time, so that an entry's bits depend neither on the
+    length of the table nor on the number of threads.
     """
     frequencies = inverse_frequencies(rope, head_dim).numpy()
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies[None, :]
@@ -46,8 +46,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(base: Tensor, rope: RopeSpec) -> Tensor:
-    """Wavelengths beyond `original / low_freq_factor` are stretched, those below `original / high_freq_factor` are
-    kept, a linear ramp in between."""
+    """Wavelengths beyond `original / low_freq_factor` are stretched, those below `original /
+    high_freq_factor` are kept, a linear ramp in between."""
     low_wavelength = rope.original_max_position / rope.low_freq_factor
     high_wavelength = rope.original_max_position / rope.high_freq_factor
     wavelengths = 2 * math.pi / base
@@ -61,8 +61,8 @@ def _llama3(base: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(powers: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """Frequencies that turn more than `beta_fast` times over the original length are kept, those below `beta_slow`
-    turns are interpolated, a linear ramp over the dimensions in between."""
+    """Frequencies that turn more than `beta_fast` times over the original length are kept, those below
+    `beta_slow` turns are interpolated, a linear ramp over the dimensions in between."""
 
     def dimension(num_turns: float) -> float:
         turns = rope.original_max_position / (num_turns * 2 * math.pi)

@@ -1,8 +1,10 @@
 """Where weights come from, by their Hugging Face names, and the check that they are the model's.
 
 1. A source (`weights_safetensors`, `gguf_source`) lists names and shapes without reading data.
-2. `check_weights` compares the list with what the spec needs: missing, misshapen and left-over tensors are errors.
-3. `weights_pack` reads tensor by tensor, fuses, converts and packs; `weights_file` stores and maps the result.
+2. `check_weights` compares the list with what the spec needs: missing, misshapen and left-over tensors
+   are errors.
+3. `weights_pack` reads tensor by tensor, fuses, converts and packs; `weights_file` stores and maps the
+   result.
 """
 
 from __future__ import annotations
@@ -84,8 +86,10 @@ def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def check_weights(source: WeightSource, spec: ModelSpec) -> None:
-    """Raises:
-    ModelError: a tensor is missing, has another shape, or would be left out of the computation.
+    """The source holds exactly the model that the spec describes.
+
+    Raises:
+        ModelError: a tensor is missing, has another shape, or would be left out of the computation.
     """
     expected, found = expected_shapes(spec), source.shapes()
     missing = [name for name in expected if name not in found]
@@ -95,13 +99,14 @@ def check_weights(source: WeightSource, spec: ModelSpec) -> None:
     for name, shape in expected.items():
         if tuple(found[name]) != shape:
             raise ModelError(
-                f"{source.path}: tensor `{name}` has shape {list(found[name])}, config.json says {list(shape)}"
+                f"{source.path}: tensor `{name}` has shape {list(found[name])}, "
+                f"the configuration says {list(shape)}"
             )
     for name in found:
         if name not in expected and not _is_redundant(name, spec):
             raise ModelError(
-                f"{source.path}: tensor `{name}` is not part of a {spec.architecture.value} model as its config "
-                "describes it; leaving it out would change the results"
+                f"{source.path}: tensor `{name}` is not part of a {spec.architecture.value} model "
+                "as its configuration describes it; leaving it out would change the results"
             )
 
 

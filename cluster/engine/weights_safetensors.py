@@ -23,8 +23,10 @@ class SafetensorsSource:
     """A checkpoint of one or more safetensors files; see `WeightSource`."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises:
-        ModelError: no weights here, a shard is missing, or a file is not readable safetensors.
+        """Read the headers.
+
+        Raises:
+            ModelError: no weights here, a shard is missing, or a file is not readable safetensors.
         """
         self.path = str(directory)
         self._files: dict[str, Path] = {}

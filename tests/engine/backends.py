@@ -1,0 +1,10 @@
+"""Every backend that runs here, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kernels.ops import Backend
+from kernels.reference import ReferenceBackend
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"reference": ReferenceBackend}
