@@ -29,7 +29,8 @@ class Host:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.workers: dict[WorkerId, LiveWorker] = {}
+        self.workers: dict[WorkerId, LiveWorker] = {}  # those that run
+        self.started: list[LiveWorker] = []
 
     async def start(self, register: Register, **settings: Any) -> LiveWorker:
         worker = LiveWorker(self, register, **settings)
@@ -45,7 +46,7 @@ class Host:
         return done
 
     async def close(self) -> None:
-        for worker in list(self.workers.values()):
+        for worker in self.started:
             await worker.kill()
 
 
@@ -70,6 +71,7 @@ class LiveWorker:
         self._interval_s = 0.0
 
     async def start(self) -> None:
+        self.host.started.append(self)
         self._stream = await connect(self.host.address, TOKEN, RouterToWorker)
         self._stream.post(self.peer.register)
         self.host.workers[self.peer.register.worker] = self
@@ -102,6 +104,7 @@ class LiveWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._stream is not None:
             self._stream.abort()
+            await asyncio.sleep(0)  # the transport closes in the next turn of the loop
 
     def hang(self) -> None:
         """SIGSTOP: the stream stays open and silent."""
