@@ -7,8 +7,6 @@ threads of the actor. Results are plain strings: an error's one line, or "" for 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 
 from cluster.config import RouterConfig, load_config
@@ -57,21 +55,9 @@ class RoleActor:
             self._is_ready.set()
         return ""
 
-    def wait_ready(self, timeout_s: float) -> int | None:
-        """This process's id once the role serves; None when it ended, or did not within `timeout_s`."""
-        if not self._is_ready.wait(timeout_s) or self._has_ended.is_set():
-            return None
-        return os.getpid()
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Until the role serves; False when it ended, or does not serve within `timeout_s`."""
+        return self._is_ready.wait(timeout_s) and not self._has_ended.is_set()
 
     def stop(self) -> None:
         self._switch.request()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def free_port(self, host: str) -> int:
-        """A TCP port that is free on this node now."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port: int = probe.getsockname()[1]
-            return port

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -45,18 +45,11 @@ class RoleSpec:
     def role(self) -> str:
         return "router" if isinstance(self.config, RouterConfig) else self.config.role.value
 
-    def with_epoch(self, epoch: int) -> RoleSpec:
-        """The same role, started for the `epoch`-th time."""
+    def started(self, epoch: int, model_dir: str) -> RoleSpec:
+        """The role as it is started for the `epoch`-th time, once the model is prepared."""
         if isinstance(self.config, RouterConfig):
-            return self
-        return RoleSpec(
-            name=self.name,
-            entry=self.entry,
-            config=msgspec.structs.replace(self.config, epoch=Epoch(epoch)),
-            num_cpus=self.num_cpus,
-            num_gpus=self.num_gpus,
-            env=self.env,
-        )
+            return replace(self, config=msgspec.structs.replace(self.config, model_dir=model_dir))
+        return replace(self, config=msgspec.structs.replace(self.config, epoch=Epoch(epoch)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +57,6 @@ class Site:
     """Facts of this run that the settings do not hold."""
 
     served_model_name: str
-    model_dir: str  # the prepared model
     runtime_dir: str
     log_dir: str
     cluster_token: str
@@ -72,6 +64,16 @@ class Site:
     ray_cpus: float | None = None  # CPUs of a Ray cluster that was joined; None: a Ray of our own
     router_host: str | None = None  # this machine's address in a joined cluster
     router_control_port: int = 0
+
+
+def private_ray_environment(auth_token_file: Path) -> dict[str, str]:
+    """What a Ray of our own reads from the environment; must be set before `ray` is imported."""
+    return {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on any system this binds every port to loopback
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(auth_token_file),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
 
 
 def plan_roles(
@@ -104,7 +106,7 @@ def plan_roles(
             drain_grace_s=config.drain_grace_s,
             log=_log(config, site, ROUTER),
             router=RouterId(ROUTER),
-            model_dir=site.model_dir,
+            model_dir="",  # known once the model is prepared
             host=config.host,
             port=config.port,
             control_address=control_address,

@@ -1,7 +1,7 @@
 """No process left: the launcher adopts what Ray's processes leave behind, and ends it.
 
-Ray's raylet starts the workers; when it goes first, they would pass to init and out of sight. As a *subreaper*
-the launcher becomes their parent instead, so at the end its children are exactly what is left of the run.
+Ray's raylet starts the workers; when it goes first, they would pass to init and out of sight. As a
+*subreaper* the launcher becomes their parent instead: at the end its children are what is left of the run.
 Linux only; elsewhere nothing is adopted and `end_children` finds nothing.
 """
 
@@ -23,7 +23,8 @@ def become_subreaper() -> bool:
     """Orphans below this process become its children. False where the system cannot do it."""
     if not sys.platform.startswith("linux"):
         return False
-    return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    result: int = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return result == 0
 
 
 def children(pid: int | None = None) -> frozenset[int]:

@@ -5,7 +5,7 @@
    every directory whose lock nobody holds.
 3. `close` removes the directory, and every shared-memory segment named after it.
 
-Paths are short: a unix socket's path has 107 bytes, and Ray adds 65 of its own.
+Paths are short: a unix socket's path has 107 bytes, and Ray needs 66 of them for its own.
 """
 
 from __future__ import annotations
