@@ -28,7 +28,6 @@ from cluster.token_bytes import PieceDecoder, piece_decoder
 from cluster.tokenizer_config import (
     add_configured_tokens,
     default_template,
-    insert_bos_and_eos,
     read_json,
     special_tokens_of,
 )
@@ -89,7 +88,7 @@ class Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json; only
         the first is required.
 
-        Special tokens and BOS/EOS insertion follow tokenizer_config.json the way transformers does it.
+        Special tokens are those of both files, the way transformers joins them.
 
         Raises:
             ModelError: a file is missing, not JSON, or describes a tokenizer that is not supported.
@@ -111,7 +110,6 @@ class Tokenizer:
         backend.no_padding()
         special_tokens = special_tokens_of(config)
         add_configured_tokens(backend, config, special_tokens)
-        insert_bos_and_eos(backend, config, special_tokens)
         eos = generation.get("eos_token_id")
         return cls(
             backend,
@@ -324,8 +322,6 @@ def export_gguf_tokenizer(gguf_path: Path, out_dir: Path) -> None:
     }
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(converted.add_bos_token),
-        "add_eos_token": bool(converted.add_eos_token),
         **{name: getattr(converted, name) for name in named},
     }
     if template := metadata.get("tokenizer.chat_template"):
