@@ -104,7 +104,7 @@ def test_b004_token_bytes_of_sentencepiece(tmp_path):
     assert tokenizer.token_bytes(FIRST_BYTE + 0xE6) == b"\xe6"
     assert tokenizer.token_bytes(FIRST_PIECE + PIECES.index("▁Hello")) == b" Hello"
     assert tokenizer.token_bytes(FIRST_PIECE + PIECES.index("▁漢")) == " 漢".encode()
-    assert tokenizer.token_bytes(FIRST_PIECE + PIECES.index("0x41")) == b"0x41"
+    assert tokenizer.token_bytes(FIRST_PIECE + PIECES.index("<0x41>x")) == b"<0x41>x"
 
 
 def test_bad_words_at_the_start_and_after_a_space(plain, tmp_path):

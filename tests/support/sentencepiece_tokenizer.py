@@ -8,7 +8,7 @@ from pathlib import Path
 
 UNK, BOS, EOS = 0, 1, 2
 FIRST_BYTE = 3
-PIECES = ("▁", "▁Hello", "▁world", "▁▁", "▁▁▁", "é", "lo", "▁漢", "!", "▁<", "0x41")
+PIECES = ("▁", "▁Hello", "▁world", "▁▁", "▁▁▁", "é", "lo", "▁漢", "!", "▁<", "<0x41>x")
 FIRST_PIECE = FIRST_BYTE + 256
 TOOL = FIRST_PIECE + len(PIECES)  # an added token, not special
 VOCAB_SIZE = TOOL + 1
