@@ -122,19 +122,21 @@ class Tokenizer:
 
     # ---- text to ids -----------------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str | None = None) -> list[int]:
         """Ids of `text`; an empty text gives [] (or just BOS, where the tokenizer adds it).
 
         Special tokens spelled in the text become their ids. A text that already begins with BOS does not get
         a second one.
 
         Raises:
-            InvalidRequest: the text is not valid Unicode (a lone surrogate); the caller names the field.
+            InvalidRequest: the text is not valid Unicode (a lone surrogate); `param` is the field it names.
         """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequest("the text is not valid Unicode: it has a lone surrogate") from error
+            raise InvalidRequest(
+                "the text is not valid Unicode: it has a lone surrogate", param=param
+            ) from error
         if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
             return ids[1:]
         return ids
@@ -193,6 +195,7 @@ class Tokenizer:
         return self.encode(
             self.render_chat_text(messages, add_generation_prompt, continue_final_message, **template_kwargs),
             add_special_tokens=False,
+            param="messages",
         )
 
     def render_chat_text(

@@ -86,8 +86,12 @@ def test_b040_a_text_that_begins_with_bos_gets_no_second_one(tmp_path):
 
 
 def test_a_lone_surrogate_is_refused(plain):
-    with pytest.raises(InvalidRequest, match="surrogate"):
-        plain.encode("a\ud83d")
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        plain.encode("a\ud83d", param="prompt")
+    assert caught.value.param == "prompt"
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        plain.render_chat([{"role": "user", "content": "\ud83d"}])
+    assert caught.value.param == "messages"
 
 
 def test_b004_token_bytes_join_to_the_text(plain):
