@@ -177,12 +177,6 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     kv_edge: Literal["shm", "gloo"] = "shm"
     step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted
 
-    @property
-    def shm_prefix(self) -> str:
-        """What names of this process's shared-memory segments start with; the launcher removes such
-        segments once the process is gone."""
-        return f"{Path(self.runtime_dir).name}-{self.worker}-{self.epoch}-"
-
 
 _ROLE_DECODER: Final = msgspec.json.Decoder(RouterConfig | WorkerConfig)
 

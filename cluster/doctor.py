@@ -15,6 +15,7 @@ from typing import Final
 from cluster import preflight
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.errors import BatonError
+from cluster.kv.memory import available_bytes
 
 LIBRARIES: Final = ("torch", "ray", "transformers", "tokenizers", "fastapi", "uvicorn", "msgspec")
 ISAS: Final = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "asimd")
@@ -42,11 +43,6 @@ def run_checks() -> tuple[Check, ...]:
         _compiler(),
         _memory(),
         _attempt(
-            "shared memory",
-            lambda: preflight.check_shared_memory(config.decode_kv_bytes),
-            "room for the KV pool",
-        ),
-        _attempt(
             "port",
             lambda: preflight.check_port(config.host, config.port),
             f"{config.host}:{config.port} is free",
@@ -62,7 +58,7 @@ def _python() -> Check:
 
 
 def _packages() -> Check:
-    return _attempt("packages", preflight.check_packages, "no foreign package under our names")
+    return _attempt("packages", preflight.check_own_packages, "no foreign package under our names")
 
 
 def _library(name: str) -> Check:
@@ -99,17 +95,11 @@ def _compiler() -> Check:
     return Check("compiler", False, "none: the kernels run in torch, slower; install g++", is_fatal=False)
 
 
-def _memory(file: Path = Path("/proc/meminfo")) -> Check:
-    try:
-        fields = dict(line.split(":", 1) for line in file.read_text().splitlines())
-        available_bytes = int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return Check("memory", True, "unknown on this system", is_fatal=False)
-    text = f"{available_bytes / 1e9:.1f} GB available"
-    is_ok = available_bytes >= NEEDED_MEMORY_BYTES
-    return Check(
-        "memory", is_ok, text if is_ok else f"{text}: the demo needs about 4 GB with Ray", is_fatal=False
-    )
+def _memory() -> Check:
+    num_bytes = available_bytes()
+    text = f"{num_bytes / 1e9:.1f} GB available"
+    is_ok = num_bytes >= NEEDED_MEMORY_BYTES
+    return Check("memory", is_ok, text if is_ok else f"{text}, about 4 are needed", is_fatal=False)
 
 
 def _attempt(name: str, check: Callable[[], object], finding: str) -> Check:

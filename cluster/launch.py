@@ -1,6 +1,6 @@
 """`baton serve` from its settings to its exit code.
 
-1. Check what would otherwise fail late: packages, port, model path, shared memory. Nothing has started yet.
+1. Check what would otherwise fail late: packages, port, model path. Nothing has started yet.
 2. Start Ray on the main thread while a process of its own prepares the model.
 3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over.
 4. Whatever happened: kill the actors, leave Ray, end every process that is left, remove the directory.
@@ -45,11 +45,9 @@ def check(config: ClusterConfig) -> ClusterConfig:
     Raises:
         BatonError: a setting cannot work here, in one sentence.
     """
-    preflight.check_packages()
+    preflight.check_own_packages()
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)
-    if config.prefill and config.address is None and config.kv_edge in ("auto", "shm"):
-        preflight.check_shared_memory(config.decode * config.decode_kv_bytes)
     port = config.port or _free_port(config.host)
     state_dir = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     log_dir = Path(config.log_dir or f"{state_dir}/baton/logs/{port}").expanduser()
@@ -109,11 +107,7 @@ def _run(
                 start_timeout_s=config.start_timeout_s,
                 drain_grace_s=config.drain_grace_s,
             )
-
-            def on_gone(name: str, epoch: int) -> None:
-                runtime_dir.remove_shared_memory(f"{name}-{epoch}-")
-
-            driver = Driver(session, specs, supervisor, report, on_gone, MonotonicClock())
+            driver = Driver(session, specs, supervisor, report, MonotonicClock())
             return asyncio.run(_drive(driver, preparation, signals))
         finally:
             signals.on_signal = lambda: None

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,7 +53,7 @@ class Report(Protocol):
 
 
 class Driver:
-    """Runs one cluster once. `on_gone(name, epoch)` is called when a role's process has ended."""
+    """Runs one cluster once."""
 
     def __init__(
         self,
@@ -61,14 +61,12 @@ class Driver:
         specs: Sequence[RoleSpec],
         supervisor: Supervisor,
         report: Report,
-        on_gone: Callable[[str, int], None],
         clock: Clock,
     ) -> None:
         self._session = session
         self._specs = {spec.name: spec for spec in specs}
         self._supervisor = supervisor
         self._report = report
-        self._on_gone = on_gone
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._placed: dict[str, PlacedRole] = {}  # placed before their first start
@@ -105,8 +103,6 @@ class Driver:
     def kill_all(self) -> None:
         for placed in (*self._placed.values(), *self._alive.values()):
             placed.kill()
-        for name, epoch in self._alive:
-            self._on_gone(name, epoch)
         self._placed.clear()
         self._alive.clear()
 
@@ -185,7 +181,6 @@ class Driver:
             ready.cancel()
         placed.kill()
         del self._alive[name, epoch]
-        self._on_gone(name, epoch)
         self._events.put_nowait(Exited(name, epoch, cause))
 
     async def _await_ready(self, placed: PlacedRole, name: str, epoch: int) -> None:

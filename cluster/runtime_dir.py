@@ -1,9 +1,8 @@
 """Where a run keeps its sockets, its token and Ray's session: one private directory, gone when the run is.
 
 1. `RuntimeDir.create` makes it (mode 0700) and holds a lock in it for as long as the run lives.
-2. It first sweeps the directories and shared-memory segments of runs that died without cleaning up: theirs is
-   every directory whose lock nobody holds.
-3. `close` removes the directory, and every shared-memory segment named after it.
+2. It first sweeps the directories of runs that died without cleaning up: those whose lock nobody holds.
+3. `close` removes the directory. (KV pools are anonymous memory: the kernel frees them with their processes.)
 
 Paths are short: a unix socket's path has 107 bytes, and Ray needs 66 of them for its own.
 """
@@ -21,20 +20,18 @@ from cluster.errors import ConfigError
 
 NAME_PREFIX: Final = "baton-"
 MAX_PATH_BYTES: Final = 40
-SHM_DIRECTORY: Final = Path("/dev/shm")
 _LOCK: Final = "lock"
 
 
 class RuntimeDir:
     """One run's directory; made by `create` only."""
 
-    def __init__(self, path: Path, lock_descriptor: int, shm_directory: Path) -> None:
+    def __init__(self, path: Path, lock_descriptor: int) -> None:
         self.path = path
         self._lock_descriptor = lock_descriptor
-        self._shm_directory = shm_directory
 
     @classmethod
-    def create(cls, parent: str | None = None, shm_directory: Path = SHM_DIRECTORY) -> RuntimeDir:
+    def create(cls, parent: str | None = None) -> RuntimeDir:
         """A new directory below `parent` (default: the system's temporary directory).
 
         Raises:
@@ -43,7 +40,7 @@ class RuntimeDir:
         base = Path(parent).expanduser() if parent is not None else _default_parent()
         try:
             base.mkdir(parents=True, exist_ok=True, mode=0o700)
-            sweep(base, shm_directory)
+            sweep(base)
             path = Path(tempfile.mkdtemp(prefix=NAME_PREFIX, dir=base.resolve()))
         except OSError as error:
             raise ConfigError(f"cannot make a runtime directory in {base}: {error.strerror}") from error
@@ -53,19 +50,14 @@ class RuntimeDir:
                 f"the runtime directory {path} is longer than {MAX_PATH_BYTES} bytes, too long for sockets "
                 f"below it: give a shorter one with --runtime-dir"
             )
-        return cls(path, _locked(path / _LOCK), shm_directory)
-
-    def remove_shared_memory(self, prefix: str = "") -> None:
-        """Remove segments of this run whose name goes on with `prefix`; who has them mapped keeps them."""
-        _remove_segments(self._shm_directory, f"{self.path.name}-{prefix}")
+        return cls(path, _locked(path / _LOCK))
 
     def close(self) -> None:
-        self.remove_shared_memory()
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock_descriptor)
 
 
-def sweep(base: Path, shm_directory: Path = SHM_DIRECTORY) -> list[str]:
+def sweep(base: Path) -> list[str]:
     """Remove what dead runs of this user left below `base`; returns their names."""
     removed = []
     for path in base.glob(f"{NAME_PREFIX}*"):
@@ -81,7 +73,6 @@ def sweep(base: Path, shm_directory: Path = SHM_DIRECTORY) -> list[str]:
         except BlockingIOError:
             continue  # alive
         else:
-            _remove_segments(shm_directory, f"{path.name}-")
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path.name)
         finally:
@@ -93,13 +84,6 @@ def _locked(lock: Path) -> int:
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
-
-
-def _remove_segments(shm_directory: Path, prefix: str) -> None:
-    if shm_directory.is_dir():
-        for segment in shm_directory.iterdir():
-            if segment.name.startswith(prefix):
-                segment.unlink(missing_ok=True)
 
 
 def _default_parent() -> Path:

@@ -40,9 +40,6 @@ async def run(
     if behaviour == "never-ready":
         await stop.wait()
         return
-    if isinstance(config, WorkerConfig) and config.kv_address is not None:
-        # what a decode worker leaves behind when it is killed
-        Path(f"/dev/shm/{config.shm_prefix}pool").write_bytes(b"x" * 4096)
     if on_ready is not None:
         on_ready()
     note(f"ready-omp{os.environ.get('OMP_NUM_THREADS')}")
