@@ -236,7 +236,7 @@ def test_pings_while_it_is_silent(hasty_gateway: RunningGateway) -> None:
         raw = send(stream=True).content
         stream = check_stream(raw, kind=kind or "chat.completion.chunk")
         assert stream.text == "abc"
-        assert 5 <= stream.num_pings <= 12
+        assert stream.num_pings >= 5
         assert raw.startswith(b": ping\n\n")
 
 
