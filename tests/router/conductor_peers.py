@@ -299,6 +299,9 @@ class ScriptedDecode:
                         prefill_s=0.5,
                     )
                 )
+                if reason is None:
+                    committed = Committed(request=request, attempt=attempt, kv_bytes=0, kv_transfer_s=0.0)
+                    self.out.append(committed)
             else:
                 rows.append(TokenRow(request, attempt, before, [token], reason))
         if rows:
