@@ -84,7 +84,7 @@ class ReferenceBackend:
 
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [num_tokens, in]·weight [out, in]ᵀ + bias [out] → fp32 [num_tokens, out], `ROW_TILE` rows at a time."""
+    """x [num_tokens, in]·weight [out, in]ᵀ + bias [out] → fp32 [num_tokens, out]."""
     num_tokens, in_features = x.shape
     out_features = weight.shape[0]
     pad_in = _round_up(in_features, PAD_MULTIPLE) - in_features
