@@ -163,7 +163,7 @@ def main() -> None:
     options = parser.parse_args()
     machine = describe_machine()
     common = ["--model", options.model]
-    report = {
+    report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": dataclasses.asdict(machine),
         "seed": options.seed,
@@ -176,9 +176,9 @@ def main() -> None:
         bandwidth = (
             machine.read_gb_per_s_one_thread if threads == 1 else machine.read_gb_per_s_all_threads
         ) * 1e9
-        step_s = report[name]["latency"]["decode_step_ms_median"] / 1e3  # type: ignore[index]
+        step_s = report[name]["latency"]["decode_step_ms_median"] / 1e3
         share = round(options.weight_bytes / step_s / bandwidth, 3)
-        report[name]["decode_share_of_read_bandwidth"] = share  # type: ignore[index]
+        report[name]["decode_share_of_read_bandwidth"] = share
     output = options.output or RESULTS / f"baseline-{os.uname().machine}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2) + "\n")

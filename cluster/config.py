@@ -2,8 +2,8 @@
 
 1. `ClusterConfig` is the whole surface of `baton serve`; `cluster.config_sources` fills it from flags,
    environment, file and defaults, in this order of precedence.
-2. `cluster.launch_plan` derives one `RouterConfig` and one `WorkerConfig` per worker from it. They are all that
-   those processes ever see of it, and travel as JSON.
+2. `cluster.launch_plan` derives one `RouterConfig` and one `WorkerConfig` per worker from it. They are all
+   that those processes ever see of it, and travel as JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,7 +24,7 @@ MiB: Final = 1 << 20
 
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
-EdgeKind = Literal["auto", "shm", "gloo", "local"]
+EdgeKind = Literal["auto", "shm", "gloo"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -69,7 +69,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     local_chunk: Annotated[
         _AtLeastOne | None,
         Meta(
-            description="most prompt tokens per step of a decode worker (default: 64, or 256 with `--prefill 0`)",
+            description="most prompt tokens per step of a decode worker (default: 64; 256 with `--prefill 0`)"
         ),
     ] = None
     prefill_kv_bytes: Annotated[
@@ -144,7 +144,7 @@ class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.cluster_token.encode()
 
 
-class RouterConfig(_RoleConfig, frozen=True, kw_only=True):
+class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="router"):
     """One router: its HTTP server and where workers dial it."""
 
     router: RouterId
@@ -157,7 +157,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True):
     max_attempts: int = 3
 
 
-class WorkerConfig(_RoleConfig, frozen=True, kw_only=True):
+class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="worker"):
     """One worker: what it loads, its limits, whom it dials."""
 
     worker: WorkerId
@@ -174,13 +174,11 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_chunk_tokens: int = 512  # prompt tokens per step
     kv_bytes: int = 256 * MiB
-    kv_edge: Literal["shm", "gloo", "local"] = "shm"
+    kv_edge: Literal["shm", "gloo"] = "shm"
+    step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted
 
-    @property
-    def shm_prefix(self) -> str:
-        """What names of this process's shared-memory segments start with; the launcher removes such
-        segments once the process is gone."""
-        return f"{Path(self.runtime_dir).name}-{self.worker}-{self.epoch}-"
+
+_ROLE_DECODER: Final = msgspec.json.Decoder(RouterConfig | WorkerConfig)
 
 
 def dump_config(config: RouterConfig | WorkerConfig) -> bytes:
@@ -188,21 +186,16 @@ def dump_config(config: RouterConfig | WorkerConfig) -> bytes:
     return msgspec.json.encode(config)
 
 
-def load_router_config(data: bytes) -> RouterConfig:
-    """Raises: ConfigError naming the field."""
-    return _load(data, RouterConfig)
-
-
-def load_worker_config(data: bytes) -> WorkerConfig:
-    """Raises: ConfigError naming the field."""
-    return _load(data, WorkerConfig)
-
-
-def _load(data: bytes, config_type: Any) -> Any:
+def load_config(data: bytes) -> RouterConfig | WorkerConfig:
+    """
+    Raises:
+        ConfigError: naming the field that is unknown, missing or wrong.
+    """
     try:
-        return msgspec.json.decode(data, type=config_type)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"not a {config_type.__name__}: {error}") from error
+        config: RouterConfig | WorkerConfig = _ROLE_DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not a role's configuration: {error}") from error
+    return config
 
 
 def num_available_cores(cgroup_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

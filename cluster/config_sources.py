@@ -19,12 +19,12 @@ from typing import Any, Final
 import msgspec
 import yaml
 
+from cluster.cluster_token import TOKEN_VARIABLE
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 
 ENV_PREFIX: Final = "BATON_"
 CONFIG_FILE_VARIABLE: Final = "BATON_CONFIG"
-TOKEN_VARIABLE: Final = "BATON_CLUSTER_TOKEN"  # read by `cluster.cluster_token`, never by a flag
 _OTHER_VARIABLES: Final = frozenset({CONFIG_FILE_VARIABLE, TOKEN_VARIABLE})
 
 # Kubernetes injects these into every pod of a namespace that has a service called `baton`.
@@ -138,9 +138,8 @@ def _from_environment(environment: Mapping[str, str], infos: Mapping[str, Settin
         if _SERVICE_LINK.match(variable) or (variable == "BATON_PORT" and value.startswith("tcp://")):
             continue
         if variable not in by_variable:
-            raise ConfigError(
-                f"unknown environment variable {variable}{_suggestion(variable, [*by_variable, *_OTHER_VARIABLES])}"
-            )
+            suggestion = _suggestion(variable, [*by_variable, *_OTHER_VARIABLES])
+            raise ConfigError(f"unknown environment variable {variable}{suggestion}")
         found[by_variable[variable]] = value
     return found
 

@@ -1,15 +1,14 @@
 """Cheap checks before anything starts: each failure is one sentence that says what to do.
 
-1. `check_packages` runs first in every process: our import names are common words (Hugging Face ships a
+1. `check_own_packages` runs first in every process: our import names are common words (Hugging Face ships a
    `kernels`), and a foreign package in their place fails in ways nobody would guess.
-2. The launcher then checks what would otherwise fail late: port, model path, shared memory.
+2. The launcher then checks what would otherwise fail late: port and model path.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -21,7 +20,7 @@ DISTRIBUTION: Final = "baton-serve"
 PACKAGES: Final = ("cluster", "kernels", "prefill_worker", "decode_worker", "router", "bench")
 
 
-def check_packages(root: Path | None = None) -> None:
+def check_own_packages(root: Path | None = None) -> None:
     """Every package of ours is the one beside this file.
 
     Raises:
@@ -32,7 +31,7 @@ def check_packages(root: Path | None = None) -> None:
         foreign = _foreign_distribution(name)
         if foreign is not None:
             raise ConfigError(
-                f"the package `{name}` {foreign} is installed and shadows a part of Baton: pip uninstall {name}"
+                f"a foreign package `{name}` {foreign} is installed and shadows Baton's: pip uninstall {name}"
             )
         spec = importlib.util.find_spec(name)
         places = list(spec.submodule_search_locations or ()) if spec is not None else []
@@ -67,25 +66,6 @@ def check_port(host: str, port: int) -> None:
                 raise ConfigError(
                     f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
                 ) from error
-
-
-def check_shared_memory(needed_bytes: int, directory: Path = Path("/dev/shm")) -> None:
-    """A pool larger than the file system would end in SIGBUS, not in an error.
-
-    Raises:
-        ConfigError: there is less room than needed, with both numbers.
-    """
-    try:
-        stats = os.statvfs(directory)
-    except OSError as error:
-        raise ConfigError(f"no shared memory at {directory}: use --kv-edge gloo") from error
-    free_bytes = stats.f_bavail * stats.f_frsize
-    if free_bytes < needed_bytes:
-        raise ConfigError(
-            f"the KV pools need {needed_bytes >> 20} MiB of shared memory and {directory} has "
-            f"{free_bytes >> 20} MiB free: enlarge it (docker run --shm-size), lower --decode-kv, "
-            f"or use --kv-edge gloo"
-        )
 
 
 def check_model(model: str) -> str:

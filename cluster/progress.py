@@ -1,4 +1,4 @@
-"""What a person sees while a model is converted: gigabytes and seconds.
+"""What a person sees while they wait: phases with their seconds; for a model, gigabytes and seconds.
 
 On a terminal one line that moves; elsewhere one line at the start and one at the end of each phase, so
 that a log stays readable.
@@ -6,10 +6,13 @@ that a log stays readable.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +22,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+
+from cluster.clock import Clock
 
 GIGABYTE = 1e9
 
@@ -70,3 +75,57 @@ class ConversionProgress:
         seconds = time.monotonic() - self._started_s
         self._console.print(f"{self._phase}: {total_bytes / GIGABYTE:.2f} GB in {seconds:.1f} s")
         self._phase, self._task = "", None
+
+
+class TerminalReport:
+    """How `baton serve` looks: a `cluster.launch_driver.Report` for people.
+
+    `ready_text(seconds)` is printed when everything serves. `progress` may come from another thread.
+    """
+
+    def __init__(self, console: Console, clock: Clock, ready_text: Callable[[float], str]) -> None:
+        self._console = console
+        self._clock = clock
+        self._ready_text = ready_text
+        self._started_at = clock.now()
+        self._phase: tuple[str, float] | None = None
+        self._conversion: ConversionProgress | None = None
+        self._lock = threading.Lock()
+
+    def phase(self, name: str) -> None:
+        with self._lock:
+            self._end_phase()
+            self._phase = (name, self._clock.now())
+
+    def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        with self._lock:
+            if self._conversion is None:
+                self._conversion = ConversionProgress(self._console)
+                self._conversion.__enter__()
+            self._conversion.report(phase, done_bytes, total_bytes)
+            if 0 < total_bytes <= done_bytes:
+                self._end_conversion()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._console.print(f"[yellow]![/] {escape(text)}")
+
+    def ready(self) -> None:
+        with self._lock:
+            self._end_phase()
+            self._console.print(self._ready_text(self._clock.now() - self._started_at))
+
+    def close(self) -> None:
+        with self._lock:
+            self._end_conversion()
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            name, started_at = self._phase
+            self._console.print(f"[green]✓[/] {name} [dim]{self._clock.now() - started_at:.1f} s[/]")
+        self._phase = None
+
+    def _end_conversion(self) -> None:
+        if self._conversion is not None:
+            self._conversion.__exit__(None, None, None)
+        self._conversion = None

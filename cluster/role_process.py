@@ -1,11 +1,11 @@
 """One role in one process: from its configuration to the end of its service.
 
 1. `load_entry` imports the role's service: a coroutine function `run(config, *, stop, on_ready)`.
-2. `run_service` runs it in an event loop of its own until it returns; setting `stop` asks it to drain and return.
-   `on_ready` is called once, when the role serves: a worker has loaded its model and is registered, a router's
-   `/ready` turned 200.
-3. `main` is `python -m router | prefill_worker | decode_worker`: configuration from a file, signals to `stop`.
-   The Ray actors of `cluster.launch_actors` use the same two functions.
+2. `run_service` runs it in an event loop of its own until it returns; setting `stop` asks it to drain and
+   return. `on_ready` is called once, when the role serves: a worker has loaded its model and is registered,
+   a router's `/ready` turned 200.
+3. `main` is `python -m router | prefill_worker | decode_worker`: configuration from a file, signals to
+   `stop`. The Ray actors of `cluster.launch_actors` use the same two functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -24,11 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster import preflight
-from cluster.config import RouterConfig, WorkerConfig, load_router_config, load_worker_config
+from cluster.config import RouterConfig, WorkerConfig, load_config
 from cluster.errors import BatonError, ConfigError
 from cluster.logging_setup import configure_logging
-
-logger = logging.getLogger(__name__)
 
 FORCED_EXIT_CODE = 130
 
@@ -74,11 +71,6 @@ def load_entry(entry: str) -> ServiceEntry:
     return service
 
 
-def load_config(data: bytes) -> RouterConfig | WorkerConfig:
-    """Either kind, told apart by the field that only one of them has."""
-    return load_router_config(data) if b'"control_address"' in data else load_worker_config(data)
-
-
 def run_service(
     service: ServiceEntry,
     config: RouterConfig | WorkerConfig,
@@ -103,10 +95,10 @@ def one_line(error: BaseException) -> str:
 
 
 def main(entry: str) -> None:
-    """`python -m ROLE CONFIG_FILE [--ready-fd N]`: a line is written to the descriptor when the role serves."""
+    """`python -m ROLE CONFIG_FILE [--ready-fd N]`: the descriptor gets a line when the role serves."""
     arguments = _parse_arguments(entry)
     try:
-        preflight.check_packages()
+        preflight.check_own_packages()
         try:
             config = load_config(arguments.config.read_bytes())
         except OSError as error:
@@ -116,7 +108,6 @@ def main(entry: str) -> None:
         _stop_on_signals(switch)
         run_service(load_entry(entry), config, switch, lambda: _announce(arguments.ready_fd))
     except BatonError as error:
-        logger.error("%s", error)
         sys.exit(f"error: {one_line(error)}")
 
 

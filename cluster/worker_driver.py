@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.clock import Clock
 from cluster.engine.batch import Runner
@@ -90,12 +90,13 @@ class WorkerDriver:
         """
         self._edges = edges
         links = [asyncio.create_task(self._keep_link(a, register)) for a in self._router_addresses]
-        stopped = asyncio.create_task(stop.wait())
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         try:
-            await asyncio.wait({self._fatal, stopped, *links}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (self._fatal, *links):
-                if task.done():
-                    task.result()
+            ends: list[asyncio.Future[None]] = [self._fatal, *links]
+            await asyncio.wait([stopped, *ends], return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
             await self._drain(drain_grace_s)
         finally:
             stopped.cancel()

@@ -1,4 +1,4 @@
-"""`python -m decode_worker CONFIG_FILE`: this role in a process of its own, without the launcher."""
+"""`python -m decode_worker CONFIG_FILE`: one decode worker without a launcher."""
 
 from cluster.role_process import main
 

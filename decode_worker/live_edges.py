@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from cluster.worker_io import (
 
 logger = logging.getLogger(__name__)
 
-MakeReceiver = Callable[[EdgeHello], Awaitable[KVReceiver]]
+MakeReceiver = Callable[[EdgeHello], KVReceiver]
 
 HANDSHAKE_TIMEOUT_S = 10.0
 
@@ -133,13 +133,14 @@ class DecodeEdges:
             await stream.send(Refused(reason=reason))
             return
         await self._end_older(peer)
-        receiver = await self._make_receiver(hello)
+        receiver = self._make_receiver(hello)
         edge = _Edge(stream, receiver, asyncio.get_running_loop().create_future())
         self._edges[peer] = edge
-        stream.post(self._make_welcome(receiver))
-        self._dispatch(EdgeUp(peer, in_place=receiver.in_place))
         reason = "closed by the prefill worker"
         try:
+            stream.post(self._make_welcome(receiver))
+            await receiver.ready()
+            self._dispatch(EdgeUp(peer, in_place=receiver.in_place))
             await self._serve(peer, edge)
         except (EdgeError, WireError, OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__

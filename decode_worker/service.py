@@ -11,10 +11,10 @@ from cluster.config import WorkerConfig
 from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
-from cluster.kv.edge import KVReceiver
-from cluster.kv.edges import make_receiver
-from cluster.kv.layout import KVLayout, intersect
-from cluster.kv.pool import KVPool
+from cluster.kv.edge import EdgeName, KVReceiver
+from cluster.kv.edges import edge_kind, make_pool, make_receiver
+from cluster.kv.layout import single_edge
+from cluster.wire.address import TcpAddress, parse_address
 from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
 from cluster.worker_driver import WorkerDriver
 from decode_worker.core import DecodeConfig, DecodeCore
@@ -34,11 +34,12 @@ async def run(
     engine = await asyncio.to_thread(open_engine, config)
     fingerprint = engine.prepared.fingerprint
     geometry = engine.layout.to_geometry()
-    pool = KVPool.shared(engine.layout)
+    kind = edge_kind(config.kv_edge)
+    pool = make_pool(kind, engine.layout)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
     core = DecodeCore(
         DecodeConfig(
-            block_bytes=engine.layout.block_bytes,
+            block_bytes=engine.layout.bytes_per_block,
             max_num_seqs=config.max_num_seqs,
             mixed_chunk_tokens=config.max_chunk_tokens,
         ),
@@ -59,7 +60,7 @@ async def run(
         if hello.kind != config.kv_edge:
             return f"it speaks the KV edge `{hello.kind}`, this worker `{config.kv_edge}`"
         try:
-            intersect([KVLayout.from_geometry(hello.geometry)], [engine.layout])
+            single_edge(hello.geometry, geometry)
         except EdgeError as error:
             return str(error)
         return None
@@ -69,8 +70,13 @@ async def run(
             worker=config.worker, epoch=config.epoch, geometry=geometry, endpoint=receiver.endpoint()
         )
 
-    async def receiver_for(hello: EdgeHello) -> KVReceiver:
-        return await make_receiver(config.kv_edge, pool, hello)
+    # Network edges listen where the KV stream listens; beside a unix socket that is this host only.
+    address = parse_address(config.kv_address)
+    edge_host = address.host if isinstance(address, TcpAddress) else "127.0.0.1"
+
+    def receiver_for(hello: EdgeHello) -> KVReceiver:
+        name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
+        return make_receiver(kind, pool, name=name, peer=hello.geometry, host=edge_host)
 
     edges = DecodeEdges(
         make_welcome=make_welcome,

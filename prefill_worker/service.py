@@ -10,8 +10,8 @@ from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
 from cluster.engine.worker_engine import open_engine
 from cluster.kv.block_manager import BlockManager
-from cluster.kv.edge import KVSender
-from cluster.kv.edges import make_sender
+from cluster.kv.edge import EdgeName, KVSender
+from cluster.kv.edges import edge_kind, make_sender
 from cluster.kv.pool import KVPool
 from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
 from cluster.worker_driver import WorkerDriver
@@ -32,7 +32,8 @@ async def run(
     pool = KVPool.private(engine.layout)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.prepared.fingerprint)
     core = PrefillCore(
-        PrefillConfig(block_bytes=engine.layout.block_bytes, max_step_tokens=config.max_chunk_tokens), blocks
+        PrefillConfig(block_bytes=engine.layout.bytes_per_block, max_step_tokens=config.max_chunk_tokens),
+        blocks,
     )
     driver = WorkerDriver(
         core=core,
@@ -52,11 +53,17 @@ async def run(
     )
 
     async def sender_for(welcome: EdgeWelcome) -> KVSender:
-        return await make_sender(config.kv_edge, pool, hello, welcome)
+        sender = make_sender(
+            edge_kind(config.kv_edge),
+            pool,
+            name=EdgeName(config.worker, config.epoch, welcome.worker, welcome.epoch),
+            peer=welcome.geometry,
+            endpoint=welcome.endpoint,
+        )
+        await sender.ready()
+        return sender
 
-    edges = PrefillEdges(
-        hello=hello, token=config.token, make_sender=sender_for, dispatch=driver.dispatch
-    )
+    edges = PrefillEdges(hello=hello, token=config.token, make_sender=sender_for, dispatch=driver.dispatch)
     register = Register(
         worker=config.worker,
         role=Role.PREFILL,

@@ -80,7 +80,7 @@ def _sample_row(row: Row, best: int, spec: SampleSpec, position: int, scratch: _
         process(scores, spec)
         best = int(scores.argmax())
     if scores[best] == -np.inf:
-        token_id = min(params.allowed_token_ids, default=0)
+        token_id = min((i for i in params.allowed_token_ids if 0 <= i < len(row)), default=0)
     elif params.temperature < GREEDY_TEMPERATURE:
         token_id = best
     else:

@@ -302,11 +302,12 @@ class KvOpened(_Message, frozen=True, kw_only=True):
 
 
 class KvRefused(_Message, frozen=True, kw_only=True):
-    """D → P: this attempt has no lease here (any more)."""
+    """D → P: this attempt has no lease here (any more). `piece`: the offer this answers; None: `KvOpen`."""
 
     request: RequestId
     attempt: Attempt
     reason: str
+    piece: PieceIndex | None = None
 
 
 class KvOffer(_Message, frozen=True, kw_only=True):

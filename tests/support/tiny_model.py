@@ -43,7 +43,10 @@ def write_tiny_model(directory: Path, *, seed: int = 0) -> Path:
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * (2.0 / columns**0.5)
 
-    weights = {"model.embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN) * 4, "model.norm.weight": torch.ones(HIDDEN)}
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN) * 4,
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
     for layer in range(NUM_LAYERS):
         prefix = f"model.layers.{layer}."
         weights |= {

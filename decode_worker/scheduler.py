@@ -1,0 +1,237 @@
+"""What a decode worker computes next: a continuous batch, with prompts in what room is left.
+
+1. `add` takes a sequence that holds its blocks: complete KV to decode from, or a prompt to prefill here.
+2. `plan` gives every decoding sequence one token, oldest first, then prompts a chunk budget by
+   `cluster.engine.prefill_order`: `mixed_chunk_tokens` beside decode rows, `chunk_tokens` otherwise.
+3. A decoding sequence takes a block when it fills its last one. If none is left, the youngest sequence is
+   preempted: its full blocks go to the prefix cache, and its tokens so far are prefilled again later (the
+   bits are the same, so nothing changes for the client). The youngest itself waits, it preempts nobody.
+   So the oldest sequence can always go on, unless leases hold the rest, and those end by themselves.
+4. Preempted sequences come back oldest first, before anything younger is let in, once their
+   blocks and one more for every running sequence fit.
+5. `account` books the step and tells what was generated. Ended sequences leave their full blocks, generated
+   tokens included, as prefix cache.
+6. `cancel` drops a sequence. Its blocks are released at once, or when the step that computes it is done.
+
+Work per step is proportional to rows and new tokens, not to lengths; hashing happens once per block.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from cluster.engine.batch import Row, StepOutput, StepPlan
+from cluster.engine.prefill_order import PrefillOrder
+from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
+from cluster.ids import RequestId
+from cluster.kv.block_manager import BlockManager
+from cluster.sampling import FinishReason, TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSchedulerConfig:
+    """Prompt tokens per step, and the blocks a resumed sequence gets beyond its tokens."""
+
+    chunk_tokens: int = 512
+    mixed_chunk_tokens: int = 64
+    growth_blocks: int = 1
+    order: PrefillOrder = field(default_factory=PrefillOrder)
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One sampled token. `index` counts this attempt's tokens before it."""
+
+    sequence: Sequence
+    index: int
+    output: TokenOutput
+    finish_reason: FinishReason | None
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.order
+
+
+class DecodeScheduler:
+    """Owns the sequences that run here, and their blocks."""
+
+    def __init__(self, config: DecodeSchedulerConfig, blocks: BlockManager) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._all: dict[RequestId, Sequence] = {}  # one attempt of a request at a time
+        self._decoding: list[Sequence] = []  # one token to compute; oldest first, as the lists below
+        self._prefilling: list[Sequence] = []
+        self._preempted: list[Sequence] = []  # without blocks
+        self._step: list[tuple[Sequence, int]] = []
+        self._num_decode_rows = 0  # the first rows of the step
+        self._cancelled: set[SequenceKey] = set()  # gone, but in the step
+        self.num_preemptions = 0
+
+    @property
+    def busy(self) -> bool:
+        """A step is in flight."""
+        return bool(self._step)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._all)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self._preempted)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens still to compute here."""
+        return sum(sequence.num_remaining for sequence in (*self._prefilling, *self._preempted))
+
+    @property
+    def num_step_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self._step)
+
+    @property
+    def step_is_pure_decode(self) -> bool:
+        return all(num_tokens == 1 for _, num_tokens in self._step)
+
+    def get(self, request: RequestId) -> Sequence | None:
+        """The running attempt of a request."""
+        return self._all.get(request)
+
+    def sequences(self) -> tuple[Sequence, ...]:
+        return tuple(self._all.values())
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.request not in self._all, "the older attempt still runs"
+        self._all[sequence.request] = sequence
+        ready = sequence.num_generated > 0 and sequence.num_remaining == 1
+        insort(self._decoding if ready else self._prefilling, sequence, key=_age)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can be computed. Not while a step is in flight."""
+        assert not self._step
+        self._resume()
+        rows: list[Row] = []
+        step: list[tuple[Sequence, int]] = []
+        for sequence in tuple(self._decoding):
+            # Without blocks: preempted by an older one, a moment ago.
+            if sequence.block_ids and self._grow(sequence):
+                rows.append(sequence.row(1))
+                step.append((sequence, 1))
+        self._num_decode_rows = len(rows)
+        if self._prefilling:
+            budget = self._config.mixed_chunk_tokens if rows else self._config.chunk_tokens
+            for sequence, num_tokens in self._config.order.compose(self._prefilling, budget, _holds_blocks):
+                if sequence.started_s is None:
+                    sequence.started_s = now
+                rows.append(sequence.row(num_tokens))
+                step.append((sequence, num_tokens))
+        self._step = step
+        return StepPlan(tuple(rows)) if rows else None
+
+    def account(self, output: StepOutput) -> list[Generated]:
+        """Book a finished step: the new tokens of the sequences that are still wanted, in row order."""
+        step, self._step = self._step, []
+        assert len(step) == len(output.outputs), "one output per row"
+        generated: list[Generated] = []
+        for index, ((sequence, num_tokens), token) in enumerate(zip(step, output.outputs, strict=True)):
+            sequence.advance(num_tokens)
+            if self._cancelled and sequence.key in self._cancelled:
+                self._free(sequence)
+            elif token is not None:
+                if index >= self._num_decode_rows:  # its prompt is complete
+                    sequence.publish(self._blocks)
+                    self._prefilling.remove(sequence)
+                    insort(self._decoding, sequence, key=_age)
+                generated.append(self._append(sequence, token))
+        self._cancelled.clear()
+        return generated
+
+    def fail_step(self) -> list[Sequence]:
+        """The step raised: its sequences are gone; the ones that were still wanted are returned."""
+        step, self._step = self._step, []
+        failed: list[Sequence] = []
+        for sequence, _ in step:
+            if sequence.key in self._cancelled:
+                self._free(sequence)
+            else:
+                failed.append(sequence)
+                self.cancel(sequence)
+        self._cancelled.clear()
+        return failed
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Drop a sequence; its blocks follow at once, or after the step that computes it."""
+        self._drop(sequence)
+        if any(other is sequence for other, _ in self._step):
+            self._cancelled.add(sequence.key)
+        else:
+            self._free(sequence)
+
+    # ---- blocks
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Room for the KV of the sequence's last token, by preemption if need be; False: it has to wait."""
+        if sequence.num_tokens <= len(sequence.block_ids) * self._blocks.block_size:
+            return True
+        while (fresh := self._blocks.allocate(1)) is None:
+            youngest = self._youngest()
+            if youngest is sequence:
+                return False
+            self._preempt(youngest)
+        sequence.block_ids += fresh
+        return True
+
+    def _youngest(self) -> Sequence:
+        return max((*self._decoding[-1:], *self._prefilling[-1:]), key=_age)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        (self._decoding if sequence in self._decoding[-1:] else self._prefilling).pop()
+        self._free(sequence)
+        insort(self._preempted, sequence, key=_age)
+        self.num_preemptions += 1
+
+    def _resume(self) -> None:
+        while self._preempted:
+            sequence = self._preempted[0]
+            num_running = self.num_running
+            size = self._blocks.block_size
+            num_blocks = num_blocks_for(sequence.num_tokens, size)
+            keep_free = 0
+            if num_running:  # else it takes what it can get
+                most = num_blocks_for(sequence.max_tokens_with_kv, size)
+                num_blocks = max(num_blocks, min(num_blocks + self._config.growth_blocks, most))
+                keep_free = num_running
+            if not sequence.reserve(self._blocks, num_blocks, keep_free=keep_free):
+                return
+            self._preempted.pop(0)
+            insort(self._prefilling, sequence, key=_age)
+
+    def _free(self, sequence: Sequence) -> None:
+        if sequence.block_ids:
+            sequence.publish(self._blocks)
+            sequence.release(self._blocks)
+
+    # ---- tokens
+
+    def _append(self, sequence: Sequence, token: TokenOutput) -> Generated:
+        index = sequence.num_generated
+        reason = sequence.append(token.token_id)
+        if reason is not None:
+            self._drop(sequence)
+            self._free(sequence)
+        return Generated(sequence, index, token, reason)
+
+    def _drop(self, sequence: Sequence) -> None:
+        del self._all[sequence.request]
+        for queue in (self._decoding, self._prefilling, self._preempted):
+            if sequence in queue:
+                queue.remove(sequence)
+
+
+def _holds_blocks(sequence: Sequence) -> bool:
+    return bool(sequence.block_ids)

@@ -1,0 +1,91 @@
+"""The prefill worker's edges to decode workers, as its core sees them: dialling, up, or waiting to redial.
+
+1. The first attempt for a decode worker dials it; attempts that come meanwhile wait for the same dial.
+2. When an in-place edge breaks while attempts could write, D cannot know that the writes have stopped and
+   keeps the blocks out of use. The edge is dialled again even without new work, so that D can ask
+   (`KvAbort`) and be told (`KvClosed`). Delays double from `REDIAL_DELAY_S`, at most `MAX_REDIALS` times: a
+   decode worker that cannot be reached for so long is dead, and its successor is another peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from cluster.worker_io import Action, OpenEdge, Peer
+
+REDIAL_DELAY_S = 0.25
+MAX_REDIALS = 6
+
+
+class _State(Enum):
+    DIALING = auto()
+    UP = auto()
+    WAITING = auto()  # for the time to redial
+
+
+@dataclass(slots=True)
+class _Edge:
+    address: str
+    state: _State = _State.DIALING
+    in_place: bool = False
+    owes_closed: bool = False  # D may hold blocks until it hears from us
+    num_redials: int = 0
+    redial_s: float = 0.0
+
+
+class EdgeBook:
+    """Owns the state of every edge."""
+
+    def __init__(self) -> None:
+        self._edges: dict[Peer, _Edge] = {}
+
+    def in_place(self, peer: Peer) -> bool | None:
+        """Whether the edge works in place; None if it is not up."""
+        edge = self._edges.get(peer)
+        return edge.in_place if edge is not None and edge.state is _State.UP else None
+
+    def dial(self, peer: Peer, address: str) -> list[Action]:
+        """Make sure that a dial is under way; the edge is not up."""
+        edge = self._edges.get(peer)
+        if edge is None:
+            edge = self._edges[peer] = _Edge(address)
+        elif edge.state is _State.DIALING:
+            return []
+        edge.state = _State.DIALING
+        edge.address = address
+        return [OpenEdge(peer, address)]
+
+    def up(self, peer: Peer, in_place: bool) -> None:
+        edge = self._edges.get(peer)
+        assert edge is not None, "an edge came up that was not dialled"
+        edge.state = _State.UP
+        edge.in_place = in_place
+        edge.owes_closed = False
+        edge.num_redials = 0
+
+    def down(self, peer: Peer, now: float, *, redial: bool) -> None:
+        """The edge broke or the dial failed. `redial`: attempts could write when it broke."""
+        edge = self._edges.get(peer)
+        if edge is None:
+            return
+        edge.owes_closed = edge.owes_closed or redial
+        if not edge.owes_closed or edge.num_redials >= MAX_REDIALS:
+            del self._edges[peer]
+            return
+        edge.state = _State.WAITING
+        edge.redial_s = now + REDIAL_DELAY_S * 2**edge.num_redials
+        edge.num_redials += 1
+
+    def redial(self, now: float) -> list[Action]:
+        """Dial the edges whose time has come."""
+        actions: list[Action] = []
+        for peer, edge in self._edges.items():
+            if edge.state is _State.WAITING and now >= edge.redial_s:
+                edge.state = _State.DIALING
+                actions.append(OpenEdge(peer, edge.address))
+        return actions
+
+    def next_redial(self) -> float | None:
+        times = [edge.redial_s for edge in self._edges.values() if edge.state is _State.WAITING]
+        return min(times, default=None)
