@@ -4,8 +4,8 @@ Nothing happens by itself. `pending()` lists what could happen next (deliver the
 step, finish a post, a send, a scatter, notice a broken edge, prove a writer dead), and `do` makes one of it
 happen. A driver that chooses at random explores the interleavings; the same choices give the same run.
 
-Faults are methods: `break_edge`, `kill`, `restart`, `duplicate`, `fail_next_step`, `advance`. Checked all along:
-blocks by `check_integrity` and by counting owners against references; writable blocks have one owner (I1);
+Faults are methods: `break_edge`, `kill`, `restart`, `duplicate`, `fail_next_step`, `advance`. Checked all
+along: blocks by `check_integrity` and by counting owners against references; writable blocks have one owner (I1);
 a send reads the KV it is meant to (I7); TagKV reads (I2, I5) and exact tokens in order (I4, I8) by the
 runner and the router.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.engine.batch import StepPlan
-from cluster.ids import BlockId, Epoch, RequestId, RouterId, WorkerId
+from cluster.ids import BlockId, Epoch, RouterId, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
 from cluster.worker_io import (
@@ -459,9 +459,7 @@ class SimulatedPair:
             while slot in edge.staging:
                 slot += 1
             edge.staging[slot] = data
-            edge.staged.append(
-                PieceStaged(edge.prefill.peer, Staged(piece, slot, len(data) * BLOCK_BYTES))
-            )
+            edge.staged.append(PieceStaged(edge.prefill.peer, Staged(piece, slot, len(data) * BLOCK_BYTES)))
         self._handle(edge.prefill, PieceSent(edge.decode.peer, piece, len(data) * BLOCK_BYTES))
 
     def _stage(self, edge: Edge) -> None:
