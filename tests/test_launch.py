@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.launch_guard import RUN_VARIABLE, processes_of
 from tests.support.processes import ROOT, processes_of_run, wait_gone
 
 pytestmark = pytest.mark.ray
@@ -34,7 +35,8 @@ class Launcher:
         self.script.write_text(
             json.dumps({name.replace("_", "-"): what for name, what in behaviours.items()})
         )
-        self.marker = f"BATON_TEST_RUN_{uuid.uuid4().hex}"
+        self.marker = f"TEST_RUN_{uuid.uuid4().hex}"
+        self.run_directory: Path | None = None
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("BATON", "RAY"))
         }
@@ -48,7 +50,7 @@ class Launcher:
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment | {"PYTHONPATH": str(ROOT), self.marker.removeprefix("BATON_"): "1"},
+            env=environment | {"PYTHONPATH": str(ROOT), self.marker: "1"},
         )
         assert self.process.stdout is not None
         self._output = self.process.stdout
@@ -81,14 +83,17 @@ class Launcher:
         )
 
     def processes(self) -> set[int]:
-        return processes_of_run(self.marker.removeprefix("BATON_"))
+        """All that lives of the run: by the environment, and by open files for those that overwrite it."""
+        by_files = processes_of(str(self.run_directory)) if self.run_directory is not None else set()
+        return processes_of_run(self.marker) | by_files
 
-    def runtime_dir(self) -> Path:
-        """Where the run lives, from the environment of one of its roles."""
-        for variable in Path(f"/proc/{self.pid_of('router-0', 0)}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"RAY_AUTH_TOKEN_PATH="):
-                return Path(variable.partition(b"=")[2].decode()).parent
-        pytest.fail("the router's environment names no runtime directory")
+    def wait_ready(self) -> Path:
+        """The run's directory, once every role serves."""
+        self.wait_line("ready")
+        environment = Path(f"/proc/{self.pid_of('router-0', 0)}/environ").read_bytes().split(b"\0")
+        entries = dict(entry.decode().partition("=")[::2] for entry in environment)
+        self.run_directory = Path(entries[RUN_VARIABLE])
+        return self.run_directory
 
     def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
         """Exit status and standard error; nothing of the run may be left."""
@@ -130,7 +135,7 @@ def listening_addresses(pids: set[int]) -> set[str]:
 def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher]) -> None:
     launcher = Launcher(tmp_path, prefill_0="crash-once")
     launchers.append(launcher)
-    launcher.wait_line("ready")
+    run_directory = launcher.wait_ready()
     assert "progress converting 5/9" in launcher.lines
 
     # one crashes by itself, one is killed from outside; each comes back as epoch 2, the rest goes on
@@ -157,15 +162,14 @@ def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher])
     assert addresses
     assert addresses <= loopback
 
-    runtime_dir = launcher.runtime_dir()
-    token = (runtime_dir / "cluster_token").read_text()
+    token = (run_directory / "cluster_token").read_text()
     for pid in launcher.processes():
         assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         assert token.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.end() == (0, "")
-    assert not runtime_dir.exists()
+    assert not run_directory.exists()
     order = [name for name, _, event, _ in launcher.events() if event == "stopping"]
     assert order[0] == "router-0"
     assert sorted(order) == ["decode-0", "prefill-0", "router-0"]
@@ -182,18 +186,20 @@ def test_failing_start_reports_its_cause_and_ends(tmp_path: Path, launchers: lis
 def test_b140_a_killed_launcher_takes_everything_with_it(tmp_path: Path, launchers: list[Launcher]) -> None:
     launcher = Launcher(tmp_path)
     launchers.append(launcher)
-    launcher.wait_line("ready")
+    launcher.wait_ready()
     left = launcher.processes()
     assert launcher.pid_of("decode-0", 1) in left
     launcher.process.kill()
     wait_gone(left, 20.0)
     assert launcher.processes() == set()
+    assert launcher.run_directory is not None
+    assert not launcher.run_directory.exists()
 
 
 def test_b132_the_second_signal_forces_the_end(tmp_path: Path, launchers: list[Launcher]) -> None:
     launcher = Launcher(tmp_path, "drain_grace_s=60", router_0="ignore-stop")
     launchers.append(launcher)
-    launcher.wait_line("ready")
+    launcher.wait_ready()
     launcher.process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.process.wait(1.0)
