@@ -215,6 +215,11 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+def new_metrics(version: str, model: str) -> Metrics:
+    """Series of their own for one router process."""
+    return Metrics(CollectorRegistry(), version, model)
+
+
 def _gain(before: int, now: int) -> int:
     """Growth of a worker's counter; a smaller value means that the worker restarted from zero."""
     return now - before if now >= before else now

@@ -28,7 +28,6 @@ from cluster.token_bytes import PieceDecoder, piece_decoder
 from cluster.tokenizer_config import (
     add_configured_tokens,
     default_template,
-    insert_bos_and_eos,
     read_json,
     special_tokens_of,
 )
@@ -89,7 +88,7 @@ class Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json; only
         the first is required.
 
-        Special tokens and BOS/EOS insertion follow tokenizer_config.json the way transformers does it.
+        Special tokens are those of both files, the way transformers joins them.
 
         Raises:
             ModelError: a file is missing, not JSON, or describes a tokenizer that is not supported.
@@ -111,7 +110,6 @@ class Tokenizer:
         backend.no_padding()
         special_tokens = special_tokens_of(config)
         add_configured_tokens(backend, config, special_tokens)
-        insert_bos_and_eos(backend, config, special_tokens)
         eos = generation.get("eos_token_id")
         return cls(
             backend,
@@ -124,19 +122,21 @@ class Tokenizer:
 
     # ---- text to ids -----------------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str | None = None) -> list[int]:
         """Ids of `text`; an empty text gives [] (or just BOS, where the tokenizer adds it).
 
         Special tokens spelled in the text become their ids. A text that already begins with BOS does not get
         a second one.
 
         Raises:
-            InvalidRequest: the text is not valid Unicode (a lone surrogate); the caller names the field.
+            InvalidRequest: the text is not valid Unicode (a lone surrogate); `param` is the field it names.
         """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequest("the text is not valid Unicode: it has a lone surrogate") from error
+            raise InvalidRequest(
+                "the text is not valid Unicode: it has a lone surrogate", param=param
+            ) from error
         if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
             return ids[1:]
         return ids
@@ -195,6 +195,7 @@ class Tokenizer:
         return self.encode(
             self.render_chat_text(messages, add_generation_prompt, continue_final_message, **template_kwargs),
             add_special_tokens=False,
+            param="messages",
         )
 
     def render_chat_text(
@@ -324,8 +325,6 @@ def export_gguf_tokenizer(gguf_path: Path, out_dir: Path) -> None:
     }
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(converted.add_bos_token),
-        "add_eos_token": bool(converted.add_eos_token),
         **{name: getattr(converted, name) for name in named},
     }
     if template := metadata.get("tokenizer.chat_template"):

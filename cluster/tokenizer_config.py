@@ -1,7 +1,7 @@
 """What tokenizer_config.json adds to tokenizer.json, applied the way transformers applies it.
 
-The two files overlap: special tokens may be named in one and flagged in the other, and whether BOS is
-inserted is decided by the config when it says anything about it. Equality with transformers is tested.
+The two files overlap: special tokens may be named in one and flagged in the other. Whether BOS or EOS is
+inserted is tokenizer.json's to say (its post-processor). Equality with transformers is tested.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from cluster.errors import ModelError
@@ -59,28 +59,14 @@ def add_configured_tokens(
         )
         for _, entry in sorted(listed.items(), key=lambda item: int(item[0]))
     ]
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
+    extra: Any = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
+    extra = extra.values() if isinstance(extra, Mapping) else extra
     names = [*special_tokens.values(), *filter(None, map(_token_text, extra))]
     tokens += [AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(names)]
     for token in tokens:
         if token.content not in known:
             known.add(token.content)
             backend.add_tokens([token])
-
-
-def insert_bos_and_eos(
-    backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """Where the config says anything about BOS or EOS, it decides; else tokenizer.json does."""
-    if not ({"add_bos_token", "add_eos_token"} & config.keys() or backend.post_processor is None):
-        return
-    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
-    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
-    ends = [text for text in (bos, eos) if text is not None]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        special_tokens=[(text, backend.token_to_id(text)) for text in dict.fromkeys(ends)],
-    )
 
 
 def default_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:

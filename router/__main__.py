@@ -1,4 +1,4 @@
-"""`python -m router CONFIG_FILE`: this role in a process of its own, without the launcher."""
+"""`python -m router CONFIG_FILE`: one router process; see `cluster.role_process`."""
 
 from cluster.role_process import main
 

@@ -11,7 +11,7 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.request import RequestSpec
-from cluster.wire.messages import AttemptFailed
+from cluster.wire.messages import AttemptFailed, Prefill, Reserve
 
 
 def context_length_exceeded(spec: RequestSpec, limit_tokens: int) -> ContextLengthExceeded:
@@ -30,6 +30,17 @@ def overloaded(why: str, retry_after_s: float) -> Overloaded:
 
 def worker_lost() -> WorkerLost:
     return WorkerLost("A worker that held this request was lost, and no other could go on with it.")
+
+
+def message_too_long(message: Prefill | Reserve, why: str) -> AttemptFailed:
+    """What comes back for a message that the wire refused to carry."""
+    return AttemptFailed(
+        request=message.request,
+        attempt=message.attempt,
+        code="message_too_long",
+        message=why,
+        retryable=False,
+    )
 
 
 def error_of_failed_attempt(failure: AttemptFailed) -> BatonError:

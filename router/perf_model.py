@@ -46,5 +46,5 @@ def estimate_prefill(
 
 def decode_harm_s(worker: WorkerView, compute_s: float) -> float:
     """Seconds of delay, summed over the requests decoding here, that a local prefill of `compute_s` costs:
-    while a chunk is computed every one of them waits."""
-    return worker.load.running * compute_s
+    while a chunk is computed every one of them waits. Those on their way here will be decoding by then."""
+    return max(worker.load.running, worker.num_in_flight) * compute_s

@@ -42,6 +42,7 @@ def test_held_characters_are_counted():
         (["bc", "abc"], "xabc", "x"),  # both complete at once: the one that starts first
         (["aab"], "aaab", "a"),  # the head of the text is not the head of the stop
         (["abab", "bac"], "ababac", ""),
+        (["aabaaac"], "aabaaabaaac", "aaba"),  # the head overlaps itself twice
         (["漢字"], "x漢字y", "x"),
         (["\n\n"], "a\n\n\n", "a"),
     ],

@@ -76,7 +76,8 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
     num_blocks = config.kv_bytes // block_bytes
     if num_blocks < 2:
         raise ConfigError(
-            f"KV memory of {config.kv_bytes >> 20} MiB holds {num_blocks} blocks of {block_bytes / 2**20:.1f} MiB; "
+            f"KV memory of {config.kv_bytes >> 20} MiB holds {num_blocks} blocks of "
+            f"{block_bytes / 2**20:.1f} MiB; "
             "give workers of this role more, or use a smaller block size"
         )
     return WorkerEngine(

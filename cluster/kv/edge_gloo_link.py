@@ -41,15 +41,23 @@ NUM_TAGS = 2**31 - 1  # tags of transfers: [1, NUM_TAGS]
 class GlooLink:
     """One end of the connection, whichever rank."""
 
-    def __init__(self, name: EdgeName, rank: int, prefix: str, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: EdgeName,
+        rank: int,
+        address: tuple[str, int],
+        prefix: str,
+        connect_timeout_s: float,
+        store: Any = None,
+    ) -> None:
         self.name = name
         self._rank = rank
         self._peer_rank = _NUM_RANKS - 1 - rank
         self._peer_role = "prefill" if rank == DECODE_RANK else "decode"
         self._prefix = prefix
         self._connect_timeout_s = connect_timeout_s
-        self._store: Any = None
-        self._address: tuple[str, int] | None = None
+        self._store = store
+        self._address = address
         self._group: Any = None
         self._lock = threading.Lock()  # over `_group` and `_broken`
         self._broken: str | None = None
@@ -64,7 +72,6 @@ class GlooLink:
             EdgeError: `host` is not an address of this machine.
         """
         nonce = secrets.token_hex(16)
-        link = cls(name, DECODE_RANK, f"{name}/{nonce}", connect_timeout_s)
         try:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -72,7 +79,7 @@ class GlooLink:
                 listener.listen()
                 port = int(listener.getsockname()[1])
                 # The store's server takes the descriptor over, so it is bound to `host` and nothing else.
-                link._store = dist.TCPStore(
+                store = dist.TCPStore(
                     host,
                     port,
                     is_master=True,
@@ -82,7 +89,7 @@ class GlooLink:
                 )
         except (OSError, RuntimeError) as error:
             raise EdgeError(f"KV edge {name}: cannot listen on {host}: {_first_line(error)}") from error
-        link._address = (host, port)
+        link = cls(name, DECODE_RANK, (host, port), f"{name}/{nonce}", connect_timeout_s, store)
         return link, {"host": host, "port": port, "nonce": nonce}
 
     @classmethod
@@ -91,9 +98,7 @@ class GlooLink:
         host, port, nonce = endpoint.get("host"), endpoint.get("port"), endpoint.get("nonce")
         if not (isinstance(host, str) and isinstance(port, int) and isinstance(nonce, str)):
             raise EdgeError(f"KV edge {name}: gloo needs `host`, `port` and `nonce`, not {sorted(endpoint)}")
-        link = cls(name, PREFILL_RANK, f"{name}/{nonce}", connect_timeout_s)
-        link._address = (host, port)
-        return link
+        return cls(name, PREFILL_RANK, (host, port), f"{name}/{nonce}", connect_timeout_s)
 
     def connect(self) -> None:
         """Build the process group, waiting for the peer.
@@ -155,8 +160,8 @@ class GlooLink:
                 group.recv([torch.empty(1)], self._peer_rank, _BREAK_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
                 return  # as it should: the connection is closed, now or already
-        elif self._rank == DECODE_RANK and self._address is not None:
-            self._stop_waiting_for_dial(*self._address)
+        elif self._rank == DECODE_RANK and self._store is not None:
+            self._stop_waiting_for_dial()
 
     def close(self) -> None:
         """Let go of sockets and threads; nothing may be waiting. Idempotent."""
@@ -179,7 +184,6 @@ class GlooLink:
             del group
 
     def _await_dial(self) -> str:
-        assert self._address is not None
         self._store.wait([f"{self._prefix}/{_DIALLED}"])
         with self._lock:
             if self._broken is not None:
@@ -188,7 +192,6 @@ class GlooLink:
 
     def _dial(self) -> str:
         """Connect to D's store; returns our own address on the way there."""
-        assert self._address is not None
         # The store's client retries what is refused until its timeout; a probe fails at once.
         with socket.create_connection(self._address, timeout=self._connect_timeout_s) as probe:
             own_host = str(probe.getsockname()[0])
@@ -201,11 +204,11 @@ class GlooLink:
         self._store.set(f"{self._prefix}/{_DIALLED}", "yes")
         return own_host
 
-    def _stop_waiting_for_dial(self, host: str, port: int) -> None:
+    def _stop_waiting_for_dial(self) -> None:
         """`connect` sits in the store's client of this process; another client gives it what it waits for."""
         try:
             client = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1)
+                *self._address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1)
             )
             client.set(f"{self._prefix}/{_DIALLED}", "no")
         except RuntimeError as error:

@@ -25,12 +25,19 @@ class EdgeThread:
     def __init__(self, name: str) -> None:
         self.name = name
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._closing = False
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job; never waits."""
+        """Queue a job; never waits.
+
+        Raises:
+            EdgeError: the thread was told to end.
+        """
+        if self._closing:
+            raise EdgeError(f"`{self.name}` is closed")
         future: Future[T] = Future()
         self._jobs.put((future, job))
         return future
@@ -45,6 +52,7 @@ class EdgeThread:
         Raises:
             EdgeError: it has not ended in time.
         """
+        self._closing = True
         self._jobs.put(None)
         try:
             async with asyncio.timeout(timeout_s):

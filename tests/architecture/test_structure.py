@@ -18,6 +18,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "ray": ("cluster/launch", "cluster/launch_"),
     "redis": ("cluster/membership.py",),
     "transformers": ("cluster/tokenizer.py",),
+    "tokenizers": ("cluster/tokenizer",),
     "fastapi": ("router/app.py",),
     "starlette": ("router/",),
     "uvicorn": ("router/server.py",),

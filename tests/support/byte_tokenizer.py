@@ -48,6 +48,13 @@ def write_byte_tokenizer(
         }
         for token_id, text in (SPECIALS | ADDED).items()
     ]
+    bos, text = {"SpecialToken": {"id": SPECIALS[BOS], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    post_processor = {
+        "type": "TemplateProcessing",
+        "single": [bos, text] if add_bos else [text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {SPECIALS[BOS]: {"id": SPECIALS[BOS], "ids": [BOS], "tokens": [SPECIALS[BOS]]}},
+    }
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer = {
         "version": "1.0",
@@ -56,7 +63,7 @@ def write_byte_tokenizer(
         "added_tokens": added,
         "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": None,
+        "post_processor": post_processor,
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -75,7 +82,6 @@ def write_byte_tokenizer(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIALS[BOS],
         "eos_token": SPECIALS[EOS],
-        "add_bos_token": add_bos,
     }
     if chat_template is not None:
         config["chat_template"] = chat_template

@@ -75,9 +75,10 @@ class ScriptedStream:
                 reason = finish_reason(sampling, output_ids)
             if outputs:
                 self.num_delivered += len(outputs)
+                if reason is not None:
+                    self.ended.set()
                 yield NewTokens(tuple(outputs), reason)
             if reason is not None:
-                self.ended.set()
                 return
             if len(output_ids) == script.fail_after:
                 assert script.error is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 UNK, BOS, EOS = 0, 1, 2
 FIRST_BYTE = 3
-PIECES = ("▁", "▁Hello", "▁world", "▁▁", "▁▁▁", "é", "lo", "▁漢", "!", "▁<", "0x41")
+PIECES = ("▁", "▁Hello", "▁world", "▁▁", "▁▁▁", "é", "lo", "▁漢", "!", "▁<", "<0x41>x")
 FIRST_PIECE = FIRST_BYTE + 256
 TOOL = FIRST_PIECE + len(PIECES)  # an added token, not special
 VOCAB_SIZE = TOOL + 1
@@ -42,7 +42,15 @@ def write_sentencepiece_tokenizer(directory: Path) -> Path:
             ],
         },
         "pre_tokenizer": None,
-        "post_processor": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [BOS], "tokens": ["<s>"]}},
+        },
         "decoder": {
             "type": "Sequence",
             "decoders": [
@@ -65,7 +73,7 @@ def write_sentencepiece_tokenizer(directory: Path) -> Path:
             "merges": [],
         },
     }
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

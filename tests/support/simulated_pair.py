@@ -230,6 +230,8 @@ class SimulatedPair:
                 continue
             edge.broken = True
             edge.up[node.worker] = False
+            if node is edge.prefill and edge.in_place and not edge.is_up(edge.decode) and edge.decode.alive:
+                self.unproven.append((edge.decode, node.peer))  # it noticed long before the death
             if node is edge.prefill:
                 if edge.in_place and edge.sends and edge.decode.alive:  # torn in the middle of a write
                     for block_id in edge.sends[0].target_blocks:
