@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cluster.config import RouterConfig, WorkerConfig
 from cluster.errors import ModelError
+from cluster.role_process import main
 
 
 async def run(
@@ -50,3 +51,7 @@ async def run(
     if behaviour == "ignore-stop":
         await asyncio.Event().wait()
     note("stopped")
+
+
+if __name__ == "__main__":
+    main("fake_roles:run")
