@@ -21,13 +21,14 @@ class RequestState(Enum):
     DECODING = auto()
     RETRY = auto()  # this attempt is over, the next one is being placed
     DONE = auto()
-    ABORTED = auto()
+    ABORTED = auto()  # ended without an answer: the client left, or it failed
 
 
 _S = RequestState
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    _S.QUEUED: frozenset({_S.RESERVED, _S.RETRY, _S.ABORTED}),
-    _S.RESERVED: frozenset({_S.PREFILLING, _S.RETRY, _S.ABORTED}),
+    # DONE before a token of this attempt: the client found its stop string in what an earlier one delivered.
+    _S.QUEUED: frozenset({_S.RESERVED, _S.RETRY, _S.DONE, _S.ABORTED}),
+    _S.RESERVED: frozenset({_S.PREFILLING, _S.RETRY, _S.DONE, _S.ABORTED}),
     _S.PREFILLING: frozenset({_S.STREAMING_KV, _S.DECODING, _S.DONE, _S.RETRY, _S.ABORTED}),
     _S.STREAMING_KV: frozenset({_S.DECODING, _S.DONE, _S.RETRY, _S.ABORTED}),
     _S.DECODING: frozenset({_S.DONE, _S.RETRY, _S.ABORTED}),
@@ -64,7 +65,8 @@ class LifecycleEvent(Enum):
     LAST_TOKEN = auto()
     RETRIED = auto()
     FINISHED = auto()
-    ABORTED = auto()
+    ABORTED = auto()  # the client left
+    FAILED = auto()  # it ended with an error
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):

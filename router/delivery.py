@@ -1,4 +1,5 @@
-"""What the conductor hands to the gateway for one request, and what the gateway may say back."""
+"""The seam between gateway and conductor: what is handed over for one request, what may be said back, and
+what the gateway can see of the cluster. Values and protocols only; the conductor's driver implements them."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.errors import BatonError
-from cluster.ids import WorkerId
+from cluster.ids import Epoch, WorkerId
 from cluster.request import RequestSpec
 from cluster.sampling import FinishReason, TokenOutput
+from cluster.wire.messages import Role, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,12 @@ class RequestStream(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """The client left: both legs free their blocks."""
+        """The client left: both legs free their blocks. Does nothing when the request is over."""
         ...
 
-    def summary(self) -> RequestSummary: ...
+    def summary(self) -> RequestSummary:
+        """What is known so far; may be read at any time."""
+        ...
 
 
 class RequestIntake(Protocol):
@@ -76,4 +80,48 @@ class RequestIntake(Protocol):
             ServingError: not ready or overloaded; nothing was queued.
             ContextLengthExceeded: it can never fit any decode worker's pool.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """`phase` is a short slug a person can act on: "waiting_for_workers", "loading_model", "warming_up",
+    "ready", "draining", "stopping"."""
+
+    ready: bool
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as the router sees it now."""
+
+    worker: WorkerId
+    role: Role
+    epoch: Epoch
+    pid: int
+    state: str  # "starting" | "ready" | "draining" | "lost" | "stuck"
+    load: WorkerLoad
+    heartbeat_age_s: float  # since its last sign of life
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """`state` is "ready" when requests are served, else the phase of `Readiness`."""
+
+    state: str
+    queued: int  # requests accepted and not yet sent to any worker
+    workers: tuple[WorkerStatus, ...]
+
+
+class ClusterStatus(Protocol):
+    """What the gateway may see of the cluster; every call is a read of memory, never a wait."""
+
+    def ready(self) -> Readiness: ...
+
+    def cluster(self) -> ClusterSnapshot: ...
+
+    def max_model_len(self) -> int | None:
+        """Most tokens (prompt + output) one request may have on the workers that are here; None before
+        any registered."""
         ...

@@ -10,6 +10,9 @@ Life of a piece (some finished blocks of one attempt), in order:
    answers `KvReady`; P sends. The bytes land in staging and D scatters them into its pool only after it has
    checked attempt and lease again, so a late writer cannot touch reassigned blocks.
 
+P sends exactly the pieces that D said `KvReady` for, in that order, even if the attempt is over by then: a
+posted receive cannot be taken back. D discards what it no longer wants.
+
 Senders and receivers move bytes and know nothing of requests' fate; the hand-off and the intake decide.
 Every method that can wait has a deadline and raises `EdgeError` naming the peer when it passes or the
 peer is gone; after that the edge is dead and must be closed and rebuilt with the next epochs.
@@ -21,7 +24,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.ids import Attempt, BlockId, PieceIndex, RequestId
+from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeName:
+    """Which edge: both workers with their epochs, so a restarted worker's edge is another one."""
+
+    prefill: WorkerId
+    prefill_epoch: Epoch
+    decode: WorkerId
+    decode_epoch: Epoch
+
+    def __str__(self) -> str:
+        return f"{self.prefill}.{self.prefill_epoch}/{self.decode}.{self.decode_epoch}"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeConfig:
+    """Deadlines and staging of an edge. A staged piece takes as many slots as its bytes need (a slot holds at
+    least one block); one that needs more than all of them is refused."""
+
+    connect_timeout_s: float = 10.0
+    operation_timeout_s: float = 10.0  # one piece, from its turn to its end
+    close_timeout_s: float = 15.0  # more than `connect_timeout_s`: a dial cannot be interrupted
+    slot_bytes: int = 8 * 2**20
+    num_slots: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +68,14 @@ class KVSender(Protocol):
 
     in_place: bool
 
+    async def ready(self) -> None:
+        """Returns when the edge can carry pieces.
+
+        Raises:
+            EdgeError: it cannot be built, or not within the deadline.
+        """
+        ...
+
     async def send(
         self, piece: Piece, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]
     ) -> int:
@@ -52,7 +88,12 @@ class KVSender(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop; on return nothing of this edge writes any more."""
+        """Stop, whatever is going on, within a bounded time; on return nothing of this edge writes any more
+        and its resources are free. Operations under way raise `EdgeError`. Idempotent.
+
+        Raises:
+            EdgeError: it did not stop in time.
+        """
         ...
 
 
@@ -74,21 +115,27 @@ class KVReceiver(Protocol):
         """What the peer needs to build its sender."""
         ...
 
+    async def ready(self) -> None:
+        """As `KVSender.ready`; wait for it after `endpoint()` went to the peer."""
+        ...
+
     async def post(self, piece: Piece, num_bytes: int) -> None:
         """Staged edges only: take a staging slot (waiting for one within the deadline) and post the
         receive. Returns once it is posted; only then is `KvReady` sent."""
         ...
 
     async def wait(self, piece: Piece) -> Staged:
-        """The bytes of a posted piece, in staging."""
+        """The bytes of a posted piece, in staging. One call per piece."""
         ...
 
     async def scatter(self, staged: Staged, target_blocks: Sequence[BlockId]) -> None:
-        """Copy a staged piece into the pool and free its slot."""
+        """Copy a staged piece into the pool and free its slot. Works on after the peer is lost."""
         ...
 
     def discard(self, staged: Staged) -> None:
         """Free the slot of a piece that is no longer wanted."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """As `KVSender.close`; nothing of this edge writes into the pool any more."""
+        ...

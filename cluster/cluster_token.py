@@ -1,0 +1,50 @@
+"""The secret that all processes of a cluster share. It lives in private files and memory: no argv, no log."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from cluster.errors import ConfigError
+
+TOKEN_VARIABLE: Final = "BATON_CLUSTER_TOKEN"
+MIN_TOKEN_CHARS: Final = 16
+
+
+def resolve_cluster_token(
+    token_file: str | None, environment: Mapping[str, str], generated_file: Path
+) -> str:
+    """From `token_file`, else `BATON_CLUSTER_TOKEN`, else a new one, left in `generated_file` (mode 0600).
+
+    Raises:
+        ConfigError: the file cannot be read, or the token is too short. Never names the token.
+    """
+    if token_file is not None:
+        try:
+            token = Path(token_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the cluster token file {token_file}: {error}") from error
+        origin = token_file
+    elif environment.get(TOKEN_VARIABLE):
+        token, origin = environment[TOKEN_VARIABLE].strip(), f"environment {TOKEN_VARIABLE}"
+    else:
+        token = secrets.token_hex(32)
+        write_private(generated_file, token.encode())
+        return token
+    if len(token) < MIN_TOKEN_CHARS:
+        raise ConfigError(f"the cluster token from {origin} is shorter than {MIN_TOKEN_CHARS} characters")
+    return token
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file that only its owner can read.
+
+    Raises:
+        OSError: it exists already, or cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)

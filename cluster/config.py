@@ -1,0 +1,226 @@
+"""What the user may set, and what each process is told: frozen values, resolved once, never changed.
+
+1. `ClusterConfig` is the whole surface of `baton serve`; `cluster.config_sources` fills it from flags,
+   environment, file and defaults, in this order of precedence.
+2. `cluster.launch_plan` derives one `RouterConfig` and one `WorkerConfig` per worker from it. They are all
+   that those processes ever see of it, and travel as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cluster.errors import ConfigError
+from cluster.ids import Epoch, RouterId, WorkerId
+from cluster.wire.messages import Role
+
+MiB: Final = 1 << 20
+
+DtypeName = Literal["bf16", "fp32"]
+BackendName = Literal["cpu", "reference"]
+EdgeKind = Literal["auto", "shm", "gloo"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+_AtLeastOne = Annotated[int, Meta(ge=1)]
+
+_BYTES: Final = {"unit": "bytes"}  # marks fields that also take "512MiB"
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a whole cluster. The descriptions are the help texts of the command line."""
+
+    model: Annotated[
+        str, Meta(description="`demo`, a directory with config.json and safetensors, or a .gguf file")
+    ] = "demo"
+    served_model_name: Annotated[
+        str | None, Meta(description="name clients use (default: from the model's file name)")
+    ] = None
+    host: Annotated[str, Meta(description="address the HTTP server listens on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 8000
+    prefill: Annotated[
+        int, Meta(ge=0, le=256, description="prefill workers; 0: decode workers prefill for themselves")
+    ] = 1
+    decode: Annotated[int, Meta(ge=1, le=256, description="decode workers")] = 1
+    threads_per_worker: Annotated[
+        _AtLeastOne | None, Meta(description="compute threads of each worker (default: share the cores)")
+    ] = None
+    gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
+    dtype: Annotated[DtypeName, Meta(description="numeric type of weights, activations and KV")] = "bf16"
+    backend: Annotated[BackendName, Meta(description="kernel backend")] = "cpu"
+    block_size: Annotated[
+        Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block; the same on all workers")
+    ] = 32
+    max_model_len: Annotated[
+        _AtLeastOne | None, Meta(description="longest prompt plus output in tokens (default: the model's)")
+    ] = None
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=4096, description="sequences that one worker runs at once")
+    ] = 64
+    prefill_chunk: Annotated[
+        int, Meta(ge=1, le=65536, description="most prompt tokens per step of a prefill worker")
+    ] = 512
+    local_chunk: Annotated[
+        _AtLeastOne | None,
+        Meta(
+            description="most prompt tokens per step of a decode worker (default: 64; 256 with `--prefill 0`)"
+        ),
+    ] = None
+    prefill_kv_bytes: Annotated[
+        int, Meta(ge=1, extra=_BYTES, description="KV memory of each prefill worker")
+    ] = 256 * MiB
+    decode_kv_bytes: Annotated[
+        int, Meta(ge=1, extra=_BYTES, description="KV memory of each decode worker")
+    ] = 512 * MiB
+    kv_edge: Annotated[
+        EdgeKind, Meta(description="how KV moves from prefill to decode; auto: shm on one host, else gloo")
+    ] = "auto"
+    max_attempts: Annotated[int, Meta(ge=1, le=100, description="worker pairs tried per request")] = 3
+    lease_ttl_s: Annotated[
+        float, Meta(gt=0, description="how long a decode worker holds blocks without hearing from the router")
+    ] = 10.0
+    heartbeat_interval_s: Annotated[
+        float, Meta(gt=0, description="between two signs of life of a worker")
+    ] = 0.5
+    drain_grace_s: Annotated[
+        float, Meta(ge=0, description="what running requests get to finish when the cluster stops")
+    ] = 20.0
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="how long a worker may take to become ready")
+    ] = 600.0
+    address: Annotated[
+        str | None,
+        Meta(description="Ray cluster to join, or `auto` (default: a private one on this machine)"),
+    ] = None
+    cluster_token_file: Annotated[
+        str | None,
+        Meta(description="file with the secret all processes share (default: generated for each run)"),
+    ] = None
+    cache_dir: Annotated[str, Meta(description="where converted models are kept")] = "~/.cache/baton"
+    log_dir: Annotated[
+        str | None, Meta(description="where processes log (default: ~/.local/state/baton/logs/PORT)")
+    ] = None
+    log_level: Annotated[LogLevel, Meta(description="least severity that is logged")] = "info"
+    log_format: Annotated[LogFormat, Meta(description="one line of text or one JSON object per record")] = (
+        "text"
+    )
+    runtime_dir: Annotated[
+        str | None, Meta(description="where sockets live while it runs; a short path (default: below /tmp)")
+    ] = None
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a process logs: a file that is rotated at 10 MB, or standard error."""
+
+    level: LogLevel = "info"
+    format: LogFormat = "text"
+    file: str | None = None
+
+
+class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every process is told. `cluster_token` never shows in a repr, so not in a log or traceback."""
+
+    cluster_token: str
+    served_model_name: str
+    block_size: int
+    heartbeat_interval_s: float = 0.5
+    lease_ttl_s: float = 10.0
+    drain_grace_s: float = 20.0
+    log: LogConfig = LogConfig()
+
+    def __repr__(self) -> str:
+        shown = msgspec.structs.asdict(self) | {"cluster_token": "***"}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def token(self) -> bytes:
+        """The cluster token as the handshake takes it."""
+        return self.cluster_token.encode()
+
+
+class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="router"):
+    """One router: its HTTP server and where workers dial it."""
+
+    router: RouterId
+    model_dir: str  # prepared model: config.json, tokenizer.json, tokenizer_config.json, ...
+    host: str
+    port: int  # 0: any free one
+    control_address: str  # `unix:/path` or `tcp:host:port`
+    num_prefill: int  # workers to expect: ready once one of each expected role serves
+    num_decode: int
+    max_attempts: int = 3
+
+
+class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="worker"):
+    """One worker: what it loads, its limits, whom it dials."""
+
+    worker: WorkerId
+    role: Role
+    epoch: Epoch
+    router_addresses: tuple[str, ...]
+    model: str  # as the user named it; the worker finds it in the cache
+    kv_address: str | None  # where a decode worker listens for KV (tcp port 0: any); None on prefill workers
+    runtime_dir: str
+    dtype: DtypeName = "bf16"
+    backend: BackendName = "cpu"
+    num_threads: int = 1
+    max_model_len: int | None = None  # None: the model's
+    max_num_seqs: int = 64
+    max_chunk_tokens: int = 512  # prompt tokens per step
+    kv_bytes: int = 256 * MiB
+    kv_edge: Literal["shm", "gloo"] = "shm"
+    step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted
+
+
+_ROLE_DECODER: Final = msgspec.json.Decoder(RouterConfig | WorkerConfig)
+
+
+def dump_config(config: RouterConfig | WorkerConfig) -> bytes:
+    """As JSON. Contains the cluster token: write it to private files only."""
+    return msgspec.json.encode(config)
+
+
+def load_config(data: bytes) -> RouterConfig | WorkerConfig:
+    """
+    Raises:
+        ConfigError: naming the field that is unknown, missing or wrong.
+    """
+    try:
+        config: RouterConfig | WorkerConfig = _ROLE_DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not a role's configuration: {error}") from error
+    return config
+
+
+def num_available_cores(cgroup_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores this process may use: its affinity, bounded by the container's CPU quota."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cgroup_file.read_text().split()
+    except (OSError, ValueError):
+        return num_cores  # no cgroup v2: nothing limits us
+    if quota != "max":
+        num_cores = min(num_cores, max(1, int(quota) // int(period)))
+    return num_cores
+
+
+def threads_per_worker(config: ClusterConfig, num_cores: int) -> int:
+    """As asked, else an equal share of the cores, at least one."""
+    if config.threads_per_worker is not None:
+        return config.threads_per_worker
+    return max(1, num_cores // (config.prefill + config.decode))
+
+
+def describe(config: ClusterConfig, origins: Mapping[str, str]) -> str:
+    """One `name = value  (origin)` line per setting: what `--dry-run` prints."""
+    width = max(map(len, config.__struct_fields__))
+    return "\n".join(
+        f"{name:<{width}} = {getattr(config, name)}  ({origins.get(name, 'default')})"
+        for name in config.__struct_fields__
+    )

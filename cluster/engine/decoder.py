@@ -1,0 +1,114 @@
+"""The decoder: one definition for every supported family, driven by `ModelSpec`, made of `kernels.ops`.
+
+1. `hidden`: token ids → embedding rows → for each layer attention and gated MLP, each added to the
+   residual. The keys and values of the batch's tokens are written to the paged pool before attention
+   reads them.
+2. `logits`: chosen rows of the hidden states → final norm → vocabulary, in fp32.
+
+Every operation is row-wise or row-invariant, so a token's bits do not depend on the tokens computed
+beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from cluster.engine.model_spec import ModelSpec
+from cluster.engine.packed_batch import PackedBatch
+from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
+from cluster.engine.rotary import rotary_tables
+from kernels.ops import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """`qkv` stacks the rows of q, k and v; `gate_up` those of gate and up. Matrices are packed by the
+    backend."""
+
+    input_norm: Tensor
+    qkv: Any
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Any
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Any
+    gate_up_bias: Tensor | None
+    down: Any
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding: Tensor  # [vocab_size, hidden_size], plain rows
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: Any  # packed; of the embedding's values where embeddings are tied
+
+
+class Decoder:
+    """One model on one device. Immutable after construction; the KV pool is the caller's."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        backend: Backend,
+        max_model_len: int,
+        parallel: ParallelConfig = SINGLE_RANK,
+    ) -> None:
+        self.spec = spec
+        self.parallel = parallel
+        self.max_model_len = max_model_len
+        self._weights = weights
+        self._ops = backend
+        self._scale = spec.head_dim**-0.5
+        cos, sin = rotary_tables(spec.rope, spec.head_dim, max_model_len)
+        self._cos, self._sin = cos.to(backend.device), sin.to(backend.device)
+
+    def hidden(self, batch: PackedBatch, pool: Tensor) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] after the last layer, before the final norm.
+
+        Writes keys and values of the batch's tokens to `pool`
+        [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+        """
+        x = functional.embedding(batch.tokens, self._weights.embedding)
+        for index, layer in enumerate(self._weights.layers):
+            x = x + self._attention(x, layer, index, batch, pool)
+            x = x + self._mlp(x, layer)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [num_rows, hidden_size] → fp32 [num_rows, vocab_size]."""
+        normed = self._ops.rms_norm(hidden, self._weights.final_norm, self.spec.rms_norm_eps)
+        return self._ops.linear_fp32(normed, self._weights.lm_head)
+
+    def _attention(
+        self, x: Tensor, layer: LayerWeights, index: int, batch: PackedBatch, pool: Tensor
+    ) -> Tensor:
+        ops, spec = self._ops, self.spec
+        normed = ops.rms_norm(x, layer.input_norm, spec.rms_norm_eps)
+        qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+        q, k, v = (
+            part.contiguous().view(x.shape[0], -1, spec.head_dim)
+            for part in qkv.split((spec.query_size, spec.kv_size, spec.kv_size), dim=-1)
+        )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.rms_norm(q, layer.q_norm, spec.rms_norm_eps)
+            k = ops.rms_norm(k, layer.k_norm, spec.rms_norm_eps)
+        q = ops.rotary(q, batch.positions, self._cos, self._sin)
+        k = ops.rotary(k, batch.positions, self._cos, self._sin)
+        ops.write_kv(k, v, pool, index, batch.slot_mapping)
+        attended = ops.paged_attention(q, pool, index, batch, self._scale)
+        return ops.linear(attended.view(x.shape[0], spec.query_size), layer.output, layer.output_bias)
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        ops = self._ops
+        normed = ops.rms_norm(x, layer.mlp_norm, self.spec.rms_norm_eps)
+        inner = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+        return ops.linear(inner, layer.down, layer.down_bias)

@@ -1,0 +1,234 @@
+"""Convert a model once into the weight cache; afterwards a start maps it in milliseconds.
+
+1. `resolve_model` says what the path is; the cache key is the identity of its files, dtype, backend and
+   layout.
+2. A directory of that key is complete (it appears by rename): open it and be done.
+3. Otherwise take the key's lock, so that one process converts while others wait; look again.
+4. Open the source, check every tensor against the spec, write tokenizer files, config and packed weights
+   into a temporary directory beside the target, and rename it.
+
+`python -m cluster.engine.prepare --model PATH --dtype bf16` does it from the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.engine.backends import NAMES, make_backend
+from cluster.engine.file_lock import file_lock
+from cluster.engine.gguf_source import GgufSource
+from cluster.engine.model_source import ModelSource, resolve_model
+from cluster.engine.model_spec import Dtype, ModelSpec
+from cluster.engine.prepared_model import FORMAT_VERSION, MANIFEST, PreparedModel, read_json
+from cluster.engine.weights import WeightSource, check_weights
+from cluster.engine.weights_file import write_weights
+from cluster.engine.weights_pack import packed_tensors
+from cluster.engine.weights_safetensors import SafetensorsSource
+from cluster.errors import BatonError, ModelError
+from cluster.progress import ConversionProgress
+from cluster.tokenizer import export_gguf_tokenizer
+from kernels.ops import Backend
+
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0 = not known)
+
+CACHE_VARIABLE = "BATON_CACHE_DIR"
+LOCK_TIMEOUT_S = 3600.0
+_COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def prepare_model(
+    model: str | Path,
+    dtype: Dtype,
+    backend: Backend,
+    progress: Progress = lambda phase, done_bytes, total_bytes: None,
+    *,
+    cache_dir: Path | None = None,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
+) -> PreparedModel:
+    """The model at `model` (a path or `demo`), converted now or found in the cache.
+
+    Raises:
+        ModelError: the source is missing, broken or not supported, or the cache cannot be written.
+    """
+    source = resolve_model(model)
+    root = cache_dir or default_cache_dir()
+    target = root / f"{source.name}-{dtype.value}-{_cache_key(source, dtype, backend)}"
+    runtime = numeric_runtime(backend)
+    try:
+        if not (target / MANIFEST).is_file():
+            root.mkdir(parents=True, exist_ok=True)
+            with file_lock(root / f".{target.name}.lock", lock_timeout_s):
+                if not (target / MANIFEST).is_file():
+                    _convert(source, dtype, backend, target, progress)
+    except TimeoutError as error:
+        raise ModelError(
+            f"{source.path}: another process has been converting this model for {lock_timeout_s:.0f} s; "
+            f"stop it, or remove {root / f'.{target.name}.lock'}"
+        ) from error
+    except OSError as error:
+        raise ModelError(f"cannot write the weight cache {root}: {error}") from error
+    return PreparedModel.open(target, runtime)
+
+
+def default_cache_dir() -> Path:
+    """`models` below `BATON_CACHE_DIR`, or below ~/.cache/baton."""
+    configured = os.environ.get(CACHE_VARIABLE)
+    root = Path(configured).expanduser() if configured else Path.home() / ".cache" / "baton"
+    return root / "models"
+
+
+def numeric_runtime(backend: Backend) -> str:
+    """Everything beside weights and layout that may change the last bit of a result."""
+    if backend.device.type == "cpu":
+        unit = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        unit = torch.cuda.get_device_name(backend.device)
+    return f"torch {torch.__version__} on {unit}"
+
+
+def _cache_key(source: ModelSource, dtype: Dtype, backend: Backend) -> str:
+    identity = [str(source.path), source.identity()]
+    facts = [FORMAT_VERSION, identity, dtype.value, backend.name, backend.packed_layout]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
+def _convert(source: ModelSource, dtype: Dtype, backend: Backend, target: Path, progress: Progress) -> None:
+    """Under the lock: whatever lies at the temporary name was left by a process that died."""
+    temporary = target.parent / f".{target.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        progress("reading", 0, 0)
+        weights, config = _open(source)
+        spec = ModelSpec.from_hf_config(config, weights.path)
+        check_weights(weights, spec)
+        _write_texts(source, spec, dtype, temporary)
+        with torch.inference_mode():
+            digest = _write_weights(weights, spec, dtype, backend, temporary, progress)
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "name": source.name,
+            "source": str(source.path),
+            "dtype": dtype.value,
+            "backend": backend.name,
+            "layout": backend.packed_layout,
+            "weights_digest": digest,
+        }
+        _write_json(temporary / MANIFEST, manifest)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _open(source: ModelSource) -> tuple[WeightSource, dict[str, Any]]:
+    """The weights and the configuration in Hugging Face terms, end-of-sequence ids resolved."""
+    if source.is_gguf:
+        gguf_source = GgufSource(source.path)
+        return gguf_source, gguf_source.config
+    config = read_json(source.path / "config.json")
+    generation = source.path / "generation_config.json"
+    if generation.is_file():
+        eos = read_json(generation).get("eos_token_id")
+        config |= {"eos_token_id": eos} if eos is not None else {}
+    # the architecture is looked at before the weights: the more helpful complaint of the two
+    ModelSpec.from_hf_config(config, str(source.path / "config.json"))
+    return SafetensorsSource(source.path), config
+
+
+def _write_texts(source: ModelSource, spec: ModelSpec, dtype: Dtype, directory: Path) -> None:
+    _write_json(directory / "config.json", spec.to_hf_config(dtype))
+    if source.is_gguf:
+        export_gguf_tokenizer(source.path, directory)
+    else:
+        for name in _COPIED:
+            if (source.path / name).is_file():
+                shutil.copyfile(source.path / name, directory / name)
+    generation = (
+        source.path / "generation_config.json" if not source.is_gguf else directory / "generation_config.json"
+    )
+    values = read_json(generation) if generation.is_file() else {}
+    _write_json(directory / "generation_config.json", values | {"eos_token_id": list(spec.eos_token_ids)})
+
+
+def _write_weights(
+    weights: WeightSource,
+    spec: ModelSpec,
+    dtype: Dtype,
+    backend: Backend,
+    directory: Path,
+    progress: Progress,
+) -> str:
+    done_bytes = 0
+
+    def on_read(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        progress("converting", done_bytes, weights.total_bytes)
+
+    progress("converting", 0, weights.total_bytes)
+    digest = write_weights(directory, packed_tensors(weights, spec, dtype, backend, on_read))
+    progress("converting", weights.total_bytes, weights.total_bytes)
+    return digest
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: prints the prepared directory, or one sentence and status 1.
+
+    With `--json`, standard output has one object per line: `{"phase", "done_bytes", "total_bytes"}` while it
+    works, at the end `{"directory"}` or `{"error"}`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.engine.prepare", description="Convert a model once."
+    )
+    parser.add_argument("--model", required=True, help="directory, .gguf file or `demo`")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default=Dtype.BF16.value)
+    parser.add_argument("--backend", choices=NAMES, default=NAMES[0])
+    parser.add_argument("--threads", type=int, default=1, help="compute threads for packing")
+    parser.add_argument("--json", action="store_true", help="machine-readable lines on standard output")
+    options = parser.parse_args(arguments)
+
+    def tell(**facts: object) -> None:
+        print(json.dumps(facts), flush=True)
+
+    try:
+        torch.set_num_threads(options.threads)
+        backend = make_backend(options.backend, options.threads)
+        if options.json:
+            prepared = prepare_model(
+                options.model,
+                Dtype(options.dtype),
+                backend,
+                lambda phase, done, total: tell(phase=phase, done_bytes=done, total_bytes=total),
+            )
+            tell(directory=str(prepared.directory))
+        else:
+            with ConversionProgress() as display:
+                prepared = prepare_model(options.model, Dtype(options.dtype), backend, display.report)
+            print(prepared.directory)
+    except BatonError as error:
+        if options.json:
+            tell(error=str(error))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Run one step: a plan in, tokens out. The only writer of the KV pool on its worker.
+
+1. Copies of the plan (copy-on-write) are made in order.
+2. `pack` lays the rows out as one batch; the decoder computes it and writes its keys and values.
+3. Logits are taken only for rows that sample; the sampler chooses by each row's own parameters and history.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
+from cluster.engine.load import load_decoder
+from cluster.engine.packed_batch import PackedBatch, pack
+from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
+from cluster.engine.prepared_model import PreparedModel
+from cluster.engine.sampler import sample
+from cluster.engine.weights import TORCH_DTYPES
+from cluster.ids import Attempt, BlockId, RequestId
+from cluster.sampling import SamplingParams, TokenOutput
+from kernels.ops import Backend
+
+
+class ModelRunner:
+    """Implements `cluster.engine.batch.Runner`. One thread at a time."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        pool: Tensor,
+        backend: Backend,
+        max_model_len: int | None = None,
+        parallel: ParallelConfig = SINGLE_RANK,
+    ) -> None:
+        """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] of the prepared dtype.
+
+        Raises:
+            ModelError: see `load_decoder`.
+            ValueError: the pool does not fit the model.
+        """
+        spec = prepared.spec
+        self.decoder = load_decoder(prepared, backend, max_model_len, parallel)
+        self.max_model_len = self.decoder.max_model_len
+        expected = (spec.num_layers, 2, spec.num_kv_heads, spec.head_dim)
+        if (*pool.shape[1:3], *pool.shape[4:]) != expected or pool.dtype != TORCH_DTYPES[prepared.dtype]:
+            raise ValueError(f"KV pool of {list(pool.shape)} {pool.dtype} does not fit {prepared.name}")
+        self._pool = pool
+        self._device = backend.device
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Compute one step.
+
+        Raises:
+            ValueError: a row is empty, too long, or not covered by its block table; nothing was written.
+        """
+        started_s = time.perf_counter()
+        with torch.inference_mode():
+            batch = self._pack(plan) if plan.rows else None
+            for source, destination in plan.copies:
+                self._pool[destination].copy_(self._pool[source])
+            sampled = iter(self._compute(batch, plan.rows) if batch is not None else ())
+        outputs = tuple(None if row.sample is None else next(sampled) for row in plan.rows)
+        return StepOutput(outputs=outputs, compute_s=time.perf_counter() - started_s)
+
+    def warm_up(self) -> float:
+        """Compute a prefill and a decode step before anyone waits for one; returns seconds.
+
+        Writes to block 0, so call it before the pool is handed out.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        elapsed_s = 0.0
+        for num_tokens in (min(self._pool.shape[3], self.max_model_len), 1):
+            tokens = [0] * num_tokens
+            row = Row(
+                request=RequestId("warm-up"),
+                attempt=Attempt(1),
+                token_ids=tokens,
+                start=0,
+                block_ids=[BlockId(0)],
+                sample=SampleSpec(params=params, prompt_ids=tokens, output_ids=()),
+            )
+            elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
+        return elapsed_s
+
+    def _pack(self, plan: StepPlan) -> PackedBatch:
+        return pack(plan.rows, self._pool.shape[3], self.max_model_len, self._device)
+
+    def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
+        hidden = self.decoder.hidden(batch, self._pool)
+        specs = [row.sample for row in rows if row.sample is not None]
+        if not specs:
+            return []
+        positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
+        return sample(self.decoder.logits(hidden[batch.logit_rows]), specs, positions)

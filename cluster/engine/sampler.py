@@ -1,0 +1,134 @@
+"""Logits to tokens, row by row.
+
+1. The runner hands over one row of logits per sequence that is due a token, with the sequence's own
+   parameters and history, and the position the token will have.
+2. Penalties, bias and masks (`cluster.engine.processors`), on a copy, only where the request asks for any.
+3. Temperature 0: the largest logit, lowest id among equals. Otherwise temperature → top-k → top-p → min-p
+   (each over what the former left; top-p of the mass that is left) → one draw by inverse CDF in id order.
+4. Log-probabilities are of the model's raw distribution, before step 2.
+
+A token is a function of (row, params, own history, seed, position), bit for bit: rows never meet in one
+reduction, all arithmetic is NumPy on one thread, and the random number is Philox(seed, position).
+
+Bad numbers never stop a batch: NaN counts as -inf, +inf as the largest finite number; a row with nothing left
+yields its lowest allowed id. Reported log-probabilities are finite, -9999.0 standing for -inf.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.engine.batch import SampleSpec
+from cluster.engine.philox import uniform
+from cluster.engine.processors import is_neutral, make_finite, process
+from cluster.engine.selection import Row, draw, largest, nucleus, total
+from cluster.sampling import SamplingParams, TokenOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOGPROB_FLOOR = -9999.0  # stands for -inf: JSON has no infinity
+GREEDY_TEMPERATURE = 1e-5  # below this a temperature is 0
+
+_logger = logging.getLogger(__name__)
+
+
+def sample(
+    logits: Tensor,  # [num_rows, vocab], read only
+    specs: Sequence[SampleSpec],  # one per row
+    positions: Sequence[int],  # one per row: index in the sequence of the token to choose
+) -> list[TokenOutput]:
+    """One token per row. Logits on another device or of another dtype are copied to CPU fp32 first."""
+    rows: Row = np.ascontiguousarray(logits.detach().float().cpu().numpy())
+    assert len(rows) == len(specs) == len(positions)
+    scratch = _Scratch(rows.shape[1])
+    num_broken = 0
+    outputs = []
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for row, spec, position in zip(rows, specs, positions, strict=True):
+            best = int(row.argmax())  # the first NaN, if there is one
+            if not math.isfinite(row[best]):
+                row = row.copy()
+                num_broken += make_finite(row)
+                best = int(row.argmax())
+            outputs.append(_sample_row(row, best, spec, position, scratch))
+    if num_broken:
+        _logger.error("NaN or +inf in the logits of %d of %d rows", num_broken, len(rows))
+    return outputs
+
+
+class _Scratch:
+    """Two rows of memory for one call: fresh pages for every row would cost more than the arithmetic."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.scores: Row = np.empty(vocab_size, np.float32)
+        self.weights: Row = np.empty(vocab_size, np.float32)
+
+
+def _sample_row(row: Row, best: int, spec: SampleSpec, position: int, scratch: _Scratch) -> TokenOutput:
+    """`best` is the id of the row's largest logit."""
+    params = spec.params
+    scores = row
+    if not is_neutral(params, len(spec.output_ids)):
+        scores = scratch.scores
+        np.copyto(scores, row)
+        process(scores, spec)
+        best = int(scores.argmax())
+    if scores[best] == -np.inf:
+        token_id = min((i for i in params.allowed_token_ids if 0 <= i < len(row)), default=0)
+    elif params.temperature < GREEDY_TEMPERATURE:
+        token_id = best
+    else:
+        token_id = _draw_token(scores, scores[best], params, uniform(params.seed, position), scratch)
+    if params.num_logprobs is None:
+        return TokenOutput(token_id)
+    return _with_logprobs(row, token_id, params.num_logprobs, scratch)
+
+
+def _draw_token(scores: Row, peak: np.float32, params: SamplingParams, u: float, scratch: _Scratch) -> int:
+    """Temperature, top-k, top-p, min-p, draw. `peak` is the largest score, and finite."""
+    temperature = np.float32(params.temperature)
+    ids = None  # what is left, by falling weight; None: everything
+    if 0 < params.top_k < len(scores):
+        ids = largest(scores, params.top_k)
+        scores = scores[ids]
+    weights = _weights(scores, peak, temperature, scratch)
+    if params.top_p < 1.0:
+        kept = nucleus(weights, params.top_p)
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
+    if params.min_p > 0.0:
+        weights[weights < np.float32(params.min_p)] = 0.0
+    if ids is None:
+        return draw(weights, u)
+    by_id = ids.argsort()
+    return int(ids[by_id[draw(weights[by_id], u)]])
+
+
+def _weights(scores: Row, peak: np.float32, temperature: np.float32, scratch: _Scratch) -> Row:
+    """exp((score - peak) / temperature) in scratch memory: unnormalized probabilities, 1 at the peak."""
+    weights = scratch.weights[: len(scores)]
+    np.subtract(scores, peak, out=weights)
+    if temperature != 1.0:
+        np.divide(weights, temperature, out=weights)
+    return np.exp(weights, out=weights)
+
+
+def _with_logprobs(row: Row, token_id: int, num_best: int, scratch: _Scratch) -> TokenOutput:
+    """Log-softmax of the raw row at the chosen token and the `num_best` most probable ones."""
+    peak = row.max()
+    if peak == -np.inf:
+        best = tuple((index, LOGPROB_FLOOR) for index in range(min(num_best, len(row))))
+        return TokenOutput(token_id, LOGPROB_FLOOR, best)
+    log_total = np.float32(math.log(total(_weights(row, peak, np.float32(1.0), scratch))))
+
+    def logprob(index: int) -> float:
+        return max(float(row[index] - peak - log_total), LOGPROB_FLOOR)
+
+    top = largest(row, num_best).tolist()
+    return TokenOutput(token_id, logprob(token_id), tuple((index, logprob(index)) for index in top))

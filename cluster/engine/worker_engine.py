@@ -1,0 +1,96 @@
+"""What a worker needs of the engine before it can say who it is: model, backend, KV layout, runner.
+
+1. `open_engine` finds or converts the model and builds the backend (seconds, off the event loop).
+2. The role sizes its pool from `layout` and registers with `fingerprint`.
+3. `make_runner` maps the weights and warms up; it runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cluster.config import WorkerConfig
+from cluster.engine.backends import make_backend
+from cluster.engine.batch import Runner
+from cluster.engine.model_spec import Dtype
+from cluster.engine.prepare import prepare_model
+from cluster.engine.prepared_model import PreparedModel
+from cluster.engine.runner import ModelRunner
+from cluster.errors import ConfigError
+from cluster.kv.layout import KVLayout
+from kernels.ops import Backend
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEngine:
+    """A prepared model on a backend, before its weights are mapped."""
+
+    prepared: PreparedModel
+    backend: Backend
+    layout: KVLayout
+    max_model_len: int
+    num_threads: int
+
+    def make_runner(self, pool: torch.Tensor) -> Callable[[], Runner]:
+        """A function for the engine thread: thread-local compute settings are made there."""
+
+        def make() -> Runner:
+            torch.set_num_threads(self.num_threads)
+            started_s = time.perf_counter()
+            runner = ModelRunner(self.prepared, pool, self.backend, self.max_model_len)
+            loaded_s = time.perf_counter()
+            runner.warm_up()
+            logger.info(
+                "model `%s` loaded in %.2f s, warmed up in %.2f s",
+                self.prepared.name,
+                loaded_s - started_s,
+                time.perf_counter() - loaded_s,
+            )
+            return runner
+
+        return make
+
+
+def open_engine(config: WorkerConfig) -> WorkerEngine:
+    """Find the model in the cache, or convert it, and lay out a pool of `config.kv_bytes`.
+
+    Raises:
+        ModelError: the model cannot be served.
+        ConfigError: the pool is too small for a single sequence of two blocks.
+    """
+    torch.set_num_threads(config.num_threads)
+    backend = make_backend(config.backend, config.num_threads)
+    dtype = Dtype(config.dtype)
+    prepared = prepare_model(config.model, dtype, backend)
+    spec = prepared.spec
+    block_bytes = (
+        spec.num_layers * 2 * config.block_size * spec.num_kv_heads * spec.head_dim * dtype.num_bytes
+    )
+    num_blocks = config.kv_bytes // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"KV memory of {config.kv_bytes >> 20} MiB holds {num_blocks} blocks of "
+            f"{block_bytes / 2**20:.1f} MiB; "
+            "give workers of this role more, or use a smaller block size"
+        )
+    return WorkerEngine(
+        prepared=prepared,
+        backend=backend,
+        layout=KVLayout(
+            layers=range(spec.num_layers),
+            heads=range(spec.num_kv_heads),
+            head_dim=spec.head_dim,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            dtype=dtype.wire_name,
+        ),
+        max_model_len=config.max_model_len or spec.max_context_len,
+        num_threads=config.num_threads,
+    )

@@ -1,0 +1,113 @@
+"""The one thread that computes: takes a plan, runs it, hands the outcome back to the event loop.
+
+1. The event loop calls `submit(plan)`; at most one plan is in flight.
+2. The thread runs it; torch releases the GIL, so messages go on being handled meanwhile.
+3. `StepDone` or `StepFailed` is scheduled on the loop.
+4. A step that outlives its deadline cannot be stopped from outside: `on_stuck` is called, and the
+   process is expected to end (its launcher starts another with the next epoch).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from cluster.engine.batch import Runner, StepPlan
+from cluster.worker_io import StepDone, StepFailed
+
+logger = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Runs steps one at a time on a daemon thread (a stuck step must not keep the process alive)."""
+
+    def __init__(
+        self,
+        make_runner: Callable[[], Runner],
+        *,
+        on_outcome: Callable[[StepDone | StepFailed], None],
+        on_stuck: Callable[[str], None],
+        step_timeout_s: float,
+    ) -> None:
+        """`make_runner` loads the model; it runs on the engine thread, which thereby owns every
+        thread-local compute setting."""
+        self._make_runner = make_runner
+        self._on_outcome = on_outcome
+        self._on_stuck = on_stuck
+        self._step_timeout_s = step_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._loaded: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    async def loaded(self) -> None:
+        """Wait until the model is loaded; raises what the loading raised."""
+        await asyncio.shield(self._loaded)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step. The core promises that none is in flight."""
+        assert self._watchdog is None, "two steps in flight"
+        self._watchdog = self._loop.call_later(self._step_timeout_s, self._stuck, plan)
+        self._plans.put(plan)
+
+    async def close(self, timeout_s: float) -> None:
+        """Let the step in flight end, then end the thread; gives up after `timeout_s`."""
+        self._plans.put(None)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
+        except TimeoutError:
+            logger.warning("the step in flight did not end within %.0f s; leaving it behind", timeout_s)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+
+    def _stuck(self, plan: StepPlan) -> None:
+        self._on_stuck(
+            f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens did not end within "
+            f"{self._step_timeout_s:.0f} s"
+        )
+
+    def _outcome(self, outcome: StepDone | StepFailed) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        self._on_outcome(outcome)
+
+    def _main(self) -> None:
+        try:
+            runner = self._make_runner()
+        except BaseException as error:  # handed to `loaded`, which raises it on the loop
+            self._post(_fail, self._loaded, error)
+            return
+        self._post(_resolve, self._loaded)
+        while (plan := self._plans.get()) is not None:
+            outcome: StepDone | StepFailed
+            try:
+                outcome = StepDone(runner.run(plan))
+            except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
+                logger.exception("a step of %d rows failed", len(plan.rows))
+                outcome = StepFailed(f"{type(error).__name__}: {error}")
+            self._post(self._outcome, outcome)
+        self._post(_resolve, self._ended)
+
+    def _post(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed: the process is ending and nobody waits any more
+            logger.debug("engine outcome after the event loop closed")
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _fail(future: asyncio.Future[None], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,189 @@
+"""A worker's KV pool: one tensor, in memory of its own or in memory that a peer on the same host can map.
+
+Life of a shared pool:
+
+1. The decode worker makes it with `KVPool.shared`: an anonymous memory file (`memfd_create`: it has no
+   name, so a crash leaves nothing behind, and it is not bounded by the size of /dev/shm), sealed so that
+   it can neither shrink nor grow under a peer. The first page is a header: magic, a random nonce, geometry.
+2. `endpoint()` travels to the prefill worker in `EdgeWelcome`: pid, file descriptor, nonce.
+3. The prefill worker opens `/proc/<pid>/fd/<fd>` with `attach_pool` and maps it. Pids and descriptors are
+   reused by the kernel, so it trusts the file only if seals, size, nonce and geometry are the announced ones.
+4. The memory goes back to the system when both have closed, or died: nothing has to be removed.
+
+Fresh pools are zero, and take physical memory only as blocks are first written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import struct
+from math import prod
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cluster.errors import ConfigError, EdgeError
+from cluster.kv.layout import KVLayout
+from cluster.kv.memory import check_available
+from cluster.wire.messages import KVGeometry
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+HEADER_BYTES = mmap.PAGESIZE
+_HEADER = struct.Struct("<8s16sI")  # magic, nonce, length of the geometry that follows (MessagePack)
+_MAGIC = b"BATONKV1"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_ADVICE = "lower the number of KV blocks (or use a smaller model or dtype)"
+
+
+class KVPool:
+    """A pool tensor and the memory under it.
+
+    `tensor` is `[num_blocks, num_layers, 2, block_size, num_heads, head_dim]`, contiguous. The memory is
+    unmapped when the pool is closed *and* the last tensor that views it is gone.
+    """
+
+    def __init__(self, layout: KVLayout, memory: mmap.mmap, offset: int, fd: int | None, nonce: str) -> None:
+        self.layout = layout
+        self._fd = fd
+        self._nonce = nonce
+        self._tensor: Tensor | None = torch.frombuffer(
+            memory, dtype=TORCH_DTYPES[layout.dtype], count=prod(layout.shape), offset=offset
+        ).view(layout.shape)
+
+    @classmethod
+    def private(cls, layout: KVLayout) -> KVPool:
+        """A pool that only this process sees.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
+        check_available(layout.pool_bytes, "the KV pool", _ADVICE)
+        return cls(layout, _map(-1, layout.pool_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0, None, "")
+
+    @classmethod
+    def shared(cls, layout: KVLayout) -> KVPool:
+        """A pool that a process of the same user on this host can map, given `endpoint()`.
+
+        Raises:
+            ConfigError: there is not so much memory, or no memory file can be made.
+        """
+        check_available(layout.pool_bytes, "the KV pool", _ADVICE)
+        num_bytes = HEADER_BYTES + layout.pool_bytes
+        nonce = secrets.token_bytes(16)
+        geometry = msgspec.msgpack.encode(layout.to_geometry())
+        header = _HEADER.pack(_MAGIC, nonce, len(geometry)) + geometry
+        if len(header) > HEADER_BYTES:
+            raise ConfigError(f"the KV pool's header of {len(header)} bytes does not fit a page")
+        try:
+            fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise ConfigError(f"no memory file can be made for the KV pool: {error}") from error
+        try:
+            os.ftruncate(fd, num_bytes)
+            os.pwrite(fd, header, 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = _map(fd, num_bytes, mmap.MAP_SHARED)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(f"no memory file can be made for the KV pool: {error}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(layout, memory, HEADER_BYTES, fd, nonce.hex())
+
+    @property
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            raise EdgeError("the KV pool is closed")
+        return self._tensor
+
+    def endpoint(self) -> dict[str, str | int]:
+        """What `attach_pool` needs.
+
+        Raises:
+            ConfigError: the pool is private.
+        """
+        if self._fd is None:
+            raise ConfigError("a private KV pool cannot be shared: make it with `KVPool.shared`")
+        return {"pid": os.getpid(), "fd": self._fd, "nonce": self._nonce}
+
+    def close(self) -> None:
+        """Let go of the memory; idempotent."""
+        self._tensor = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def attach_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> KVPool:
+    """Map a peer's shared pool, whose `endpoint()` and geometry were announced.
+
+    Raises:
+        EdgeError: the pool is not reachable, or is not the announced one.
+    """
+    pid, fd, nonce = endpoint.get("pid"), endpoint.get("fd"), endpoint.get("nonce")
+    if not (isinstance(pid, int) and isinstance(fd, int) and isinstance(nonce, str)):
+        raise EdgeError(f"a shared KV pool needs `pid`, `fd` and `nonce`, not {sorted(endpoint)}")
+    layout = KVLayout.from_geometry(geometry)
+    num_bytes = HEADER_BYTES + layout.pool_bytes
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        # The file may be anything by now: never wait for it, never make it our terminal.
+        own_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise EdgeError(
+            f"the KV pool of process {pid} cannot be opened ({error.strerror}): the worker is gone, or runs "
+            "as another user or in another container; `--kv-edge gloo` works there"
+        ) from error
+    try:
+        _check_file(own_fd, path, num_bytes)
+        _check_header(os.pread(own_fd, HEADER_BYTES, 0), path, nonce, geometry)
+        memory = _map(own_fd, num_bytes, mmap.MAP_SHARED)
+    except OSError as error:
+        raise EdgeError(f"{path} cannot be mapped: {error}") from error
+    finally:
+        os.close(own_fd)  # a mapping keeps its file
+    memory.madvise(mmap.MADV_DONTFORK)  # a child of ours must not outlive us as a writer
+    return KVPool(layout, memory, HEADER_BYTES, None, nonce)
+
+
+def _map(fd: int, num_bytes: int, flags: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError(f"{num_bytes} bytes for the KV pool cannot be mapped: {error}") from error
+
+
+def _check_file(fd: int, path: str, num_bytes: int) -> None:
+    """A regular memory file of the right size that cannot shrink: reading it cannot raise SIGBUS."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise EdgeError(f"{path} is not a KV pool: not a memory file")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise EdgeError(f"{path} is not a KV pool: not a memory file") from error
+    if seals & _SEALS != _SEALS:
+        raise EdgeError(f"{path} is not a KV pool: its size is not sealed")
+    if status.st_size != num_bytes:
+        raise EdgeError(f"{path} is not the announced KV pool: {status.st_size} bytes, not {num_bytes}")
+
+
+def _check_header(header: bytes, path: str, nonce: str, geometry: KVGeometry) -> None:
+    magic, found_nonce, length = _HEADER.unpack_from(header)
+    if magic != _MAGIC:
+        raise EdgeError(f"{path} is not a KV pool: no header")
+    if found_nonce.hex() != nonce:
+        raise EdgeError(f"{path} is another KV pool than the announced one: the nonce differs")
+    try:
+        found = msgspec.msgpack.decode(header[_HEADER.size : _HEADER.size + length], type=KVGeometry)
+    except msgspec.MsgspecError as error:
+        raise EdgeError(f"{path} has a broken KV pool header: {error}") from error
+    if found != geometry:
+        raise EdgeError(f"{path} holds KV of another geometry than announced: {found}, not {geometry}")

@@ -1,0 +1,197 @@
+"""`baton serve` from its settings to its exit code.
+
+1. Check what would otherwise fail late: packages, port, model path. Nothing has started yet.
+2. Start Ray on the main thread while a process of its own prepares the model.
+3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over.
+4. Whatever happened: kill the actors, leave Ray, end every process that is left, remove the directory. Should
+   this process be killed, its guard does the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from cluster import preflight
+from cluster.clock import MonotonicClock
+from cluster.cluster_token import resolve_cluster_token, write_private
+from cluster.config import ClusterConfig, num_available_cores
+from cluster.launch_driver import Driver, Report
+from cluster.launch_guard import Guard
+from cluster.launch_plan import ENTRIES, RoleSpec, Site, plan_roles, private_ray_environment
+from cluster.launch_prepare import Preparation, prepare_command
+from cluster.launch_processes import become_subreaper, children, end_children
+from cluster.launch_supervisor import Finish, Supervisor
+from cluster.runtime_dir import RuntimeDir
+
+if TYPE_CHECKING:
+    from cluster.launch_ray import RaySession
+
+END_GRACE_S: Final = 3.0  # what Ray's own processes get to end by themselves
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def check(config: ClusterConfig) -> ClusterConfig:
+    """The settings with everything filled in that can be known before anything starts.
+
+    Raises:
+        BatonError: a setting cannot work here, in one sentence.
+    """
+    preflight.check_own_packages()
+    model_name = preflight.check_model(config.model)
+    preflight.check_port(config.host, config.port)
+    port = config.port or _free_port(config.host)
+    state_dir = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    log_dir = Path(config.log_dir or f"{state_dir}/baton/logs/{port}").expanduser()
+    return msgspec.structs.replace(
+        config,
+        port=port,
+        served_model_name=config.served_model_name or model_name,
+        log_dir=str(log_dir.absolute()),
+    )
+
+
+def serve(
+    config: ClusterConfig,
+    report: Report,
+    *,
+    entries: Mapping[str, str] = ENTRIES,
+    command: Sequence[str] | None = None,
+) -> Finish:
+    """Run a cluster until it is stopped by a signal or cannot go on. `config` comes from `check`.
+
+    Blocks the main thread and owns its SIGINT and SIGTERM. `entries` and `command` (what prepares the
+    model) are given by tests only.
+
+    Raises:
+        BatonError: it could not even begin; nothing is left running.
+        KeyboardInterrupt: a signal came while Ray was starting; nothing is left running.
+    """
+    become_subreaper()
+    with _Signals() as signals:
+        runtime_dir = RuntimeDir.create(config.runtime_dir)
+        guard = Guard(runtime_dir.path)
+        keep = children()
+        try:
+            return _run(config, report, entries, command, runtime_dir, signals)
+        finally:
+            signals.on_signal = lambda: None  # the end is near and bounded: nothing may cut it short
+            end_children(keep, END_GRACE_S)
+            guard.close()
+            runtime_dir.close()
+
+
+def _run(
+    config: ClusterConfig,
+    report: Report,
+    entries: Mapping[str, str],
+    command: Sequence[str] | None,
+    runtime_dir: RuntimeDir,
+    signals: _Signals,
+) -> Finish:
+    report.phase("Ray")
+    preparation = Preparation(command or prepare_command(config), config.cache_dir, report.progress)
+    try:
+        session, specs = _start_ray(config, runtime_dir, entries)
+        signals.install()  # Ray has put its own handler in place
+        try:
+            report.phase("model")
+            supervisor = Supervisor(
+                roles=[(spec.name, spec.role) for spec in specs],
+                start_timeout_s=config.start_timeout_s,
+                drain_grace_s=config.drain_grace_s,
+            )
+            driver = Driver(session, specs, supervisor, report, MonotonicClock())
+            return asyncio.run(_drive(driver, preparation, signals))
+        finally:
+            signals.on_signal = lambda: None
+            session.close()
+    finally:
+        preparation.close()
+
+
+async def _drive(driver: Driver, preparation: Preparation, signals: _Signals) -> Finish:
+    loop = asyncio.get_running_loop()
+    signals.on_signal = lambda: loop.call_soon_threadsafe(driver.request_stop)
+    try:
+        return await driver.run(preparation.directory)
+    finally:
+        signals.on_signal = lambda: None
+        driver.kill_all()
+
+
+def _start_ray(
+    config: ClusterConfig, runtime_dir: RuntimeDir, entries: Mapping[str, str]
+) -> tuple[RaySession, tuple[RoleSpec, ...]]:
+    """A private Ray, or the one at `address`; and the roles as they fit it."""
+    assert config.served_model_name is not None, "`check` fills it in"
+    assert config.log_dir is not None, "`check` fills it in"
+    site = Site(
+        served_model_name=config.served_model_name,
+        runtime_dir=str(runtime_dir.path),
+        log_dir=config.log_dir,
+        cluster_token=resolve_cluster_token(
+            config.cluster_token_file, os.environ, runtime_dir.path / "cluster_token"
+        ),
+        num_cores=num_available_cores(),
+    )
+    if config.address is None:
+        auth_token = runtime_dir.path / "ray_token"
+        write_private(auth_token, secrets.token_hex(32).encode())
+        os.environ.update(private_ray_environment(auth_token))
+        from cluster.launch_ray import RaySession  # reads that environment when it is imported
+
+        specs = plan_roles(config, site, entries)
+        return RaySession.start_private(runtime_dir.path / "r", specs), specs
+
+    from cluster.launch_ray import RaySession  # here: not needed by who only checks
+
+    session = RaySession.join(config.address)
+    joined = replace(
+        site,
+        ray_cpus=session.num_cpus,
+        router_host=session.host,
+        router_control_port=_free_port(session.host),
+    )
+    return session, plan_roles(config, joined, entries)
+
+
+class _Signals:
+    """SIGINT and SIGTERM call `on_signal`; until there is a loop to stop, they interrupt the main thread."""
+
+    def __init__(self) -> None:
+        self.on_signal: Callable[[], object] = self._interrupt
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, lambda _number, _frame: self.on_signal())
+
+    def _interrupt(self) -> None:
+        raise KeyboardInterrupt
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

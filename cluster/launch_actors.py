@@ -1,0 +1,63 @@
+"""The Ray actor that carries one role. Ray starts and watches it and never sees a request.
+
+The role's service runs in a thread with an event loop of its own; `stop` and `wait_ready` come in on other
+threads of the actor. Results are plain strings: an error's one line, or "" for none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from cluster.config import RouterConfig, load_config
+from cluster.errors import BatonError
+from cluster.logging_setup import configure_logging
+from cluster.preflight import check_own_packages
+from cluster.role_process import StopSwitch, load_entry, one_line, run_service
+
+NUM_THREADS = 4  # run, wait_ready, stop, and one to spare
+
+logger = logging.getLogger(__name__)
+
+
+class RoleActor:
+    """One process, one role, one life: never reused after `run` ended."""
+
+    def __init__(self) -> None:
+        self._switch = StopSwitch()
+        self._is_ready = threading.Event()
+        self._has_ended = threading.Event()
+
+    def load(self, entry: str) -> str:
+        """Import the role's code, while the launcher still prepares the model."""
+        try:
+            check_own_packages()
+            load_entry(entry)
+        except Exception as error:  # reported instead of raised: it need not survive pickling
+            return one_line(error)
+        return ""
+
+    def run(self, entry: str, config_json: bytes) -> str:
+        """Serve until stopped. Returns why it ended, "" after a stop."""
+        try:
+            config = load_config(config_json)
+            name = config.router if isinstance(config, RouterConfig) else config.worker
+            configure_logging(config.log, name)
+            run_service(load_entry(entry), config, self._switch, self._is_ready.set)
+        except BatonError as error:
+            logger.error("%s", error)
+            return one_line(error)
+        except Exception as error:  # the top of the role: whatever happened ends this process
+            logger.exception("the service ended with an error")
+            return one_line(error)
+        finally:
+            self._has_ended.set()
+            self._is_ready.set()
+        return ""
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Until the role serves; False when it ended, or does not serve within `timeout_s`."""
+        return self._is_ready.wait(timeout_s) and not self._has_ended.is_set()
+
+    def stop(self) -> None:
+        self._switch.request()

@@ -1,0 +1,197 @@
+"""Carries out what the supervisor decides: actors in, events out. Holds no decision of its own.
+
+1. `run` places every role and waits until all have imported their code and the model is prepared.
+2. It then loops: actions of the supervisor → calls on actors; their ends, their readiness, signals and the
+   passing of deadlines → events. Each life of a role (name, epoch) is one task.
+3. It returns with the supervisor's `Finish`. Killing what is left and leaving Ray is the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cluster.clock import Clock
+from cluster.errors import BatonError, ConfigError
+from cluster.launch_plan import RoleSpec
+from cluster.launch_supervisor import (
+    Action,
+    AllReady,
+    Drain,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    Ready,
+    Say,
+    Start,
+    StopRequested,
+    Supervisor,
+    Tick,
+)
+
+if TYPE_CHECKING:  # importing it imports ray, whose environment must be set first
+    from cluster.launch_ray import PlacedRole, RaySession
+
+
+class Report(Protocol):
+    """What the launcher tells a person. `progress` comes from another thread."""
+
+    def phase(self, name: str) -> None:
+        """`name` begins, the phase before it is over."""
+        ...
+
+    def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def ready(self) -> None:
+        """Every role serves."""
+        ...
+
+
+class Driver:
+    """Runs one cluster once."""
+
+    def __init__(
+        self,
+        session: RaySession,
+        specs: Sequence[RoleSpec],
+        supervisor: Supervisor,
+        report: Report,
+        clock: Clock,
+    ) -> None:
+        self._session = session
+        self._specs = {spec.name: spec for spec in specs}
+        self._supervisor = supervisor
+        self._report = report
+        self._clock = clock
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._placed: dict[str, PlacedRole] = {}  # placed before their first start
+        self._alive: dict[tuple[str, int], PlacedRole] = {}
+        self._lives: set[asyncio.Task[None]] = set()
+        self._start_up: asyncio.Task[str] | None = None
+        self._is_stopping = False
+
+    def request_stop(self) -> None:
+        """A signal came: the first drains, the next ends everything at once."""
+        self._is_stopping = True
+        if self._start_up is not None and not self._start_up.done():
+            self._start_up.cancel()  # nothing serves yet, there is nothing to drain
+        self._events.put_nowait(StopRequested())
+
+    async def run(self, prepared: Future[str]) -> Finish:
+        """`prepared` is the model's directory, or the `ModelError` why there is none."""
+        self._start_up = asyncio.create_task(self._place_all(asyncio.wrap_future(prepared)))
+        try:
+            model_dir = await self._start_up
+        except BatonError as error:
+            return Finish(1, str(error))
+        except asyncio.CancelledError:
+            if not self._is_stopping:
+                raise
+            return Finish(0, None)
+        self._report.phase("workers")
+        async with asyncio.TaskGroup() as group:
+            finish = await self._loop(group, model_dir)
+            for life in self._lives:
+                life.cancel()
+        return finish
+
+    def kill_all(self) -> None:
+        for placed in (*self._placed.values(), *self._alive.values()):
+            placed.kill()
+        self._placed.clear()
+        self._alive.clear()
+
+    async def _place_all(self, prepared: asyncio.Future[str]) -> str:
+        """The model's directory, once every role has its process.
+
+        Raises:
+            BatonError: the model cannot be prepared, or a process cannot be placed.
+        """
+        self._placed = {name: self._session.place(spec) for name, spec in self._specs.items()}
+
+        async def load(name: str, placed: PlacedRole) -> None:
+            cause = await placed.load()
+            if cause:
+                raise ConfigError(f"{name} did not start: {cause}")
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, placed in self._placed.items():
+                    group.create_task(load(name, placed))
+                directory = group.create_task(_wait(prepared))
+        except* BatonError as errors:
+            error = errors.exceptions[0]
+            raise error from None
+        return directory.result()
+
+    async def _loop(self, group: asyncio.TaskGroup, model_dir: str) -> Finish:
+        actions = self._supervisor.start(self._clock.now())
+        while True:
+            for action in actions:
+                finish = self._carry_out(action, group, model_dir)
+                if finish is not None:
+                    return finish
+            event = await self._next_event()
+            actions = self._supervisor.handle(event, self._clock.now())
+
+    async def _next_event(self) -> Event:
+        deadline = self._supervisor.next_deadline()
+        timeout_s = None if deadline is None else max(0.0, deadline - self._clock.now())
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._events.get()
+        except TimeoutError:
+            return Tick()
+
+    def _carry_out(self, action: Action, group: asyncio.TaskGroup, model_dir: str) -> Finish | None:
+        match action:
+            case Start(name, epoch):
+                self._spawn(group, self._live(name, epoch, model_dir))
+            case Drain(name, epoch):
+                if (placed := self._alive.get((name, epoch))) is not None:
+                    self._spawn(group, placed.stop())
+            case Kill(name, epoch):
+                if (placed := self._alive.get((name, epoch))) is not None:
+                    placed.kill()
+            case Say(text):
+                self._report.say(text)
+            case AllReady():
+                self._report.ready()
+            case Finish():
+                return action
+        return None
+
+    async def _live(self, name: str, epoch: int, model_dir: str) -> None:
+        """From its start to its end."""
+        spec = self._specs[name].started(epoch, model_dir)
+        placed = self._placed.pop(name, None)
+        cause = ""
+        if placed is None:
+            placed = self._alive[name, epoch] = self._session.place(spec)
+            cause = await placed.load()
+        self._alive[name, epoch] = placed
+        if not cause:
+            ready = asyncio.create_task(self._await_ready(placed, name, epoch))
+            cause = await placed.run(spec) or "it ended by itself"
+            ready.cancel()
+        placed.kill()
+        del self._alive[name, epoch]
+        self._events.put_nowait(Exited(name, epoch, cause))
+
+    async def _await_ready(self, placed: PlacedRole, name: str, epoch: int) -> None:
+        if await placed.wait_ready(self._supervisor.start_timeout_s):
+            self._events.put_nowait(Ready(name, epoch))
+
+    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+        task = group.create_task(work)
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+
+
+async def _wait(future: asyncio.Future[str]) -> str:
+    return await future

@@ -1,0 +1,182 @@
+"""What a cluster consists of: a pure map from `ClusterConfig` to the roles, with what each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal
+
+import msgspec
+
+from cluster.config import ClusterConfig, LogConfig, RouterConfig, WorkerConfig, threads_per_worker
+from cluster.ids import Epoch, RouterId, WorkerId
+from cluster.wire.messages import Role
+
+ROUTER: Final = "router-0"
+ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "router": "router.service:run",
+        Role.PREFILL.value: "prefill_worker.service:run",
+        Role.DECODE.value: "decode_worker.service:run",
+    }
+)
+LOCAL_CHUNK: Final = 64  # beside a prefill pool: bounded by what a running decode can bear
+COLOCATED_CHUNK: Final = 256  # without one
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """One process to place. `env` is set before it starts; Ray reserves `num_cpus` and `num_gpus`."""
+
+    name: str
+    entry: str  # `module:function`, see `cluster.role_process`
+    config: RouterConfig | WorkerConfig
+    num_cpus: float
+    num_gpus: float
+    env: Mapping[str, str]
+
+    @property
+    def is_router(self) -> bool:
+        return isinstance(self.config, RouterConfig)
+
+    @property
+    def role(self) -> str:
+        return "router" if isinstance(self.config, RouterConfig) else self.config.role.value
+
+    def started(self, epoch: int, model_dir: str) -> RoleSpec:
+        """The role as it is started for the `epoch`-th time, once the model is prepared."""
+        if isinstance(self.config, RouterConfig):
+            return replace(self, config=msgspec.structs.replace(self.config, model_dir=model_dir))
+        return replace(self, config=msgspec.structs.replace(self.config, epoch=Epoch(epoch)))
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Facts of this run that the settings do not hold."""
+
+    served_model_name: str
+    runtime_dir: str
+    log_dir: str
+    cluster_token: str
+    num_cores: int  # of this machine
+    ray_cpus: float | None = None  # CPUs of a Ray cluster that was joined; None: a Ray of our own
+    router_host: str | None = None  # this machine's address in a joined cluster
+    router_control_port: int = 0
+
+
+def private_ray_environment(auth_token_file: Path) -> dict[str, str]:
+    """What a Ray of our own reads from the environment; must be set before `ray` is imported."""
+    return {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on any system this binds every port to loopback
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(auth_token_file),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def plan_roles(
+    config: ClusterConfig, site: Site, entries: Mapping[str, str] = ENTRIES
+) -> tuple[RoleSpec, ...]:
+    """The router first, then prefill, then decode workers.
+
+    On one machine processes meet at unix sockets in the runtime directory, in a joined cluster over TCP.
+    Workers that want more CPUs than a joined cluster has get equal fractions: slower, but placed.
+    """
+    num_threads = threads_per_worker(config, site.num_cores)
+    num_workers = config.prefill + config.decode
+    num_cpus = float(num_threads)
+    if site.ray_cpus is not None and num_cpus * num_workers > site.ray_cpus:
+        num_cpus = int(site.ray_cpus / num_workers * 1000) / 1000
+    control_address = (
+        f"unix:{site.runtime_dir}/{ROUTER}.sock"
+        if site.router_host is None
+        else f"tcp:{site.router_host}:{site.router_control_port}"
+    )
+    router = RoleSpec(
+        name=ROUTER,
+        entry=entries["router"],
+        config=RouterConfig(
+            cluster_token=site.cluster_token,
+            served_model_name=site.served_model_name,
+            block_size=config.block_size,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            lease_ttl_s=config.lease_ttl_s,
+            drain_grace_s=config.drain_grace_s,
+            log=_log(config, site, ROUTER),
+            router=RouterId(ROUTER),
+            model_dir="",  # known once the model is prepared
+            host=config.host,
+            port=config.port,
+            control_address=control_address,
+            num_prefill=config.prefill,
+            num_decode=config.decode,
+            max_attempts=config.max_attempts,
+        ),
+        num_cpus=0.0,  # waits more than it computes; the workers' cores are theirs
+        num_gpus=0.0,
+        env=_environment(config, 1),
+    )
+    workers = tuple(
+        RoleSpec(
+            name=f"{role.value}-{index}",
+            entry=entries[role.value],
+            config=_worker_config(config, site, role, index, num_threads, control_address),
+            num_cpus=num_cpus,
+            num_gpus=config.gpus_per_worker,
+            env=_environment(config, num_threads),
+        )
+        for role, num in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+        for index in range(num)
+    )
+    return (router, *workers)
+
+
+def _worker_config(
+    config: ClusterConfig, site: Site, role: Role, index: int, num_threads: int, control_address: str
+) -> WorkerConfig:
+    name = f"{role.value}-{index}"
+    is_decode = role is Role.DECODE
+    is_one_host = site.router_host is None
+    kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else "tcp:0.0.0.0:0"
+    edge: Literal["shm", "gloo", "local"]
+    edge = ("shm" if is_one_host else "gloo") if config.kv_edge == "auto" else config.kv_edge
+    local_chunk = config.local_chunk or (LOCAL_CHUNK if config.prefill else COLOCATED_CHUNK)
+    return WorkerConfig(
+        cluster_token=site.cluster_token,
+        served_model_name=site.served_model_name,
+        block_size=config.block_size,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        lease_ttl_s=config.lease_ttl_s,
+        drain_grace_s=config.drain_grace_s,
+        log=_log(config, site, name),
+        worker=WorkerId(name),
+        role=role,
+        epoch=Epoch(1),
+        router_addresses=(control_address,),
+        model=config.model,
+        kv_address=kv_address if is_decode else None,
+        runtime_dir=site.runtime_dir,
+        dtype=config.dtype,
+        backend=config.backend,
+        num_threads=num_threads,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_chunk_tokens=local_chunk if is_decode else config.prefill_chunk,
+        kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
+        kv_edge=edge,
+    )
+
+
+def _log(config: ClusterConfig, site: Site, name: str) -> LogConfig:
+    return LogConfig(
+        level=config.log_level, format=config.log_format, file=str(Path(site.log_dir) / f"{name}.log")
+    )
+
+
+def _environment(config: ClusterConfig, num_threads: int) -> Mapping[str, str]:
+    """Thread counts must be set before numeric libraries load: they read them once."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))
+    cache_dir = str(Path(config.cache_dir).expanduser())
+    return MappingProxyType(threads | {"TOKENIZERS_PARALLELISM": "false", "BATON_CACHE_DIR": cache_dir})

@@ -1,0 +1,151 @@
+"""Ray as the launcher uses it: a session, private to this machine or joined, and the roles' actors.
+
+A private Ray listens on loopback only, without dashboard or usage statistics, with the smallest object
+store, its session below the run's own directory, and a token of its own: two runs never meet, and all of it
+can be removed afterwards. It must be started on the main thread: Ray's processes die with the thread that
+started them, which is also what ends them when this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.config import dump_config
+from cluster.errors import ConfigError
+from cluster.launch_actors import NUM_THREADS, RoleActor
+from cluster.launch_plan import RoleSpec
+
+OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; nothing of ours goes through it
+PLACE_TIMEOUT_S: Final = 60.0
+
+_SYSTEM_CONFIG: Final = {
+    # Idle Python workers cost seconds of CPU at start, and every role gets a process of its own anyway.
+    "prestart_worker_first_driver": False,
+    "enable_worker_prestart": False,
+    # Ray would kill a worker of ours when something else fills the machine's memory.
+    "memory_monitor_refresh_ms": 0,
+}
+
+T = TypeVar("T")
+
+
+class RaySession:
+    """A connection to Ray; `close` ends it, and Ray itself if we started it. One per process."""
+
+    def __init__(self, *, is_private: bool) -> None:
+        self.is_private = is_private
+        self.num_cpus = float(ray.cluster_resources().get("CPU", 0.0))
+        context = ray.get_runtime_context()
+        self._node_id = context.get_node_id()
+        self.host: str = ray.util.get_node_ip_address()
+
+    @classmethod
+    def start_private(cls, session_dir: Path, specs: Sequence[RoleSpec]) -> RaySession:
+        """Start Ray on this machine with room for `specs`, whatever the machine has.
+
+        Raises:
+            ConfigError: Ray does not start.
+        """
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(1, math.ceil(sum(spec.num_cpus for spec in specs))),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(session_dir),
+                _system_config=_SYSTEM_CONFIG,
+            )
+        except Exception as error:  # Ray raises whatever its start meets
+            ray.shutdown()
+            raise ConfigError(f"Ray does not start: {' '.join(str(error).split())}") from error
+        return cls(is_private=True)
+
+    @classmethod
+    def join(cls, address: str) -> RaySession:
+        """
+        Raises:
+            ConfigError: there is no Ray cluster at `address`, or it refuses us.
+        """
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # as above
+            ray.shutdown()
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"cannot join the Ray cluster at {address}: {reason}") from error
+        return cls(is_private=False)
+
+    def place(self, spec: RoleSpec) -> PlacedRole:
+        """Ask Ray for a process for this role; returns at once. A router stays on this machine, where the
+        user wants to reach it."""
+        strategy = NodeAffinitySchedulingStrategy(self._node_id, soft=False) if spec.is_router else "DEFAULT"
+        actor_class = ray.remote(RoleActor).options(
+            num_cpus=spec.num_cpus,
+            num_gpus=spec.num_gpus,
+            max_concurrency=NUM_THREADS,
+            max_restarts=0,  # who is restarted, and as which epoch, is the supervisor's to say
+            max_task_retries=0,
+            enable_task_events=False,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": dict(spec.env)},
+        )
+        return PlacedRole(spec, actor_class.remote())
+
+    def close(self) -> None:
+        ray.shutdown()
+
+
+class PlacedRole:
+    """One actor. No call blocks the loop; a dead process is an answer, not an exception."""
+
+    def __init__(self, spec: RoleSpec, actor: Any) -> None:
+        self._spec = spec
+        self._actor = actor
+
+    async def load(self) -> str:
+        """Until the process is up and has imported the role's code: "" or why it cannot."""
+        reference = self._actor.load.remote(self._spec.entry)
+        try:
+            async with asyncio.timeout(PLACE_TIMEOUT_S):
+                return await _answer(reference, if_dead=_DIED)
+        except TimeoutError:
+            wanted = f"{self._spec.num_cpus:g} CPU and {self._spec.num_gpus:g} GPU"
+            return f"Ray found no place with {wanted} within {PLACE_TIMEOUT_S:g} s"
+
+    def run(self, spec: RoleSpec) -> Awaitable[str]:
+        """Start serving with the final configuration; the answer, when it ends, is why ("" after a stop)."""
+        reference = self._actor.run.remote(spec.entry, dump_config(spec.config))
+        return _answer(reference, if_dead=_DIED)
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Whether the role serves within `timeout_s`."""
+        return await _answer(self._actor.wait_ready.remote(timeout_s), if_dead=False)
+
+    async def stop(self) -> None:
+        """Ask the service to drain and end."""
+        await _answer(self._actor.stop.remote(), if_dead=None)
+
+    def kill(self) -> None:
+        """End the process now. Does nothing when it is dead."""
+        ray.kill(self._actor, no_restart=True)
+
+
+_DIED: Final = "its process died"
+
+
+async def _answer(reference: Any, *, if_dead: T) -> T:
+    """The result of an actor call, or `if_dead`."""
+    try:
+        result: T = await asyncio.wrap_future(reference.future())
+    except ray.exceptions.RayActorError:
+        return if_dead
+    return result

@@ -1,0 +1,280 @@
+"""Who runs, who is restarted, when it is over: the launcher's decisions, sans-IO.
+
+::
+
+    STARTING ──Ready──► READY ──Exited──► WAITING ──due──► STARTING (epoch + 1)
+        │                                    │
+        └─ Exited, never ready before:       └─ too many in a row: GIVEN_UP
+           the whole start fails
+    any ──stop──► STOPPING ──Exited──► STOPPED
+
+1. All roles start at epoch 1. One that ends before it was ever ready ends the start, with its cause.
+2. A role that dies later is started again with the next epoch: at once the first time, then after growing
+   waits. A healthy minute forgets earlier deaths.
+3. After `MAX_RESTARTS` in a row it is given up. The cluster goes on as long as it can serve: with a router
+   and a decode worker.
+4. A stop drains the router first, while the workers still serve it, then the workers; whoever outlives its
+   deadline is killed. A second stop kills at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final
+
+MAX_RESTARTS: Final = 8
+MAX_BACKOFF_S: Final = 10.0
+HEALTHY_S: Final = 60.0
+STOP_MARGIN_S: Final = 2.0  # beyond the drain grace
+WORKER_STOP_S: Final = 5.0  # the router has drained: nothing of a client is left on them
+FORCED_EXIT_CODE: Final = 130
+
+
+class RoleState(Enum):
+    STARTING = auto()
+    READY = auto()
+    WAITING = auto()  # for its next start
+    STOPPING = auto()
+    STOPPED = auto()
+    GIVEN_UP = auto()
+
+
+_RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.STOPPING})
+
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    role: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The role's process is gone or its service returned. `cause` is one sentence."""
+
+    role: str
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """A signal: the first drains, the second kills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """`next_deadline()` passed."""
+
+
+Event = Ready | Exited | StopRequested | Tick
+
+
+# ---- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    role: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Ask the role to finish what runs and end."""
+
+    role: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    role: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Something a person should know."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady:
+    """Every role is ready, for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Nothing runs any more (what had to be killed is in earlier actions)."""
+
+    exit_code: int
+    error: str | None
+
+
+Action = Start | Drain | Kill | Say | AllReady | Finish
+
+
+@dataclass(slots=True)
+class _Role:
+    name: str
+    kind: str  # "router" | "prefill" | "decode"
+    state: RoleState = RoleState.STARTING
+    epoch: int = 1
+    deadline: float | None = None  # of the state
+    ready_at: float | None = None  # of this epoch
+    was_ready: bool = False
+    num_failures: int = 0  # in a row
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """`roles` maps name → "router" | "prefill" | "decode". Single owner of every role's state and epoch."""
+
+    roles: Iterable[tuple[str, str]]
+    start_timeout_s: float
+    drain_grace_s: float
+    _roles: dict[str, _Role] = field(init=False)
+    _num_stops: int = field(init=False, default=0)
+    _announced: bool = field(init=False, default=False)
+    _finished: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._roles = {name: _Role(name, kind) for name, kind in self.roles}
+
+    def start(self, now: float) -> list[Action]:
+        return [self._start(role, now) for role in self._roles.values()]
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about `event`. Events of earlier epochs, and all after `Finish`, change nothing."""
+        if self._finished:
+            return []
+        match event:
+            case Ready():
+                return self._on_ready(event, now)
+            case Exited():
+                return self._on_exited(event, now)
+            case StopRequested():
+                return self._on_stop(now)
+            case Tick():
+                return self._on_tick(now)
+
+    def next_deadline(self) -> float | None:
+        """When `Tick` is due."""
+        return min(
+            (role.deadline for role in self._roles.values() if role.deadline is not None), default=None
+        )
+
+    def state(self, role: str) -> RoleState:
+        return self._roles[role].state
+
+    def _on_ready(self, event: Ready, now: float) -> list[Action]:
+        role = self._roles[event.role]
+        if role.epoch != event.epoch or role.state is not RoleState.STARTING:
+            return []
+        role.state, role.deadline, role.ready_at = RoleState.READY, None, now
+        was_ready, role.was_ready = role.was_ready, True
+        if was_ready:
+            return [Say(f"{role.name} serves again (epoch {role.epoch})")]
+        if not self._announced and all(known.was_ready for known in self._roles.values()):
+            self._announced = True
+            return [AllReady()]
+        return []
+
+    def _on_exited(self, event: Exited, now: float) -> list[Action]:
+        role = self._roles[event.role]
+        if role.epoch != event.epoch or role.state not in _RUNNING:
+            return []
+        if role.state is RoleState.STOPPING:
+            role.state, role.deadline = RoleState.STOPPED, None
+            return self._continue_stop(now)
+        return self._fail(role, event.cause, now)
+
+    def _on_stop(self, now: float) -> list[Action]:
+        self._num_stops += 1
+        if self._num_stops > 1:
+            return [*self._kill_all(), self._finish(FORCED_EXIT_CODE, "stopped at once, requests were cut")]
+        for role in self._roles.values():
+            if role.state is RoleState.WAITING:
+                role.state, role.deadline = RoleState.STOPPED, None
+        return self._continue_stop(now)
+
+    def _on_tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for role in self._roles.values():
+            if self._finished or role.deadline is None or role.deadline > now:
+                continue
+            if role.state is RoleState.WAITING:
+                actions.append(self._start(role, now))
+            elif role.state is RoleState.STOPPING:
+                role.state, role.deadline = RoleState.STOPPED, None
+                actions += [Say(f"{role.name} did not stop in time: killed"), Kill(role.name, role.epoch)]
+            else:
+                actions.append(Kill(role.name, role.epoch))
+                actions += self._fail(role, f"not ready after {self.start_timeout_s:g} s", now)
+        return actions + (self._continue_stop(now) if self._num_stops and not self._finished else [])
+
+    def _start(self, role: _Role, now: float) -> Start:
+        role.state, role.deadline, role.ready_at = RoleState.STARTING, now + self.start_timeout_s, None
+        return Start(role.name, role.epoch)
+
+    def _fail(self, role: _Role, cause: str, now: float) -> list[Action]:
+        """A role ended that should not have."""
+        if self._num_stops:
+            role.state, role.deadline = RoleState.STOPPED, None
+            return [Say(f"{role.name} ended while stopping: {cause}"), *self._continue_stop(now)]
+        if not role.was_ready:
+            role.state = RoleState.STOPPED
+            return [*self._kill_all(), self._finish(1, f"{role.name} did not start: {cause}")]
+        if role.ready_at is not None and now - role.ready_at >= HEALTHY_S:
+            role.num_failures = 0
+        role.num_failures += 1
+        if role.num_failures > MAX_RESTARTS:
+            role.state, role.deadline = RoleState.GIVEN_UP, None
+            text = f"{role.name} died {role.num_failures} times in a row and is given up: {cause}"
+            if self._can_serve():
+                return [Say(text)]
+            return [*self._kill_all(), self._finish(1, text)]
+        backoff_s = 0.0 if role.num_failures == 1 else min(MAX_BACKOFF_S, 0.5 * 2 ** (role.num_failures - 2))
+        role.epoch += 1
+        text = f"{role.name} died and is restarted as epoch {role.epoch}: {cause}"
+        if backoff_s == 0:
+            return [Say(text), self._start(role, now)]
+        role.state, role.deadline = RoleState.WAITING, now + backoff_s
+        return [Say(f"{text} (in {backoff_s:g} s)")]
+
+    def _can_serve(self) -> bool:
+        alive = {role.kind for role in self._roles.values() if role.state is not RoleState.GIVEN_UP}
+        return {"router", "decode"} <= alive
+
+    def _continue_stop(self, now: float) -> list[Action]:
+        """Drain what is next: the router, then all workers, then nothing is left."""
+        running = [role for role in self._roles.values() if role.state in _RUNNING]
+        if not running:
+            return [self._finish(0, None)]
+        routers = [role for role in running if role.kind == "router"]
+        actions: list[Action] = []
+        for role in routers or running:
+            if role.state is not RoleState.STOPPING:
+                limit_s = self.drain_grace_s + STOP_MARGIN_S if role.kind == "router" else WORKER_STOP_S
+                role.state, role.deadline = RoleState.STOPPING, now + limit_s
+                actions.append(Drain(role.name, role.epoch))
+        return actions
+
+    def _kill_all(self) -> list[Action]:
+        running = [role for role in self._roles.values() if role.state in _RUNNING]
+        for role in self._roles.values():
+            role.deadline = None
+            if role.state is not RoleState.GIVEN_UP:
+                role.state = RoleState.STOPPED
+        return [Kill(role.name, role.epoch) for role in running]
+
+    def _finish(self, exit_code: int, error: str | None) -> Finish:
+        self._finished = True
+        return Finish(exit_code, error)

@@ -1,0 +1,88 @@
+"""Cheap checks before anything starts: each failure is one sentence that says what to do.
+
+1. `check_own_packages` runs first in every process: our import names are common words (Hugging Face ships a
+   `kernels`), and a foreign package in their place fails in ways nobody would guess.
+2. The launcher then checks what would otherwise fail late: port and model path.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import socket
+from pathlib import Path
+from typing import Final
+
+import cluster
+from cluster.errors import ConfigError
+
+DISTRIBUTION: Final = "baton-serve"
+PACKAGES: Final = ("cluster", "kernels", "prefill_worker", "decode_worker", "router", "bench")
+
+
+def check_own_packages(root: Path | None = None) -> None:
+    """Every package of ours is the one beside this file.
+
+    Raises:
+        ConfigError: a foreign distribution is installed under one of our names, or shadows it.
+    """
+    root = root or Path(next(iter(cluster.__path__))).resolve().parent
+    for name in PACKAGES:
+        foreign = _foreign_distribution(name)
+        if foreign is not None:
+            raise ConfigError(
+                f"a foreign package `{name}` {foreign} is installed and shadows Baton's: pip uninstall {name}"
+            )
+        spec = importlib.util.find_spec(name)
+        places = list(spec.submodule_search_locations or ()) if spec is not None else []
+        if not places:
+            raise ConfigError(f"the package `{name}` of Baton is missing: install Baton again")
+        if Path(places[0]).resolve().parent != root:
+            raise ConfigError(
+                f"`import {name}` finds {places[0]} instead of {root / name}: remove one of them"
+            )
+
+
+def check_port(host: str, port: int) -> None:
+    """
+    Raises:
+        ConfigError: the port is taken, or the host is not an address of this machine.
+    """
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on host `{host}`: {error.strerror}") from error
+    for family, kind, protocol, _, address in infos:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+                probe.listen(1)
+            except PermissionError as error:
+                raise ConfigError(
+                    f"port {port} needs more rights: choose one above 1023 with --port"
+                ) from error
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+                ) from error
+
+
+def check_model(model: str) -> str:
+    """The model's name, if the path leads to something that looks like one. Reads no weights.
+
+    Raises:
+        ModelError: nothing is there, or it is not a model.
+    """
+    from cluster.engine.model_source import resolve_model
+
+    return resolve_model(model).name
+
+
+def _foreign_distribution(name: str) -> str | None:
+    """Version of an installed distribution that is called like our package `name`, if there is one."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return distribution.version

@@ -1,0 +1,149 @@
+"""One role in one process: from its configuration to the end of its service.
+
+1. `load_entry` imports the role's service: a coroutine function `run(config, *, stop, on_ready)`.
+2. `run_service` runs it in an event loop of its own until it returns; setting `stop` asks it to drain and
+   return. `on_ready` is called once, when the role serves: a worker has loaded its model and is registered,
+   a router's `/ready` turned 200.
+3. `main` is `python -m router | prefill_worker | decode_worker`: configuration from a file, signals to
+   `stop`. The Ray actors of `cluster.launch_actors` use the same two functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+from cluster import preflight
+from cluster.config import RouterConfig, WorkerConfig, load_config
+from cluster.errors import BatonError, ConfigError
+from cluster.logging_setup import configure_logging
+
+FORCED_EXIT_CODE = 130
+
+
+class ServiceEntry(Protocol):
+    """What a role's `service` module exports as `run`."""
+
+    def __call__(
+        self, config: Any, *, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+    ) -> Coroutine[Any, Any, None]: ...
+
+
+class StopSwitch:
+    """A stop request from any thread to a service's loop. `request` may come before the loop runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_requested = False
+        self._bound: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def request(self) -> None:
+        with self._lock:
+            self._is_requested = True
+            if self._bound is not None:
+                loop, event = self._bound
+                with contextlib.suppress(RuntimeError):  # the loop has just closed: it stopped by itself
+                    loop.call_soon_threadsafe(event.set)
+
+    def bind(self) -> asyncio.Event:
+        """The event of the running loop that a request sets."""
+        event = asyncio.Event()
+        with self._lock:
+            self._bound = (asyncio.get_running_loop(), event)
+            if self._is_requested:
+                event.set()
+        return event
+
+
+def load_entry(entry: str) -> ServiceEntry:
+    """`module:function` → the function."""
+    module, _, name = entry.partition(":")
+    service: ServiceEntry = getattr(importlib.import_module(module), name)
+    return service
+
+
+def run_service(
+    service: ServiceEntry,
+    config: RouterConfig | WorkerConfig,
+    switch: StopSwitch,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Run the service in this thread until it returns; its exceptions pass through."""
+
+    async def serve() -> None:
+        await service(config, stop=switch.bind(), on_ready=on_ready)
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve())
+
+
+def one_line(error: BaseException) -> str:
+    """The root cause, fit to show to a person: our own errors are sentences, others are named."""
+    text = " ".join(str(error).split())
+    if isinstance(error, BatonError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def main(entry: str) -> None:
+    """`python -m ROLE CONFIG_FILE [--ready-fd N]`: the descriptor gets a line when the role serves."""
+    arguments = _parse_arguments(entry)
+    try:
+        preflight.check_own_packages()
+        try:
+            config = load_config(arguments.config.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"cannot read {arguments.config}: {error.strerror}") from error
+        configure_logging(config.log, config.router if isinstance(config, RouterConfig) else config.worker)
+        switch = StopSwitch()
+        _stop_on_signals(switch)
+        run_service(load_entry(entry), config, switch, lambda: _announce(arguments.ready_fd))
+    except BatonError as error:
+        sys.exit(f"error: {one_line(error)}")
+
+
+def _parse_arguments(entry: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {entry.partition('.')[0]}")
+    parser.add_argument("config", type=Path, help="JSON file with the role's configuration")
+    parser.add_argument("--ready-fd", type=int, help="descriptor that gets a line once the role serves")
+    return parser.parse_args()
+
+
+def _announce(ready_fd: int | None) -> None:
+    if ready_fd is not None:
+        os.write(ready_fd, b"ready\n")
+        os.close(ready_fd)
+
+
+def _stop_on_signals(switch: StopSwitch) -> None:
+    """The first SIGINT or SIGTERM asks the service to drain; the second ends the process at once."""
+    num_signals = 0
+
+    def on_signal(_number: int, _frame: object) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:
+            os._exit(FORCED_EXIT_CODE)
+        switch.request()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: it halves the cost of a message."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,205 @@
+"""One authenticated connection as a stream of typed messages: what `connect` and `listen` hand out.
+
+1. `post` queues a message without waiting; all posts of one loop iteration leave in one write. `send` also
+   waits for room. What is queued is bounded: a peer that does not read loses the stream.
+2. Iterating yields messages. It ends when the peer closed or died, and raises `WireError` when the stream
+   had to be given up: garbage, a frame cut short, overflow.
+3. `close` writes out what is queued, within a deadline.
+
+The end of the iteration is the one place where a stream's death is learned: posts to a dead stream are
+dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from cluster.errors import ProtocolError, WireError
+from cluster.wire.codec import MAX_FRAME_BYTES, PREFIX_BYTES, FrameDecoder, encode
+
+MAX_PENDING_BYTES: Final = 32 << 20
+SEND_TIMEOUT_S: Final = 10.0
+CLOSE_TIMEOUT_S: Final = 2.0
+
+_READ_BYTES: Final = 256 << 10
+
+M = TypeVar("M")
+
+
+class Stream(Generic[M]):
+    """One authenticated connection; made by `connect` and `listen` only.
+
+    Belongs to the event loop it was made in. One consumer iterates; anyone on the loop may post.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        decode_type: Any,
+        *,
+        peer: str,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+    ) -> None:
+        self.peer = peer  # the other end's address, for messages to people
+        self.peer_pid = peer_pid(writer)  # unix sockets on Linux only
+        self._reader = reader
+        self._writer = writer
+        self._decoder: FrameDecoder[M] = FrameDecoder(decode_type, max_frame_bytes)
+        self._max_frame_bytes = max_frame_bytes
+        self._max_pending_bytes = max_pending_bytes
+        self._incoming: Iterator[M] = iter(())  # messages of the last read, decoded as they are taken
+        self._pending: list[bytes] = []
+        self._num_pending_bytes = 0
+        self._flush_scheduled = False
+        self._error: WireError | None = None  # why this side gave the stream up
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed or self._writer.is_closing()
+
+    @property
+    def num_pending_bytes(self) -> int:
+        """Bytes posted that the system has not taken yet."""
+        return self._num_pending_bytes + self._writer.transport.get_write_buffer_size()
+
+    def post(self, message: msgspec.Struct) -> None:
+        """Queue `message`; never waits. Dropped when the stream is closed.
+
+        More than `max_pending_bytes` unsent closes the stream, and the iteration raises.
+
+        Raises:
+            ProtocolError: the message is longer than a frame may be; the stream lives on.
+        """
+        if self.is_closed:
+            return
+        frame = encode(message)
+        if len(frame) - PREFIX_BYTES > self._max_frame_bytes:
+            raise ProtocolError(
+                f"{type(message).__name__} of {len(frame) - PREFIX_BYTES} bytes is over the frame limit of "
+                f"{self._max_frame_bytes}"
+            )
+        if self.num_pending_bytes + len(frame) > self._max_pending_bytes:
+            self._give_up(
+                WireError(
+                    f"{self.peer} does not read: {self.num_pending_bytes} bytes wait, "
+                    f"the limit is {self._max_pending_bytes}"
+                )
+            )
+            return
+        self._pending.append(frame)
+        self._num_pending_bytes += len(frame)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    async def send(self, message: msgspec.Struct, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        """Queue `message` and wait until the peer leaves room for more.
+
+        Raises:
+            WireError: the stream is closed, or there was no room within `timeout_s` (which closes it).
+        """
+        if self.is_closed:
+            raise self._error or WireError(f"stream to {self.peer} is closed")
+        self.post(message)
+        self._flush()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._writer.drain()
+        except TimeoutError:
+            self._give_up(WireError(f"{self.peer} did not read for {timeout_s:g} s"))
+        except OSError as error:
+            raise WireError(f"stream to {self.peer} broke: {error}") from error
+        if self._error is not None:
+            raise self._error
+
+    def __aiter__(self) -> Stream[M]:
+        return self
+
+    async def __anext__(self) -> M:
+        """The next message. Cancelling the wait loses nothing, so a first message may be awaited with a
+        deadline and the rest iterated."""
+        while True:
+            try:
+                for message in self._incoming:
+                    return message
+            except ProtocolError as error:
+                raise self._give_up(error) from error
+            if self._error is not None:
+                raise self._error
+            if self._is_closed:
+                raise StopAsyncIteration
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except OSError:  # reset: the peer died with our bytes unread; for us the same as EOF
+                data = b""
+            if not data:
+                self._end()
+                raise StopAsyncIteration
+            self._incoming = self._decoder.feed(data)
+
+    async def close(self) -> None:
+        """Write out what was posted, within two seconds, and close. Idempotent."""
+        if self._is_closed:
+            return
+        self._flush()
+        self._is_closed = True
+        self._writer.close()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._writer.wait_closed()
+        except (TimeoutError, OSError):  # the peer takes no more: what it did not read is lost with it
+            self._writer.transport.abort()
+
+    def abort(self) -> None:
+        """Close at once; what was posted and not sent is lost."""
+        self._is_closed = True
+        self._pending.clear()
+        self._num_pending_bytes = 0
+        self._writer.transport.abort()
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._pending and not self.is_closed:
+            self._writer.write(b"".join(self._pending))
+        self._pending.clear()
+        self._num_pending_bytes = 0
+
+    def _end(self) -> None:
+        """Nothing more will come: raises unless the peer just closed at the end of a frame."""
+        if self._error is not None:
+            raise self._error
+        if not self._is_closed:
+            try:
+                self._decoder.finish()
+            except ProtocolError as error:
+                raise self._give_up(error) from error
+        self.abort()
+
+    def _give_up(self, error: WireError) -> WireError:
+        """Cut the connection; the iteration raises `error`."""
+        if self._error is None:
+            self._error = error
+        self._pending.clear()
+        self._num_pending_bytes = 0
+        self._writer.transport.abort()
+        return self._error
+
+
+def peer_pid(writer: asyncio.StreamWriter) -> int | None:
+    """The process at the other end of a unix socket, as the kernel knows it; None where it cannot say."""
+    sock = writer.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    pid, _uid, _gid = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return int(pid)

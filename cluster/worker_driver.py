@@ -1,0 +1,243 @@
+"""The live driver of a worker: sockets, a timer and the engine thread around a sans-IO core.
+
+1. It dials every router, says `Register`, and keeps dialing with backoff when a stream breaks.
+2. Whatever arrives (a router's message, a KV peer's message, a finished step, a due timer) becomes one
+   event: `core.handle(event, now)`, on the event loop, one at a time.
+3. The actions go out: messages to streams, plans to the engine thread, the rest to the role's edges.
+4. Heartbeats tell each router state and load at the interval it asked for.
+5. On stop: the core is told to drain, and the driver leaves when nothing runs or the grace time is over.
+
+A fault inside the core is not survivable: the driver ends, the process with it, the launcher starts the
+next epoch, and the router retries what was here. Nothing is decided in this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from cluster.clock import Clock
+from cluster.engine.batch import Runner
+from cluster.engine_thread import EngineThread
+from cluster.errors import BatonError, ConfigError, ProtocolError, WireError
+from cluster.ids import RouterId
+from cluster.wire.messages import (
+    Drain,
+    Heartbeat,
+    Refused,
+    Register,
+    RouterToWorker,
+    Welcome,
+    WorkerState,
+)
+from cluster.wire.stream import Stream, connect
+from cluster.worker_io import Action, Event, FromRouter, RouterLost, RunStep, Tick, ToRouter, WorkerCore
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_WELCOME_TIMEOUT_S = 10.0
+
+
+class Edges(Protocol):
+    """The role's KV side: carries out the actions that concern peers and reports events."""
+
+    def carry(self, action: Action) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class WorkerDriver:
+    """Owns the streams to the routers, the engine thread and the timer of one worker."""
+
+    def __init__(
+        self,
+        *,
+        core: WorkerCore,
+        make_runner: Callable[[], Runner],
+        token: bytes,
+        router_addresses: Sequence[str],
+        clock: Clock,
+        step_timeout_s: float,
+    ) -> None:
+        self._core = core
+        self._token = token
+        self._router_addresses = router_addresses
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[RouterId, Stream[RouterToWorker]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_handle = False
+        self._last_state = core.state()
+        self._idle = asyncio.Event()
+        self._fatal: asyncio.Future[None] = self._loop.create_future()
+        self._edges: Edges | None = None
+        self._engine = EngineThread(
+            make_runner, on_outcome=self.dispatch, on_stuck=self._stuck, step_timeout_s=step_timeout_s
+        )
+
+    async def loaded(self) -> None:
+        """Wait for the model."""
+        await self._engine.loaded()
+
+    async def run(self, register: Register, edges: Edges, stop: asyncio.Event, drain_grace_s: float) -> None:
+        """Serve until `stop`, then drain.
+
+        Raises:
+            BatonError: a router refused this worker, or a step got stuck.
+        """
+        self._edges = edges
+        links = [asyncio.create_task(self._keep_link(a, register)) for a in self._router_addresses]
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        try:
+            ends: list[asyncio.Future[None]] = [self._fatal, *links]
+            await asyncio.wait([stopped, *ends], return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
+            await self._drain(drain_grace_s)
+        finally:
+            stopped.cancel()
+            for link in links:
+                link.cancel()
+            await asyncio.gather(stopped, *links, return_exceptions=True)
+            if self._timer is not None:
+                self._timer.cancel()
+            for stream in list(self._streams.values()):
+                await stream.close()
+            await edges.close()
+            await self._engine.close(timeout_s=5.0)
+            if not self._fatal.done():
+                self._fatal.cancel()
+
+    def dispatch(self, event: Event) -> None:
+        """Feed one event to the core and carry out what it decides."""
+        if self._fatal.done():
+            return
+        assert not self._in_handle, "an action was answered synchronously"
+        self._in_handle = True
+        try:
+            for action in self._core.handle(event, self._clock.now()):
+                self._carry(action)
+        except Exception as error:  # a fault in the core: end the process, the next epoch starts clean
+            logger.exception("the worker core failed on %s", type(event).__name__)
+            self._end(BatonError(f"internal fault while handling {type(event).__name__}: {error}"))
+            return
+        finally:
+            self._in_handle = False
+        self._after_event()
+
+    # ---- actions -------------------------------------------------------------------------------
+
+    def _carry(self, action: Action) -> None:
+        if isinstance(action, ToRouter):
+            stream = self._streams.get(action.router)
+            if stream is None:  # the core learns of the loss by RouterLost and frees what it held
+                logger.debug("dropped %s for a lost router", type(action.message).__name__)
+            else:
+                stream.post(action.message)
+        elif isinstance(action, RunStep):
+            self._engine.submit(action.plan)
+        else:
+            assert self._edges is not None
+            self._edges.carry(action)
+
+    def _after_event(self) -> None:
+        state = self._core.state()
+        if state is not self._last_state:
+            self._last_state = state
+            for stream in self._streams.values():
+                self._beat(stream)
+        load = self._core.load()
+        if load.running == 0 and load.waiting == 0:
+            self._idle.set()
+        else:
+            self._idle.clear()
+        due = self._core.next_deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            delay_s = max(0.0, due - self._clock.now())
+            self._timer = self._loop.call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.dispatch(Tick())
+
+    def _stuck(self, reason: str) -> None:
+        self._end(BatonError(f"the engine is stuck: {reason}"))
+
+    def _end(self, error: BatonError) -> None:
+        if not self._fatal.done():
+            self._fatal.set_exception(error)
+
+    # ---- routers -------------------------------------------------------------------------------
+
+    async def _keep_link(self, address: str, register: Register) -> None:
+        failures = 0
+        while True:
+            try:
+                stream = await connect(address, self._token, RouterToWorker)
+            except (OSError, WireError, TimeoutError) as error:
+                if failures == 0:
+                    logger.warning("cannot reach the router at %s (%s); trying again", address, error)
+                await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                failures += 1
+                continue
+            failures = 0
+            try:
+                await self._serve_link(stream, register)
+            except WireError as error:
+                logger.warning("stream to the router at %s broke: %s", address, error)
+            finally:
+                await stream.close()
+            await asyncio.sleep(_BACKOFF_S[0])
+
+    async def _serve_link(self, stream: Stream[RouterToWorker], register: Register) -> None:
+        stream.post(register)
+        welcome = await _first_message(stream)
+        if isinstance(welcome, Refused):
+            raise ConfigError(f"the router refused worker `{register.worker}`: {welcome.reason}")
+        if not isinstance(welcome, Welcome):
+            raise ProtocolError(f"expected Welcome, got {type(welcome).__name__}")
+        router = welcome.router
+        self._streams[router] = stream
+        beats = asyncio.create_task(self._heartbeats(stream, welcome.heartbeat_interval_s))
+        try:
+            async for message in stream:
+                if isinstance(message, Refused):
+                    raise ConfigError(f"the router refused worker `{register.worker}`: {message.reason}")
+                self.dispatch(FromRouter(router, message))
+        finally:
+            beats.cancel()
+            if self._streams.get(router) is stream:
+                del self._streams[router]
+                self.dispatch(RouterLost(router))
+
+    async def _heartbeats(self, stream: Stream[RouterToWorker], interval_s: float) -> None:
+        while True:
+            self._beat(stream)
+            await asyncio.sleep(interval_s)
+
+    def _beat(self, stream: Stream[RouterToWorker]) -> None:
+        stream.post(Heartbeat(state=self._core.state(), load=self._core.load()))
+
+    async def _drain(self, grace_s: float) -> None:
+        for router in list(self._streams):
+            self.dispatch(FromRouter(router, Drain(grace_s=grace_s)))
+        if self._core.state() is not WorkerState.DRAINING:
+            return  # no router: nobody's request can be here
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            logger.warning("not drained within %.0f s; leaving", grace_s)
+
+
+async def _first_message(stream: Stream[RouterToWorker]) -> RouterToWorker:
+    async with asyncio.timeout(_WELCOME_TIMEOUT_S):
+        async for message in stream:
+            return message
+    raise ProtocolError("the router closed the stream before Welcome")

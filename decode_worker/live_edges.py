@@ -1,0 +1,225 @@
+"""D's live KV side: it listens; prefill workers dial in, one stream and one receiver per peer.
+
+1. `EdgeHello`: same model bits, fitting layout, same edge kind, or `Refused` with the reason. Then the
+   receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears `EdgeUp`.
+2. Messages become `FromPeer`. `PostReceive`, `Scatter` and `Discard` go to the receiver; what they
+   lead to comes back as `ReceivePosted`, `PieceStaged`, `PieceScattered`.
+3. The stream or the receiver breaks: `EdgeDown`, once. For an in-place edge the peer may still write, so
+   its process is watched and `WriterGone` follows when it is dead, or when the same process dials again
+   (it closes its old sender before it does, see `prefill_worker.live_edges`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import EdgeError, ProtocolError, WireError
+from cluster.kv.edge import KVReceiver
+from cluster.kv.process_watch import process_exit
+from cluster.wire.messages import EdgeHello, EdgeWelcome, PrefillToDecode, Refused
+from cluster.wire.stream import Listener, Stream, listen
+from cluster.worker_io import (
+    Action,
+    Discard,
+    EdgeDown,
+    EdgeUp,
+    Event,
+    FromPeer,
+    Peer,
+    PieceScattered,
+    PieceStaged,
+    PostReceive,
+    ReceivePosted,
+    Scatter,
+    ToPeer,
+    WriterGone,
+)
+
+logger = logging.getLogger(__name__)
+
+MakeReceiver = Callable[[EdgeHello], KVReceiver]
+
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class _Edge:
+    """One connected prefill worker; `broken` is completed by the first operation that fails."""
+
+    stream: Stream[PrefillToDecode]
+    receiver: KVReceiver
+    broken: asyncio.Future[None]
+    receives: set[asyncio.Task[None]] = field(default_factory=set)
+    scatters: set[asyncio.Task[None]] = field(default_factory=set)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class DecodeEdges:
+    """Owns the KV listener and every edge of one decode worker."""
+
+    def __init__(
+        self,
+        *,
+        make_welcome: Callable[[KVReceiver], EdgeWelcome],
+        check_hello: Callable[[EdgeHello], str | None],
+        make_receiver: MakeReceiver,
+        token: bytes,
+        dispatch: Callable[[Event], None],
+    ) -> None:
+        """`check_hello` returns why a peer is refused, or None."""
+        self._make_welcome = make_welcome
+        self._check_hello = check_hello
+        self._make_receiver = make_receiver
+        self._token = token
+        self._dispatch = dispatch
+        self._edges: dict[Peer, _Edge] = {}
+        self._watches: dict[Peer, asyncio.Task[None]] = {}
+        self._listener: Listener | None = None
+        self._closing = False
+
+    async def start(self, address: str) -> str:
+        """Listen at `address`; returns where to dial."""
+        self._listener = await listen(address, self._token, PrefillToDecode, self._on_stream)
+        return self._listener.address
+
+    async def close(self) -> None:
+        """Stop listening and end every edge."""
+        self._closing = True
+        if self._listener is not None:
+            await self._listener.close()
+        watches = list(self._watches.values())
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+
+    def carry(self, action: Action) -> None:
+        """Start what the core decided; the outcome comes back as an event, never synchronously."""
+        match action:
+            case ToPeer(peer, message):
+                edge = self._edges.get(peer)
+                if edge is not None:
+                    edge.stream.post(message)
+            case PostReceive(peer):
+                edge = self._edges.get(peer)
+                if edge is not None:  # otherwise its EdgeDown answers the action
+                    _track(edge.receives, self._guard(edge, self._receive(edge, action)))
+            case Scatter(peer):  # follows a PieceStaged at once, so its edge is there
+                edge = self._edges[peer]
+                _track(edge.scatters, self._guard(edge, self._scatter(edge, action)))
+            case Discard(peer, staged):
+                edge = self._edges.get(peer)
+                if edge is not None:
+                    edge.receiver.discard(staged)
+            case _:
+                raise TypeError(f"not an action of a decode worker: {type(action).__name__}")
+
+    # ---- one edge ------------------------------------------------------------------------------
+
+    async def _on_stream(self, stream: Stream[PrefillToDecode]) -> None:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            hello = await anext(aiter(stream), None)
+        if hello is None:
+            return
+        if not isinstance(hello, EdgeHello):
+            raise ProtocolError(f"expected EdgeHello, got {type(hello).__name__}")
+        peer = Peer(hello.worker, hello.epoch)
+        reason = self._check_hello(hello)
+        if reason is not None:
+            logger.warning("refused a KV edge from `%s`: %s", hello.worker, reason)
+            await stream.send(Refused(reason=reason))
+            return
+        await self._end_older(peer)
+        receiver = self._make_receiver(hello)
+        edge = _Edge(stream, receiver, asyncio.get_running_loop().create_future())
+        self._edges[peer] = edge
+        reason = "closed by the prefill worker"
+        try:
+            stream.post(self._make_welcome(receiver))
+            await receiver.ready()
+            self._dispatch(EdgeUp(peer, in_place=receiver.in_place))
+            await self._serve(peer, edge)
+        except (EdgeError, WireError, OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            logger.warning("KV edge from `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
+        finally:
+            await self._end(peer, edge, hello.pid, reason)
+
+    async def _serve(self, peer: Peer, edge: _Edge) -> None:
+        async def read() -> None:
+            async for message in edge.stream:
+                self._dispatch(FromPeer(peer, message))
+
+        reader = asyncio.create_task(read())
+        try:
+            await asyncio.wait({reader, edge.broken}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (reader, edge.broken):
+                if task.done():
+                    task.result()
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _end(self, peer: Peer, edge: _Edge, pid: int, reason: str) -> None:
+        for receive in edge.receives:
+            receive.cancel()
+        await asyncio.gather(*edge.receives, return_exceptions=True)
+        await asyncio.gather(*edge.scatters)  # local copies: they end, and the core waits for them
+        await edge.receiver.close()
+        if edge.broken.done() and not edge.broken.cancelled():
+            edge.broken.exception()  # read above or overtaken by the stream's own end
+        del self._edges[peer]
+        if not self._closing:
+            self._dispatch(EdgeDown(peer, reason))
+            if edge.receiver.in_place:
+                self._watches[peer] = asyncio.create_task(self._watch(peer, pid))
+        edge.ended.set()
+
+    # ---- operations of the receiver ------------------------------------------------------------
+
+    @staticmethod
+    async def _guard(edge: _Edge, operation: Coroutine[Any, Any, None]) -> None:
+        try:
+            await operation
+        except EdgeError as error:
+            if not edge.broken.done():
+                edge.broken.set_exception(error)
+
+    async def _receive(self, edge: _Edge, action: PostReceive) -> None:
+        await edge.receiver.post(action.piece, action.num_bytes)
+        self._dispatch(ReceivePosted(action.peer, action.piece))
+        self._dispatch(PieceStaged(action.peer, await edge.receiver.wait(action.piece)))
+
+    async def _scatter(self, edge: _Edge, action: Scatter) -> None:
+        await edge.receiver.scatter(action.staged, action.target_blocks)
+        self._dispatch(PieceScattered(action.peer, action.staged.piece, action.staged.num_bytes))
+
+    # ---- writers that may outlive their stream -------------------------------------------------
+
+    async def _watch(self, peer: Peer, pid: int) -> None:
+        await process_exit(pid)
+        del self._watches[peer]
+        self._dispatch(WriterGone(peer))
+
+    async def _end_older(self, peer: Peer) -> None:
+        """The same process dials again: its older edge is over, and with it that edge's writer."""
+        older = self._edges.get(peer)
+        if older is not None:
+            if not older.broken.done():
+                older.broken.set_exception(EdgeError("the prefill worker dialed again"))
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await older.ended.wait()
+        watch = self._watches.pop(peer, None)
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            self._dispatch(WriterGone(peer))
+
+
+def _track(tasks: set[asyncio.Task[None]], operation: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(operation)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

@@ -1,0 +1,107 @@
+"""The decode worker as a process: engine, shared pool, core, driver, edges, from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from cluster.clock import MonotonicClock
+from cluster.config import WorkerConfig
+from cluster.engine.worker_engine import open_engine
+from cluster.errors import ConfigError, EdgeError
+from cluster.kv.block_manager import BlockManager
+from cluster.kv.edge import EdgeName, KVReceiver
+from cluster.kv.edges import edge_kind, make_pool, make_receiver
+from cluster.kv.layout import single_edge
+from cluster.wire.address import TcpAddress, parse_address
+from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
+from cluster.worker_driver import WorkerDriver
+from decode_worker.core import DecodeConfig, DecodeCore
+from decode_worker.live_edges import DecodeEdges
+
+
+async def run(
+    config: WorkerConfig, *, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+) -> None:
+    """Serve until `stop`, then drain. `on_ready` is called once the model is loaded.
+
+    Raises:
+        BatonError: the model or the settings cannot work, or the worker cannot go on.
+    """
+    if config.kv_address is None:
+        raise ConfigError(f"decode worker `{config.worker}` was given no KV address")
+    engine = await asyncio.to_thread(open_engine, config)
+    fingerprint = engine.prepared.fingerprint
+    geometry = engine.layout.to_geometry()
+    kind = edge_kind(config.kv_edge)
+    pool = make_pool(kind, engine.layout)
+    blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
+    core = DecodeCore(
+        DecodeConfig(
+            block_bytes=engine.layout.bytes_per_block,
+            max_num_seqs=config.max_num_seqs,
+            mixed_chunk_tokens=config.max_chunk_tokens,
+        ),
+        blocks,
+    )
+    driver = WorkerDriver(
+        core=core,
+        make_runner=engine.make_runner(pool.tensor),
+        token=config.token,
+        router_addresses=config.router_addresses,
+        clock=MonotonicClock(),
+        step_timeout_s=config.step_timeout_s,
+    )
+
+    def check_hello(hello: EdgeHello) -> str | None:
+        if hello.fingerprint != fingerprint:
+            return "it runs another model, dtype, backend or instruction set: bits would differ"
+        if hello.kind != config.kv_edge:
+            return f"it speaks the KV edge `{hello.kind}`, this worker `{config.kv_edge}`"
+        try:
+            single_edge(hello.geometry, geometry)
+        except EdgeError as error:
+            return str(error)
+        return None
+
+    def make_welcome(receiver: KVReceiver) -> EdgeWelcome:
+        return EdgeWelcome(
+            worker=config.worker, epoch=config.epoch, geometry=geometry, endpoint=receiver.endpoint()
+        )
+
+    # Network edges listen where the KV stream listens; beside a unix socket that is this host only.
+    address = parse_address(config.kv_address)
+    edge_host = address.host if isinstance(address, TcpAddress) else "127.0.0.1"
+
+    def receiver_for(hello: EdgeHello) -> KVReceiver:
+        name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
+        return make_receiver(kind, pool, name=name, peer=hello.geometry, host=edge_host)
+
+    edges = DecodeEdges(
+        make_welcome=make_welcome,
+        check_hello=check_hello,
+        make_receiver=receiver_for,
+        token=config.token,
+        dispatch=driver.dispatch,
+    )
+    try:
+        await driver.loaded()
+        register = Register(
+            worker=config.worker,
+            role=Role.DECODE,
+            epoch=config.epoch,
+            pid=os.getpid(),
+            model=config.served_model_name,
+            fingerprint=fingerprint,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            geometry=geometry,
+            kv_address=await edges.start(config.kv_address),
+        )
+        if on_ready is not None:
+            on_ready()
+        await driver.run(register, edges, stop, config.drain_grace_s)
+    finally:
+        await edges.close()
+        pool.close()

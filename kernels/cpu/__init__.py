@@ -1,0 +1,1 @@
+"""The CPU backend: C++ kernels compiled for this machine on first use, see `backend`."""

@@ -1,0 +1,124 @@
+"""Compiles the C++ kernels for this machine once and loads them.
+
+1. The cache key is a hash of the sources, the flags, this CPU's features and torch's version.
+2. `<cache>/kernels/baton_cpu_<key>.so` is loaded if it is there: a warm start needs no compiler.
+3. Else, under a file lock (workers that start together compile once), the compiler writes to a temporary name
+   that is renamed into place when complete.
+
+The library has a plain C interface (no torch or Python headers: seconds to compile instead of a minute) and
+shares the OpenMP runtime torch has loaded. The cache is `BATON_CACHE_DIR`, `~/.cache/baton` by default.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCE_DIR = Path(__file__).parent
+SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp")
+HEADERS = ("simd.h", "threads.h")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",  # a multiply-add is fused where the source says so, in every copy of a loop
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+)
+COMPILE_TIMEOUT_S = 300.0
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled or loaded here; the message says why in one sentence."""
+
+
+def load_library() -> ctypes.CDLL:
+    """The compiled kernels, from the cache or compiled now. Raises `BuildError`."""
+    path = library_path()
+    if not path.exists():
+        _compile_once(path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"`{path}` cannot be loaded: {error}") from error
+
+
+def library_path() -> Path:
+    """Where the library for these sources, this CPU and this torch is or will be."""
+    digest = hashlib.sha256()
+    for name in (*SOURCES, *HEADERS):
+        digest.update((SOURCE_DIR / name).read_bytes())
+    digest.update("\n".join((*FLAGS, _cpu_features(), torch.__version__)).encode())
+    root = os.environ.get("BATON_CACHE_DIR") or "~/.cache/baton"
+    return Path(root).expanduser() / "kernels" / f"baton_cpu_{digest.hexdigest()[:16]}.so"
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    return "\n".join([platform.machine(), *sorted(set(features))])
+
+
+def _compile_once(path: Path) -> None:
+    """Compile under the lock of `path`. Its holder compiles for at most `COMPILE_TIMEOUT_S` and the kernel
+    drops the lock of a dead process, so the wait is bounded too."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise BuildError(f"the cache `{path.parent}` cannot be written: {error}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return
+        start_s = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            output = Path(scratch) / path.name
+            _run_compiler(output)
+            output.replace(path)
+        logger.info("compiled the CPU kernels in %.1f s: %s", time.monotonic() - start_s, path)
+
+
+def _run_compiler(output: Path) -> None:
+    sources = [str(SOURCE_DIR / name) for name in SOURCES]
+    command = [_compiler(), *FLAGS, *sources, "-o", str(output)]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"`{command[0]}` failed: {error}") from error
+    if result.returncode != 0:
+        first_error = next(
+            (line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200]
+        )
+        raise BuildError(f"`{command[0]}` failed with status {result.returncode}: {first_error.strip()}")
+
+
+def _compiler() -> str:
+    chosen = os.environ.get("CXX")
+    for name in [chosen] if chosen else ["c++", "g++", "clang++"]:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise BuildError(
+        f"no C++ compiler: `CXX` is {chosen}" if chosen else "no C++ compiler: install g++ or set `CXX`"
+    )

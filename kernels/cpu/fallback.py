@@ -1,0 +1,27 @@
+"""What runs where the C++ kernels cannot be compiled: the reference, with weights widened once.
+
+Its linears run in tiles of a fixed number of rows, so one row costs as much as a tile: slow, same promises.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.reference import ReferenceBackend
+
+
+class TorchKernels(ReferenceBackend):
+    """`ReferenceBackend` on the CPU whose weights are fp32 from packing on: twice the memory of bf16, no
+    conversion in each call."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    @property
+    def packed_layout(self) -> str:
+        return "rows_fp32"
+
+    def pack_linear(self, weight: Tensor) -> Tensor:
+        return super().pack_linear(weight).float()

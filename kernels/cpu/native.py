@@ -1,0 +1,284 @@
+"""The compiled kernels as operations on tensors: checks, allocation and the call, which drops the GIL.
+
+The library trusts its pointers, so checks here guard memory: dtype, device, shape, and, in the library, every
+block id, slot and position. What the contract calls contiguous is copied if it is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.build import BuildError
+from kernels.ops import PARTITION_SIZE, AttentionMeta
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+# One letter per argument: p pointer, i int64, f float; then the result, - for none.
+SIGNATURES = {
+    "baton_panel_width": "i",
+    "baton_partition_size": "i",
+    "baton_packed_bytes": "iiii",
+    "baton_pack": "piiip-",
+    "baton_out_features": "piii",
+    "baton_linear": "piippipii-",
+    "baton_rms_norm": "ppfiipii-",
+    "baton_rotary": "pipppiiiipiii",
+    "baton_silu_mul": "piipii-",
+    "baton_write_kv": "ppiipipiiiiiii",
+    "baton_paged_attention": "pipiiiiiipppiiiifpiii",
+}
+_TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "-": None}
+
+
+class NativeKernels:
+    """The operations of `kernels.ops` by the compiled library, on `num_threads` threads."""
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        self._num_threads = num_threads
+        try:
+            for name, letters in SIGNATURES.items():
+                function = getattr(library, name)
+                function.argtypes = [_TYPES[letter] for letter in letters[:-1]]
+                function.restype = _TYPES[letters[-1]]
+        except AttributeError as error:
+            raise BuildError(f"the compiled kernels lack a function: {error}") from error
+        if library.baton_partition_size() != PARTITION_SIZE:
+            raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
+        self._library: Any = library
+
+    @property
+    def packed_layout(self) -> str:
+        return f"panels{self._library.baton_panel_width()}"
+
+    def pack_linear(self, weight: Tensor) -> Tensor:
+        """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp`."""
+        _check(weight, 2, "weight")
+        weight = weight.contiguous()
+        out_features, in_features = weight.shape
+        element_bytes = weight.element_size()
+        num_bytes = self._library.baton_packed_bytes(out_features, in_features, element_bytes)
+        packed = torch.empty(num_bytes, dtype=torch.uint8)
+        self._library.baton_pack(
+            weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr()
+        )
+        return packed
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._linear(x, packed, bias, x.dtype)
+
+    def linear_fp32(self, x: Tensor, packed: Tensor) -> Tensor:
+        return self._linear(x, packed, None, torch.float32)
+
+    def _linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        is_bf16 = _check(x, 2, "x")
+        x = x.contiguous()
+        num_tokens, in_features = x.shape
+        packed_pointer = packed.data_ptr()
+        out_features = self._library.baton_out_features(packed_pointer, packed.nbytes, in_features)
+        if out_features < 0:
+            raise ValueError(
+                f"not a weight packed as {self.packed_layout} for {in_features} input features: "
+                f"{tuple(packed.shape)} {packed.dtype}"
+            )
+        out = torch.empty((num_tokens, out_features), dtype=dtype)
+        bias_pointer, bias_bf16 = None, False
+        if bias is not None:
+            bias_bf16 = _check(bias, 1, "bias")
+            _check_shape(bias, (out_features,), "bias")
+            bias = bias.contiguous()
+            bias_pointer = bias.data_ptr()
+        self._library.baton_linear(
+            x.data_ptr(),
+            is_bf16,
+            num_tokens,
+            packed_pointer,
+            bias_pointer,
+            bias_bf16,
+            out.data_ptr(),
+            dtype is torch.bfloat16,
+            self._num_threads,
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        is_bf16 = _check(x, None, "x")
+        _check_same_dtype(weight, x, "weight")
+        x, weight = x.contiguous(), weight.contiguous()
+        size = x.shape[-1]
+        _check_shape(weight, (size,), "weight")
+        out = torch.empty_like(x)
+        self._library.baton_rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            x.numel() // size,
+            size,
+            out.data_ptr(),
+            is_bf16,
+            self._num_threads,
+        )
+        return out
+
+    def rotary(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        is_bf16 = _check(x, 3, "x")
+        x = _rows(x)
+        num_tokens, num_heads, head_dim = x.shape
+        _check_index(positions, (num_tokens,), torch.int64, "positions")
+        if cos.dtype is not torch.float32 or sin.dtype is not torch.float32 or cos.shape != sin.shape:
+            raise TypeError(f"cos and sin must be fp32 of one shape: {cos.dtype} {sin.dtype}")
+        _check_shape(cos, (cos.shape[0], head_dim // 2), "cos")
+        cos, sin, positions = cos.contiguous(), sin.contiguous(), positions.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        bad = self._library.baton_rotary(
+            x.data_ptr(),
+            x.stride(0),
+            positions.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[0],
+            num_tokens,
+            num_heads,
+            head_dim,
+            out.data_ptr(),
+            is_bf16,
+            self._num_threads,
+        )
+        if bad >= 0:
+            raise IndexError(f"position outside the rotary table of {cos.shape[0]}: {positions[bad]}")
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        is_bf16 = _check(gate_up, 2, "gate_up")
+        gate_up = gate_up.contiguous()
+        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        _check_shape(gate_up, (num_tokens, 2 * size), "gate_up")
+        out = torch.empty((num_tokens, size), dtype=gate_up.dtype)
+        self._library.baton_silu_mul(
+            gate_up.data_ptr(), num_tokens, size, out.data_ptr(), is_bf16, self._num_threads
+        )
+        return out
+
+    def write_kv(self, k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+        _check(k, 3, "k")
+        num_blocks, num_layers, block_size, num_kv_heads, head_dim = _check_pool(pool, layer, k)
+        shape = (k.shape[0], num_kv_heads, head_dim)
+        _check_shape(k, shape, "k")
+        _check_shape(v, shape, "v")
+        _check_same_dtype(v, k, "v")
+        _check_index(slot_mapping, shape[:1], torch.int64, "slot_mapping")
+        k, v, slot_mapping = _rows(k), _rows(v), slot_mapping.contiguous()
+        element_bytes = k.element_size()
+        bad = self._library.baton_write_kv(
+            k.data_ptr(),
+            v.data_ptr(),
+            k.stride(0) * element_bytes,
+            v.stride(0) * element_bytes,
+            pool.data_ptr(),
+            layer,
+            slot_mapping.data_ptr(),
+            k.shape[0],
+            num_blocks,
+            num_layers,
+            block_size,
+            num_kv_heads * head_dim * element_bytes,
+            self._num_threads,
+        )
+        if bad >= 0:
+            raise IndexError(f"slot outside the pool of {num_blocks * block_size}: {slot_mapping[bad]}")
+
+    def paged_attention(
+        self, q: Tensor, pool: Tensor, layer: int, meta: AttentionMeta, scale: float
+    ) -> Tensor:
+        is_bf16 = _check(q, 3, "q")
+        num_blocks, num_layers, block_size, num_kv_heads, head_dim = _check_pool(pool, layer, q)
+        num_tokens, num_heads = q.shape[:2]
+        _check_shape(q, (num_tokens, num_heads // num_kv_heads * num_kv_heads, head_dim), "q")
+        q = _rows(q)
+        num_seqs, max_blocks = meta.block_tables.shape
+        _check_index(meta.query_starts, (num_seqs + 1,), torch.int32, "query_starts")
+        _check_index(meta.context_lens, (num_seqs,), torch.int32, "context_lens")
+        _check_index(meta.block_tables, (num_seqs, max_blocks), torch.int32, "block_tables")
+        query_starts, context_lens = meta.query_starts.contiguous(), meta.context_lens.contiguous()
+        block_tables = meta.block_tables.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype)
+        bad = self._library.baton_paged_attention(
+            q.data_ptr(),
+            q.stride(0),
+            pool.data_ptr(),
+            num_blocks,
+            num_layers,
+            block_size,
+            num_kv_heads,
+            head_dim,
+            layer,
+            query_starts.data_ptr(),
+            context_lens.data_ptr(),
+            block_tables.data_ptr(),
+            max_blocks,
+            num_seqs,
+            num_tokens,
+            num_heads,
+            scale,
+            out.data_ptr(),
+            is_bf16,
+            self._num_threads,
+        )
+        if bad >= 0:
+            raise IndexError(
+                f"sequence {bad} does not fit its queries, block table and pool: "
+                f"query starts {query_starts[bad : bad + 2].tolist()} of {num_tokens}, "
+                f"context {context_lens[bad]}, blocks {block_tables[bad].tolist()} of {num_blocks}"
+            )
+        return out
+
+
+def _check(tensor: Tensor, num_dims: int | None, name: str) -> bool:
+    """True for bf16, False for fp32."""
+    if tensor.device.type != "cpu" or (num_dims is not None and tensor.dim() != num_dims):
+        raise ValueError(f"`{name}` must have {num_dims} dimensions on the CPU: {tuple(tensor.shape)}")
+    if tensor.dtype is torch.bfloat16:
+        return True
+    if tensor.dtype is torch.float32:
+        return False
+    raise TypeError(f"`{name}` must be fp32 or bf16: {tensor.dtype}")
+
+
+def _check_same_dtype(tensor: Tensor, other: Tensor, name: str) -> None:
+    if tensor.dtype is not other.dtype or tensor.device.type != "cpu":
+        raise TypeError(f"`{name}` must be {other.dtype} on the CPU: {tensor.dtype} on {tensor.device}")
+
+
+def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"`{name}` must have shape {shape}: {tuple(tensor.shape)}")
+
+
+def _check_index(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    if tensor.dtype is not dtype or tensor.shape != shape or tensor.device.type != "cpu":
+        raise ValueError(f"`{name}` must be {dtype} of shape {shape}: {tensor.dtype} {tuple(tensor.shape)}")
+
+
+def _check_pool(pool: Tensor, layer: int, like: Tensor) -> tuple[int, int, int, int, int]:
+    """(num_blocks, num_layers, block_size, kv_heads, head_dim) of a pool that `layer` and `like` fit."""
+    if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
+        raise ValueError(
+            "`pool` must be contiguous [blocks, layers, 2, block_size, kv_heads, head_dim]: "
+            f"{tuple(pool.shape)}"
+        )
+    _check_same_dtype(pool, like, "pool")
+    num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = pool.shape
+    if not 0 <= layer < num_layers:
+        raise IndexError(f"layer outside the pool of {num_layers}: {layer}")
+    return num_blocks, num_layers, block_size, num_kv_heads, head_dim
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[num_tokens, heads, head_dim] whose rows are contiguous, if apart (a slice of a wider one)."""
+    head_dim = tensor.shape[2]
+    if tensor.stride(2) == 1 and tensor.stride(1) == head_dim:
+        return tensor
+    return tensor.contiguous()

@@ -1,0 +1,148 @@
+// Operations that look at one row at a time: RMS norm, rotary embedding, SiLU gate, KV write.
+//
+// Every row is walked in vectors from its own start, its end through the same code by partial loads.
+// Threads share out rows. Pointers are typed by `is_bf16`; strides are in elements.
+#include <cmath>
+
+#include "simd.h"
+#include "threads.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t kGrainElements = 16 * 1024;  // less work than this is not worth waking a thread
+
+int64_t grain(int64_t row_elements) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(row_elements, 1)); }
+
+// y = round(x * rsqrt(mean(x^2) + eps)) * w
+template <typename T>
+void rms_norm(const T* x, const T* weight, float eps, int64_t num_rows, int64_t size, T* y, int64_t num_threads) {
+    parallel_ranges(num_threads, num_rows, grain(size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T* source = x + row * size;
+            T* target = y + row * size;
+            Vec squares = {};
+            for (int64_t i = 0; i < size; i += kWidth) {
+                Vec value = load_partial(source + i, size - i);
+                squares = fma(value, value, squares);
+            }
+            Vec inverse_rms = splat(1.0f / std::sqrt(sum_lanes(squares) / float(size) + eps));
+            for (int64_t i = 0; i < size; i += kWidth) {
+                Vec normed = round_to<T>(load_partial(source + i, size - i) * inverse_rms);
+                store_partial(target + i, normed * load_partial(weight + i, size - i), size - i);
+            }
+        }
+    });
+}
+
+// (a, b) = halves of a head -> (a cos - b sin, b cos + a sin)
+template <typename T>
+void rotary(const T* x, int64_t row_stride, const int64_t* positions, const float* cos, const float* sin,
+            int64_t num_rows, int64_t num_heads, int64_t head_dim, T* y, int64_t num_threads) {
+    int64_t half = head_dim / 2;
+    parallel_ranges(num_threads, num_rows, grain(num_heads * head_dim), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const float *row_cos = cos + positions[row] * half, *row_sin = sin + positions[row] * half;
+            for (int64_t head = 0; head < num_heads; ++head) {
+                const T* source = x + row * row_stride + head * head_dim;
+                T* target = y + (row * num_heads + head) * head_dim;
+                for (int64_t i = 0; i < half; i += kWidth) {
+                    int64_t count = half - i;
+                    Vec a = load_partial(source + i, count), b = load_partial(source + half + i, count);
+                    Vec c = load_partial(row_cos + i, count), s = load_partial(row_sin + i, count);
+                    store_partial(target + i, a * c - b * s, count);
+                    store_partial(target + half + i, b * c + a * s, count);
+                }
+            }
+        }
+    });
+}
+
+// [gate | up] -> gate / (1 + exp(-gate)) * up
+template <typename T>
+void silu_mul(const T* gate_up, int64_t num_rows, int64_t size, T* y, int64_t num_threads) {
+    parallel_ranges(num_threads, num_rows, grain(size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T *gates = gate_up + row * 2 * size, *ups = gates + size;
+            T* target = y + row * size;
+            for (int64_t i = 0; i < size; i += kWidth) {
+                Vec gate = load_partial(gates + i, size - i), up = load_partial(ups + i, size - i);
+                store_partial(target + i, gate / (exp(-gate) + 1.0f) * up, size - i);
+            }
+        }
+    });
+}
+
+// Rows of k and v to pool[slot / block_size, layer, 0 and 1, slot % block_size]; slots are distinct.
+void write_kv(const char* k, const char* v, int64_t k_row_stride, int64_t v_row_stride, char* pool, int64_t layer,
+              const int64_t* slots, int64_t num_rows, int64_t num_layers, int64_t block_size, int64_t row_bytes,
+              int64_t num_threads) {
+    int64_t half_block = block_size * row_bytes;
+    parallel_ranges(num_threads, num_rows, grain(row_bytes), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
+            char* target = pool + (block * num_layers + layer) * 2 * half_block + offset * row_bytes;
+            std::memcpy(target, k + row * k_row_stride, size_t(row_bytes));
+            std::memcpy(target + half_block, v + row * v_row_stride, size_t(row_bytes));
+        }
+    });
+}
+
+// Index of the first value outside [0, limit), or -1.
+int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
+    for (int64_t i = 0; i < count; ++i)
+        if (values[i] < 0 || values[i] >= limit) return i;
+    return -1;
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+extern "C" {
+
+void baton_rms_norm(const void* x, const void* weight, float eps, int64_t num_rows, int64_t size, void* y,
+                    int64_t is_bf16, int64_t num_threads) {
+    if (is_bf16)
+        rms_norm(static_cast<const bf16*>(x), static_cast<const bf16*>(weight), eps, num_rows, size,
+                 static_cast<bf16*>(y), num_threads);
+    else
+        rms_norm(static_cast<const float*>(x), static_cast<const float*>(weight), eps, num_rows, size,
+                 static_cast<float*>(y), num_threads);
+}
+
+// Returns -1, or the index of a position outside [0, max_positions); nothing is written then.
+int64_t baton_rotary(const void* x, int64_t row_stride, const int64_t* positions, const float* cos, const float* sin,
+                     int64_t max_positions, int64_t num_rows, int64_t num_heads, int64_t head_dim, void* y,
+                     int64_t is_bf16, int64_t num_threads) {
+    int64_t bad = first_outside(positions, num_rows, max_positions);
+    if (bad >= 0) return bad;
+    if (is_bf16)
+        rotary(static_cast<const bf16*>(x), row_stride, positions, cos, sin, num_rows, num_heads, head_dim,
+               static_cast<bf16*>(y), num_threads);
+    else
+        rotary(static_cast<const float*>(x), row_stride, positions, cos, sin, num_rows, num_heads, head_dim,
+               static_cast<float*>(y), num_threads);
+    return -1;
+}
+
+void baton_silu_mul(const void* gate_up, int64_t num_rows, int64_t size, void* y, int64_t is_bf16,
+                    int64_t num_threads) {
+    if (is_bf16)
+        silu_mul(static_cast<const bf16*>(gate_up), num_rows, size, static_cast<bf16*>(y), num_threads);
+    else
+        silu_mul(static_cast<const float*>(gate_up), num_rows, size, static_cast<float*>(y), num_threads);
+}
+
+// Row strides in bytes. Returns -1, or the index of a slot outside the pool; nothing is written then.
+int64_t baton_write_kv(const void* k, const void* v, int64_t k_row_stride, int64_t v_row_stride, void* pool,
+                       int64_t layer, const int64_t* slots, int64_t num_rows, int64_t num_blocks, int64_t num_layers,
+                       int64_t block_size, int64_t row_bytes, int64_t num_threads) {
+    int64_t bad = first_outside(slots, num_rows, num_blocks * block_size);
+    if (bad >= 0) return bad;
+    write_kv(static_cast<const char*>(k), static_cast<const char*>(v), k_row_stride, v_row_stride,
+             static_cast<char*>(pool), layer, slots, num_rows, num_layers, block_size, row_bytes, num_threads);
+    return -1;
+}
+}

@@ -1,0 +1,164 @@
+"""P's live KV side: one stream and one sender per decode worker it ships to.
+
+1. `OpenEdge`: dial D's KV address, `EdgeHello`, `EdgeWelcome`; build the sender from its endpoint; `EdgeUp`.
+2. `ToPeer` posts a control message; `SendPiece` moves bytes, one send at a time per edge, then `PieceSent`.
+3. Whatever breaks (stream, sender, handshake) ends the edge once: the sender is closed first, so that
+   nothing of it writes any more, then `EdgeDown`. A later `OpenEdge` builds a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from cluster.errors import EdgeError, ProtocolError, WireError
+from cluster.kv.edge import KVSender
+from cluster.wire.messages import DecodeToPrefill, EdgeHello, EdgeWelcome, Refused
+from cluster.wire.stream import Stream, connect
+from cluster.worker_io import (
+    Action,
+    CloseEdge,
+    EdgeDown,
+    EdgeUp,
+    Event,
+    FromPeer,
+    OpenEdge,
+    Peer,
+    PieceSent,
+    SendPiece,
+    ToPeer,
+)
+
+logger = logging.getLogger(__name__)
+
+MakeSender = Callable[[EdgeWelcome], Awaitable[KVSender]]
+
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class _Edge:
+    """One dialed decode worker. `sends` is what its task works off; `broken` ends it from outside."""
+
+    sends: asyncio.Queue[SendPiece]
+    broken: asyncio.Future[None]
+    task: asyncio.Task[None] | None = None
+    stream: Stream[DecodeToPrefill] | None = None
+
+
+class PrefillEdges:
+    """Owns every KV stream and sender of one prefill worker."""
+
+    def __init__(
+        self,
+        *,
+        hello: EdgeHello,
+        token: bytes,
+        make_sender: MakeSender,
+        dispatch: Callable[[Event], None],
+    ) -> None:
+        self._hello = hello
+        self._token = token
+        self._make_sender = make_sender
+        self._dispatch = dispatch
+        self._edges: dict[Peer, _Edge] = {}
+        self._closing = False
+
+    def carry(self, action: Action) -> None:
+        """Start what the core decided; the outcome comes back as an event, never synchronously."""
+        match action:
+            case OpenEdge(peer, address):
+                if peer not in self._edges and not self._closing:
+                    edge = _Edge(asyncio.Queue(), asyncio.get_running_loop().create_future())
+                    self._edges[peer] = edge
+                    edge.task = asyncio.create_task(self._live(peer, address, edge))
+            case CloseEdge(peer, reason):
+                closing = self._edges.get(peer)
+                if closing is not None and not closing.broken.done():
+                    closing.broken.set_exception(EdgeError(reason))
+            case ToPeer(peer, message):
+                stream = self._stream(peer)
+                if stream is not None:
+                    stream.post(message)
+            case SendPiece(peer):
+                target = self._edges.get(peer)
+                if target is not None:  # otherwise its EdgeDown answers the action
+                    target.sends.put_nowait(action)
+            case _:
+                raise TypeError(f"not an action of a prefill worker: {type(action).__name__}")
+
+    async def close(self) -> None:
+        """End every edge; on return nothing writes into any decode worker's pool."""
+        self._closing = True
+        tasks = [edge.task for edge in self._edges.values() if edge.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _stream(self, peer: Peer) -> Stream[DecodeToPrefill] | None:
+        edge = self._edges.get(peer)
+        return None if edge is None else edge.stream
+
+    async def _live(self, peer: Peer, address: str, edge: _Edge) -> None:
+        """The edge from dialing to its end."""
+        reason = "closed by the decode worker"
+        try:
+            stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
+            try:
+                sender = await self._shake_hands(peer, stream)
+                try:
+                    edge.stream = stream
+                    self._dispatch(EdgeUp(peer, in_place=sender.in_place))
+                    await self._serve(peer, stream, sender, edge)
+                finally:
+                    edge.stream = None
+                    await sender.close()
+            finally:
+                await stream.close()
+        except (EdgeError, WireError, OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
+        del self._edges[peer]
+        if not self._closing:
+            self._dispatch(EdgeDown(peer, reason))
+
+    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill]) -> KVSender:
+        stream.post(self._hello)
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            welcome = await anext(aiter(stream), None)
+            if isinstance(welcome, Refused):
+                raise EdgeError(f"refused by the decode worker: {welcome.reason}")
+            if not isinstance(welcome, EdgeWelcome):
+                raise ProtocolError(f"expected EdgeWelcome, got {type(welcome).__name__}")
+            if (welcome.worker, welcome.epoch) != (peer.worker, peer.epoch):
+                raise EdgeError(
+                    f"another worker answers at this address: `{welcome.worker}` epoch {welcome.epoch}"
+                )
+            return await self._make_sender(welcome)
+
+    async def _serve(
+        self, peer: Peer, stream: Stream[DecodeToPrefill], sender: KVSender, edge: _Edge
+    ) -> None:
+        """Messages in, pieces out, until either ends."""
+
+        async def read() -> None:
+            async for message in stream:
+                self._dispatch(FromPeer(peer, message))
+
+        async def send() -> None:
+            while True:
+                action = await edge.sends.get()
+                num_bytes = await sender.send(action.piece, action.source_blocks, action.target_blocks)
+                self._dispatch(PieceSent(peer, action.piece, num_bytes))
+
+        ends = (asyncio.create_task(read()), asyncio.create_task(send()), edge.broken)
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in done:
+                end.result()
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)

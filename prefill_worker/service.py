@@ -1,0 +1,84 @@
+"""The prefill worker as a process: engine, pool, core, driver, edges, from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from cluster.clock import MonotonicClock
+from cluster.config import WorkerConfig
+from cluster.engine.worker_engine import open_engine
+from cluster.kv.block_manager import BlockManager
+from cluster.kv.edge import EdgeName, KVSender
+from cluster.kv.edges import edge_kind, make_sender
+from cluster.kv.pool import KVPool
+from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
+from cluster.worker_driver import WorkerDriver
+from prefill_worker.core import PrefillConfig, PrefillCore
+from prefill_worker.live_edges import PrefillEdges
+
+
+async def run(
+    config: WorkerConfig, *, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+) -> None:
+    """Serve until `stop`, then drain. `on_ready` is called once the model is loaded.
+
+    Raises:
+        BatonError: the model or the settings cannot work, or the worker cannot go on.
+    """
+    engine = await asyncio.to_thread(open_engine, config)
+    geometry = engine.layout.to_geometry()
+    pool = KVPool.private(engine.layout)
+    blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.prepared.fingerprint)
+    core = PrefillCore(
+        PrefillConfig(block_bytes=engine.layout.bytes_per_block, max_step_tokens=config.max_chunk_tokens),
+        blocks,
+    )
+    driver = WorkerDriver(
+        core=core,
+        make_runner=engine.make_runner(pool.tensor),
+        token=config.token,
+        router_addresses=config.router_addresses,
+        clock=MonotonicClock(),
+        step_timeout_s=config.step_timeout_s,
+    )
+    hello = EdgeHello(
+        worker=config.worker,
+        epoch=config.epoch,
+        pid=os.getpid(),
+        fingerprint=engine.prepared.fingerprint,
+        kind=config.kv_edge,
+        geometry=geometry,
+    )
+
+    async def sender_for(welcome: EdgeWelcome) -> KVSender:
+        sender = make_sender(
+            edge_kind(config.kv_edge),
+            pool,
+            name=EdgeName(config.worker, config.epoch, welcome.worker, welcome.epoch),
+            peer=welcome.geometry,
+            endpoint=welcome.endpoint,
+        )
+        await sender.ready()
+        return sender
+
+    edges = PrefillEdges(hello=hello, token=config.token, make_sender=sender_for, dispatch=driver.dispatch)
+    register = Register(
+        worker=config.worker,
+        role=Role.PREFILL,
+        epoch=config.epoch,
+        pid=os.getpid(),
+        model=config.served_model_name,
+        fingerprint=engine.prepared.fingerprint,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        geometry=geometry,
+    )
+    try:
+        await driver.loaded()
+        if on_ready is not None:
+            on_ready()
+        await driver.run(register, edges, stop, config.drain_grace_s)
+    finally:
+        pool.close()

@@ -1,0 +1,294 @@
+"""The HTTP gateway: every route of Baton, one FastAPI application per router.
+
+Routes: `/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/tokenize`, `/detokenize`; `/health` (the
+process and its event loop live), `/ready` (a request can be served), `/ping`, `/version`, `/metrics`,
+`/cluster`. Generation requests bypass FastAPI's request and response objects (`router.endpoint`).
+
+Every response has an `x-request-id`: the client's own, if it sent one, else ours. Every error has the OpenAI
+shape, also those that FastAPI raises itself. The one owner of fastapi.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from cluster.clock import Clock, MonotonicClock
+from cluster.errors import RequestError, ServingError
+from cluster.metrics import CONTENT_TYPE, Metrics
+from cluster.tokenizer import Tokenizer
+from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header, read_body
+from router.chat import ChatFormat
+from router.completions import CompletionFormat
+from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
+from router.endpoint import (
+    REQUEST_ID,
+    Gateway,
+    GatewayLimits,
+    GenerationEndpoint,
+    chat_job,
+    completion_job,
+)
+from router.generation import InFlight
+from router.model_info import ModelInfo
+from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.tokenize import detokenize, tokenize
+
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
+_ROUTES = frozenset(
+    {
+        *("/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
+        *("/health", "/ready", "/ping", "/version", "/metrics", "/cluster"),
+    }
+)
+_HTTP_MESSAGES = {404: "There is no such path here.", 405: "This path does not take this method."}
+
+
+def create_app(
+    intake: RequestIntake,
+    status: ClusterStatus,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    metrics: Metrics,
+    *,
+    version: str,
+    limits: GatewayLimits | None = None,
+    clock: Clock | None = None,
+) -> FastAPI:
+    """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains."""
+    gateway = Gateway(
+        intake=intake,
+        status=status,
+        tokenizer=tokenizer,
+        model=model,
+        metrics=metrics,
+        clock=clock or MonotonicClock(),
+        limits=limits or GatewayLimits(),
+        in_flight=InFlight(),
+    )
+    app = FastAPI(
+        title="Baton",
+        version=version,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.in_flight = gateway.in_flight
+    for path, endpoint in (
+        ("/v1/chat/completions", GenerationEndpoint(gateway, chat_job, ChatFormat, "chatcmpl")),
+        ("/v1/completions", GenerationEndpoint(gateway, completion_job, CompletionFormat, "cmpl")),
+    ):
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+    _add_model_routes(app, gateway)
+    _add_text_routes(app, gateway)
+    _add_status_routes(app, gateway, version)
+    _add_error_handlers(app)
+    app.add_middleware(Envelope, metrics=metrics)
+    return app
+
+
+class Envelope:
+    """ASGI middleware around every route: names the request, counts the response."""
+
+    def __init__(self, app: Any, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        label = header(scope, b"x-request-id")
+        request_id = label if label and _CLIENT_ID.fullmatch(label) else f"req-{uuid.uuid4().hex}"
+        scope[REQUEST_ID] = request_id
+        name = (b"x-request-id", request_id.encode())
+
+        async def named_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), name]
+                self._metrics.observe_http(_route(scope["path"]), message["status"])
+            await send(message)
+
+        await self._app(scope, receive, named_send)
+
+
+def _route(path: str) -> str:
+    """A bounded name for metrics."""
+    if path in _ROUTES:
+        return path
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+
+
+# ---- routes --------------------------------------------------------------------------------------
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
+    def card() -> dict[str, Any]:
+        model, defaults = gateway.model, gateway.model.defaults
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "baton",
+            "root": model.root,
+            "parent": None,
+            "max_model_len": gateway.job_builder().max_model_len,
+            "default_sampling": {
+                "temperature": defaults.temperature,
+                "top_p": defaults.top_p,
+                "top_k": defaults.top_k,
+                "min_p": defaults.min_p,
+                "repetition_penalty": defaults.repetition_penalty,
+            },
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> Response:
+        gateway.check_model(name)
+        return _json(card())
+
+
+def _add_text_routes(app: FastAPI, gateway: Gateway) -> None:
+    async def body(request: Request) -> bytes:
+        return await read_body(request.scope, request.receive, gateway.limits.max_body_bytes)
+
+    @app.post("/tokenize")
+    async def tokenize_route(request: Request) -> Response:
+        return _json(await tokenize(gateway, await body(request)))
+
+    @app.post("/detokenize")
+    async def detokenize_route(request: Request) -> Response:
+        return _json(await detokenize(gateway, await body(request)))
+
+
+def _add_status_routes(app: FastAPI, gateway: Gateway, version: str) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ping")
+    async def ping() -> Response:
+        return _json({})
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return _json({"version": version})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        readiness = gateway.status.ready()
+        if gateway.in_flight.draining:
+            return _json({"status": "not_ready", "phase": "draining"}, 503)
+        if not readiness.ready:
+            return _json({"status": "not_ready", "phase": readiness.phase}, 503)
+        return _json({"status": "ready", "phase": readiness.phase})
+
+    @app.get("/cluster")
+    async def show_cluster() -> Response:
+        snapshot = gateway.status.cluster()
+        return _json(
+            {
+                "state": "draining" if gateway.in_flight.draining else snapshot.state,
+                "queued": snapshot.queued,
+                "in_flight": len(gateway.in_flight),
+                "workers": [_worker(worker) for worker in snapshot.workers],
+            }
+        )
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        observe_cluster(gateway.metrics, gateway.status, gateway.in_flight, gateway.status.cluster())
+        return Response(gateway.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def observe_cluster(
+    metrics: Metrics, status: ClusterStatus, in_flight: InFlight, snapshot: ClusterSnapshot
+) -> None:
+    """Bring the gauges up to date with what the router sees now."""
+    metrics.observe_router(
+        ready=status.ready().ready and not in_flight.draining,
+        in_flight=len(in_flight),
+        queued=snapshot.queued,
+    )
+    for worker in metrics.known_workers() - {worker.worker for worker in snapshot.workers}:
+        metrics.forget_worker(worker)
+    for item in snapshot.workers:
+        metrics.observe_worker(item.worker, item.role, item.state, item.load)
+
+
+def _worker(worker: WorkerStatus) -> dict[str, Any]:
+    load = worker.load
+    return {
+        "id": worker.worker,
+        "role": worker.role.value,
+        "epoch": worker.epoch,
+        "pid": worker.pid,
+        "state": worker.state,
+        "heartbeat_age_s": round(worker.heartbeat_age_s, 3),
+        "kv_blocks": {
+            "used": load.blocks_used,
+            "cached": load.blocks_cached,
+            "free": load.blocks_free,
+            "total": load.blocks_used + load.blocks_cached + load.blocks_free,
+        },
+        "running": load.running,
+        "waiting": load.waiting,
+        "queued_prefill_tokens": load.queued_prefill_tokens,
+        "leases": load.leases,
+        "steps": load.steps,
+        "preemptions": load.preemptions,
+        "stale_messages": load.stale_messages,
+        "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
+        "decode_step_ms": round(load.decode_step_s * 1000, 3),
+        "kv_bytes_sent": load.kv_bytes_sent,
+        "kv_bytes_received": load.kv_bytes_received,
+    }
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    def answer(error: PublicError, request: Request) -> Response:
+        response = Response(error_body(error), status_code=error.status)
+        for name, value in error_headers(error):
+            response.headers[name.decode()] = value.decode()
+        return response
+
+    async def on_deliberate(request: Request, error: Exception) -> Response:
+        return answer(public_error(error, request.scope[REQUEST_ID]), request)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        response = answer(http_error(status, _HTTP_MESSAGES.get(status, "The request failed.")), request)
+        if isinstance(error, HTTPException) and error.headers:
+            response.headers.update(error.headers)
+        return response
+
+    async def on_large(request: Request, error: Exception) -> Response:
+        return answer(http_error(413, "The request body is too large."), request)
+
+    async def on_client_left(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    app.add_exception_handler(RequestError, on_deliberate)
+    app.add_exception_handler(ServingError, on_deliberate)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(BodyTooLarge, on_large)
+    app.add_exception_handler(ClientLeft, on_client_left)
+    app.add_exception_handler(Exception, on_deliberate)

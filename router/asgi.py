@@ -1,0 +1,74 @@
+"""The few lines of HTTP the hot path needs, straight on ASGI: read a body with a limit, send a JSON answer,
+notice that the client left.
+
+The generation endpoints do not go through a request or response object: a token costs one `send` of ready
+bytes. Functions over `scope`, `receive` and `send`; no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+HeaderList = list[tuple[bytes, bytes]]
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+class ClientLeft(Exception):
+    """The connection closed before the request was read; there is nobody to answer."""
+
+
+class BodyTooLarge(Exception):
+    """More bytes came, or were announced, than a request may have."""
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first value of a header; `name` is lower case."""
+    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole request body.
+
+    Raises:
+        BodyTooLarge: without reading on, whether the length was announced or not.
+        ClientLeft: the client closed the connection first.
+    """
+    announced = header(scope, b"content-length")
+    if announced is not None and announced.isdigit() and int(announced) > limit_bytes:
+        raise BodyTooLarge
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > limit_bytes:
+            raise BodyTooLarge
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection (the body must have been read)."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_bytes(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
+    """One whole response."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})

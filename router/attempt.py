@@ -1,0 +1,160 @@
+"""One request in the conductor's hands: its state, its current attempt, and which token comes next.
+
+Token indices count the generated tokens of the *request* from 0. An attempt starts at `base`: the tokens that
+earlier attempts delivered, which it was given as part of its input. Two streams bring its tokens: the
+prefilling worker's brings token `base`, the decode worker's brings the rest in order. They are
+not ordered against each other, so decode tokens that overtake the first one wait in `early`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from cluster.errors import BatonError
+from cluster.ids import Attempt, BlockHash, LeaseId, RequestId, WorkerId
+from cluster.request import RequestSpec, RequestState, transition
+from cluster.sampling import FinishReason, TokenOutput
+from cluster.wire.messages import FirstToken, TokenRow
+from router.delivery import NewTokens, RequestSummary
+from router.policy import PlacementRequest
+
+
+class Order(Enum):
+    """How a row of tokens relates to what has come before."""
+
+    NEW = auto()
+    DUPLICATE = auto()  # every token of it is known
+    GAP = auto()  # a token is missing, and on an ordered stream it will not come
+
+
+@dataclass(slots=True)
+class AttemptRecord:
+    """One try on one pair. `*_holds`: the worker may hold state of it, so its end must be told there."""
+
+    number: Attempt
+    base: int  # index of this attempt's first token
+    decode: WorkerId
+    prefill: WorkerId | None  # None: the decode worker prefills
+    predicted_ttft_s: float
+    decode_holds: bool = True
+    prefill_holds: bool = False
+    lease: LeaseId | None = None
+    has_first_token: bool = False
+    next_row: int = 0  # index the decode worker's stream brings next; set in __post_init__
+    early: list[TokenOutput] = field(default_factory=list)
+    early_finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.next_row = self.base + 1
+
+    @property
+    def prefiller(self) -> WorkerId:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
+
+    def take_row(self, row: TokenRow) -> tuple[Order, Sequence[TokenOutput]]:
+        """Classify a decode row (its `index` is relative to the attempt); with NEW, its new tokens."""
+        start = self.base + row.index
+        if start > self.next_row:
+            return Order.GAP, ()
+        new = row.outputs[self.next_row - start :]
+        if not new:
+            return Order.DUPLICATE, ()
+        self.next_row += len(new)
+        return Order.NEW, new
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """Everything the conductor knows of a request that is not over."""
+
+    spec: RequestSpec
+    arrived_at: float
+    deadline_at: float | None
+    order: int  # of arrival
+    hashes: list[BlockHash] = field(default_factory=list)  # of the prompt's full blocks
+    state: RequestState = RequestState.QUEUED
+    attempt: AttemptRecord | None = None  # None while it waits for a place
+    num_attempts: int = 1  # the current one included; a RESERVE that was refused does not count
+    num_reserves: int = 0  # each has its own attempt number, so what one was answered never meets another
+    output_ids: list[int] = field(default_factory=list)  # delivered
+    avoid: set[WorkerId] = field(default_factory=set)  # an attempt failed there
+    too_large_for: set[WorkerId] = field(default_factory=set)  # said they can never hold it
+    retry_after_s: float = 0.0  # what the last decode worker without room said
+    cause: BatonError | None = None  # why the last attempt ended; what the client gets if nothing else works
+    wait_until: float = 0.0  # end of the present wait for a place
+    # times of what the client waits for; the first of each counts
+    first_token_at: float | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    cached_tokens: int = 0
+    prefill_sent_at: float | None = None
+    decode_started_at: float | None = None
+    last_token_at: float | None = None
+    last_prefill: WorkerId | None = None
+    last_decode: WorkerId | None = None
+
+    @property
+    def request(self) -> RequestId:
+        return self.spec.request
+
+    def move(self, target: RequestState) -> None:
+        """The one place where a request's state changes.
+
+        Raises:
+            IllegalTransition: a bug of ours.
+        """
+        self.state = transition(self.state, target)
+
+    def input_ids(self) -> list[int]:
+        """What the next attempt prefills: the prompt and what has been delivered."""
+        return [*self.spec.token_ids, *self.output_ids]
+
+    def take_tokens(
+        self, outputs: Sequence[TokenOutput], finish: FinishReason | None, now: float
+    ) -> NewTokens:
+        """The client's next delivery: never more than it asked for, whatever a worker sends."""
+        room = self.spec.sampling.max_tokens - len(self.output_ids)
+        if len(outputs) >= room:
+            outputs, finish = outputs[:room], finish or FinishReason.LENGTH
+        self.output_ids.extend(output.token_id for output in outputs)
+        self.last_token_at = now
+        return NewTokens(tuple(outputs), finish)
+
+    def placement_request(self) -> PlacementRequest:
+        """What placement needs to know to place the next attempt."""
+        return PlacementRequest(
+            num_tokens=len(self.spec.token_ids) + len(self.output_ids),
+            num_prompt_tokens=len(self.spec.token_ids),
+            max_tokens=self.spec.sampling.max_tokens,
+            hashes=self.hashes,
+            avoid=frozenset(self.avoid),
+            too_large_for=frozenset(self.too_large_for),
+        )
+
+    def note_first_token(self, message: FirstToken, now: float) -> None:
+        """Token 0 is here: the times before it are known."""
+        sent_at = self.arrived_at if self.prefill_sent_at is None else self.prefill_sent_at
+        self.first_token_at = now
+        self.prefill_s = message.prefill_s
+        self.queue_s = sent_at - self.arrived_at + message.queue_s
+        self.cached_tokens = min(message.cached_tokens, len(self.spec.token_ids))
+
+    def summary(self) -> RequestSummary:
+        """Where the time went so far."""
+        first, started, last = self.first_token_at, self.decode_started_at, self.last_token_at
+        return RequestSummary(
+            cached_tokens=self.cached_tokens,
+            attempts=self.num_attempts,
+            prefill_worker=self.last_prefill,
+            decode_worker=self.last_decode,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
+            kv_transfer_s=0.0 if first is None or started is None else max(0.0, started - first),
+            decode_s=0.0
+            if started is None or last is None
+            else max(0.0, last - max(started, first or started)),
+            ttft_s=0.0 if first is None else first - self.arrived_at,
+        )

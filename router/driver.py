@@ -1,0 +1,273 @@
+"""The conductor alive: its events come from streams, clients and one timer, its actions go out at once.
+
+1. `feed` hands an event to the conductor, carries the actions out in order, and arms the timer for the next
+   deadline. Nothing in it waits, so events never overlap.
+2. `submit` is the gateway's way in; what it returns is fed by `Deliver` actions until `Ended`.
+3. Once workers are ready, one generation of our own goes through the whole path; only when it has succeeded
+   are requests let in.
+4. A bug in the conductor (an illegal transition, a broken assertion) leaves nothing to trust: every request
+   fails, every worker is let go (which frees what it held for us), and `broken` is set so that the process
+   ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from cluster.clock import Clock
+from cluster.errors import BatonError, InternalError, NotReady, ProtocolError
+from cluster.ids import RequestId, RouterId, WorkerId
+from cluster.request import LifecycleEvent, RequestSpec
+from cluster.sampling import SamplingParams
+from cluster.wire.messages import Prefill, Reserve
+from router.conductor import Conductor
+from router.conductor_io import (
+    Action,
+    ClientLeft,
+    Deliver,
+    Ended,
+    Event,
+    FromWorker,
+    Lifecycle,
+    Send,
+    Submitted,
+    Tick,
+)
+from router.delivery import ClusterSnapshot, Failed, Readiness, RequestSummary, WorkerStatus
+from router.live_stream import LiveStream
+from router.outcome import message_too_long
+from router.readiness import ReadinessJudge
+from router.worker_links import WorkerLinks
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 2
+WARM_UP_DEADLINE_S = 60.0
+WARM_UP_RETRY_S = 1.0
+NOTHING_KNOWN = RequestSummary(
+    cached_tokens=0,
+    attempts=1,
+    prefill_worker=None,
+    decode_worker=None,
+    queue_s=0.0,
+    prefill_s=0.0,
+    kv_transfer_s=0.0,
+    decode_s=0.0,
+    ttft_s=0.0,
+)
+_TROUBLE = frozenset({LifecycleEvent.RETRIED, LifecycleEvent.FAILED})
+
+
+class ConductorDriver:
+    """Implements `RequestIntake` and `ClusterStatus`; `links.on_stream` takes the workers' streams. Belongs
+    to one event loop."""
+
+    def __init__(
+        self,
+        router: RouterId,
+        conductor: Conductor,
+        judge: ReadinessJudge,
+        clock: Clock,
+        *,
+        block_size: int,
+        heartbeat_interval_s: float,
+    ) -> None:
+        self._conductor = conductor
+        self._judge = judge
+        self._clock = clock
+        self._block_size = block_size
+        self.links = WorkerLinks(
+            router, self.feed, block_size=block_size, heartbeat_interval_s=heartbeat_interval_s
+        )
+        self._streams: dict[RequestId, LiveStream] = {}
+        self._events: deque[Event] = deque()
+        self._is_feeding = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._warm_up: asyncio.Task[None] | asyncio.TimerHandle | None = None
+        self._num_warm_ups = 0
+        self.became_ready = asyncio.Event()
+        self.broken = asyncio.Event()
+
+    # ---- the gateway's side
+
+    def submit(self, spec: RequestSpec) -> LiveStream:
+        """Accept a request; see `RequestIntake`."""
+        readiness = self.ready()
+        if not readiness.ready:
+            raise NotReady(f"The cluster is not ready: {readiness.phase}.", retry_after_s=1.0)
+        return self._submit(spec)
+
+    def ready(self) -> Readiness:
+        if self.broken.is_set():
+            return Readiness(ready=False, phase="stopping")
+        return self._judge.judge(self._conductor.workers.view())
+
+    def cluster(self) -> ClusterSnapshot:
+        readiness = self.ready()
+        return ClusterSnapshot(
+            state=readiness.phase,
+            queued=self._conductor.num_queued,
+            workers=tuple(self._status(worker) for worker in sorted(self._conductor.workers.ids())),
+        )
+
+    def max_model_len(self) -> int | None:
+        view = self._conductor.workers.view()
+        return max((worker.max_model_len for worker in view.decode), default=None)
+
+    @property
+    def num_live(self) -> int:
+        return self._conductor.num_live
+
+    # ---- the loop
+
+    def feed(self, event: Event) -> None:
+        """Let the conductor handle an event, and everything that follows from it."""
+        if self.broken.is_set():
+            return
+        self._events.append(event)
+        if self._is_feeding:
+            return  # carrying out an action brought it: it comes after those that are left
+        self._is_feeding = True
+        try:
+            while self._events:
+                for action in self._conductor.handle(self._events.popleft(), self._clock.now()):
+                    self._carry_out(action)
+        except Exception:
+            logger.critical("the conductor is broken; this router ends", exc_info=True)
+            self._break()
+            return
+        finally:
+            self._is_feeding = False
+        self._arm()
+        self._consider_warm_up()
+
+    def start_draining(self) -> None:
+        """Take no new requests; what runs goes on."""
+        self._judge.is_draining = True
+
+    def close(self) -> None:
+        """End every request (their holders are told) and stop the timer."""
+        self._judge.is_draining = True
+        if self._warm_up is not None:
+            self._warm_up.cancel()
+        for request in list(self._streams):
+            self.feed(ClientLeft(request, "the router stops"))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Deliver(request, delivery):
+                self._streams[request].put(delivery)
+            case Send():
+                self._send(action)
+            case Lifecycle():
+                _log(action)
+            case Ended(request, summary):
+                self._streams.pop(request).end(summary)
+
+    def _send(self, send: Send) -> None:
+        try:
+            self.links.post(send.worker, send.message)
+        except ProtocolError as error:
+            message, epoch = send.message, self._conductor.workers.epoch(send.worker)
+            if epoch is None or not isinstance(message, Prefill | Reserve):
+                raise
+            self._events.append(FromWorker(send.worker, epoch, message_too_long(message, str(error))))
+
+    def _arm(self) -> None:
+        """Keep one timer, due no later than the next deadline. One that is too early ticks for nothing."""
+        due = self._conductor.next_deadline()
+        if due is None or (self._timer is not None and self._timer_due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock.now()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.feed(Tick())
+
+    def _break(self) -> None:
+        self.broken.set()
+        self._events.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        for request, stream in self._streams.items():
+            stream.put(Failed(InternalError("The router failed.")))
+            stream.end(self._conductor.summary(request) or NOTHING_KNOWN)
+        self._streams.clear()
+        self.links.close()
+
+    def _submit(self, spec: RequestSpec) -> LiveStream:
+        stream = LiveStream(spec.request, self.feed, self._conductor.summary)
+        self._streams[spec.request] = stream
+        self.feed(Submitted(spec))
+        if stream.has_ended and stream.failure is not None:
+            raise stream.failure
+        return stream
+
+    # ---- warm-up
+
+    def _consider_warm_up(self) -> None:
+        if self.became_ready.is_set() or self._warm_up is not None:
+            return
+        if self.ready().phase == "warming_up":
+            self._warm_up = asyncio.get_running_loop().create_task(self._run_warm_up())
+
+    async def _run_warm_up(self) -> None:
+        """One short generation over the way that requests take; again a little later if it fails."""
+        self._num_warm_ups += 1
+        num_tokens = min(2 * self._block_size + 1, (self.max_model_len() or 1) - WARM_UP_TOKENS)
+        spec = RequestSpec(
+            request=RequestId(f"warm-up-{self._num_warm_ups}"),
+            token_ids=tuple(position % 8 for position in range(max(1, num_tokens))),
+            sampling=SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0),
+            cache_salt="warm-up",
+            deadline_s=WARM_UP_DEADLINE_S,
+        )
+        try:
+            stream = self._submit(spec)
+            async for delivery in stream:
+                if isinstance(delivery, Failed):
+                    raise delivery.error
+        except BatonError as error:
+            logger.warning("warm-up %d failed, next in %g s: %s", self._num_warm_ups, WARM_UP_RETRY_S, error)
+            self._warm_up = asyncio.get_running_loop().call_later(WARM_UP_RETRY_S, self._warm_up_again)
+            return
+        summary = stream.summary()
+        logger.info("ready: warm-up took %.3f s to its first token", summary.ttft_s)
+        self._judge.is_warm = True
+        self._warm_up = None
+        self.became_ready.set()
+
+    def _warm_up_again(self) -> None:
+        self._warm_up = None
+        self._consider_warm_up()
+
+    # ---- pictures
+
+    def _status(self, worker: WorkerId) -> WorkerStatus:
+        register = self._conductor.workers.register(worker)
+        state, is_stuck, load = self._conductor.workers.state(worker)
+        return WorkerStatus(
+            worker=worker,
+            role=register.role,
+            epoch=register.epoch,
+            pid=register.pid,
+            state="stuck" if is_stuck else state.value,
+            load=load,
+            heartbeat_age_s=self.links.silence_s(worker),
+        )
+
+
+def _log(life: Lifecycle) -> None:
+    """Trouble is told; the rest is for those who look for it."""
+    level = logging.WARNING if life.event in _TROUBLE else logging.DEBUG
+    if logger.isEnabledFor(level):
+        where, detail = life.worker or "-", life.detail or "-"
+        logger.log(level, "%s %s worker=%s %s", life.request, life.event.name, where, detail)

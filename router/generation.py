@@ -1,0 +1,227 @@
+"""One prompt in flight, from acceptance to accounting, and the set of all of them.
+
+1. `Generation` wraps the conductor's stream: deliveries in, text pieces out.
+2. It ends exactly once, in one of four ways: a finish reason from the worker, a stop string (told to the
+   conductor with `finish`), a failure, or `end` from outside (the client left, the server stops).
+3. `close` makes sure that nothing runs on unwatched and writes the request's one metrics record.
+
+`InFlight` knows every open reply, so that a stopping server can wait for them, or end them with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from cluster.clock import Clock
+from cluster.errors import (
+    DeadlineExceeded,
+    InternalError,
+    NotReady,
+    Overloaded,
+    RequestError,
+    WorkerLost,
+)
+from cluster.metrics import Metrics, Outcome, RequestRecord
+from cluster.sampling import FinishReason
+from router.asgi import ClientLeft
+from router.delivery import Failed, RequestStream, RequestSummary
+from router.output import ChoiceOutput, Piece, TokenEntry
+from router.reply import Choice, Usage
+
+_OUTCOMES: tuple[tuple[type[BaseException], Outcome], ...] = (
+    (ClientLeft, Outcome.CLIENT_LEFT),
+    (RequestError, Outcome.INVALID),
+    (Overloaded, Outcome.OVERLOADED),
+    (NotReady, Outcome.NOT_READY),
+    (DeadlineExceeded, Outcome.DEADLINE),
+    (WorkerLost, Outcome.WORKER_LOST),
+)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    return next((outcome for kind, outcome in _OUTCOMES if isinstance(error, kind)), Outcome.ERROR)
+
+
+class Generation:
+    """One choice being generated; read by one task, ended by any."""
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        output: ChoiceOutput,
+        prompt_ids: tuple[int, ...],
+        *,
+        index: int,
+        arrived_s: float,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._stream = stream
+        self._deliveries = stream.__aiter__()
+        self._output = output
+        self._prompt_ids = prompt_ids
+        self._index = index
+        self._arrived_s = arrived_s
+        self._clock = clock
+        self._metrics = metrics
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._ended_by: Exception | None = None
+        self._outcome: Outcome | None = None
+        self._closed = False
+
+    @property
+    def last_progress_s(self) -> float:
+        """When it last brought tokens (or came), on the app's clock."""
+        return self._arrived_s if self._last_s is None else self._last_s
+
+    async def next_piece(self) -> Piece:
+        """The next text; the last piece carries the finish reason.
+
+        Raises:
+            BatonError: the request failed.
+            ClientLeft: or whatever else `end` was called with.
+        """
+        delivery = await anext(self._deliveries, None)
+        if self._ended_by is not None:
+            raise self._failed(self._ended_by)
+        if delivery is None:
+            raise self._failed(InternalError("the token stream ended without a finish reason"))
+        if isinstance(delivery, Failed):
+            raise self._failed(delivery.error)
+        self._observe_delivery()
+        piece = self._output.push(delivery.outputs, delivery.finish_reason)
+        if piece.finish_reason is not None:
+            if delivery.finish_reason is None:
+                self._stream.finish()
+            self._outcome = Outcome.STOP if piece.finish_reason is FinishReason.STOP else Outcome.LENGTH
+        return piece
+
+    async def collect(self) -> Choice:
+        """All pieces put together. Raises as `next_piece`."""
+        texts: list[str] = []
+        entries: list[TokenEntry] = []
+        while True:
+            piece = await self.next_piece()
+            texts.append(piece.text)
+            entries.extend(piece.entries)
+            if piece.finish_reason is not None:
+                whole = Piece("".join(texts), tuple(entries), piece.finish_reason)
+                return Choice(self._index, self._prompt_ids, whole)
+
+    def end(self, reason: Exception) -> None:
+        """End it from outside: the reader gets `reason`. Does nothing when it is over."""
+        if self._outcome is None and self._ended_by is None:
+            self._ended_by = reason
+            self._stream.abort("client left" if isinstance(reason, ClientLeft) else str(reason))
+
+    def close(self) -> None:
+        """Let go of it; aborts it if it is not over. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._outcome is None:
+            if self._ended_by is None:
+                self._stream.abort("the reply was given up")
+            self._outcome = outcome_of(self._ended_by) if self._ended_by else Outcome.ERROR
+        self._metrics.observe_request(self._record(self._outcome))
+
+    def summary(self) -> RequestSummary:
+        return self._stream.summary()
+
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage(len(self._prompt_ids), self._output.num_tokens, self._stream.summary().cached_tokens)
+
+    def _failed(self, error: Exception) -> Exception:
+        self._outcome = outcome_of(error)
+        return error
+
+    def _observe_delivery(self) -> None:
+        now = self._clock.now()
+        if self._last_s is None:
+            self._first_s = now
+        else:
+            self._metrics.observe_token_gap(now - self._last_s)
+        self._last_s = now
+
+    def _record(self, outcome: Outcome) -> RequestRecord:
+        summary = self._stream.summary()
+        answered = self._first_s is not None
+        local = summary.prefill_worker == summary.decode_worker
+        tpot_s = None
+        if self._first_s is not None and self._last_s is not None and self._output.num_tokens > 1:
+            tpot_s = (self._last_s - self._first_s) / (self._output.num_tokens - 1)
+        return RequestRecord(
+            outcome=outcome,
+            num_prompt_tokens=len(self._prompt_ids),
+            num_cached_tokens=summary.cached_tokens,
+            num_generated_tokens=self._output.num_tokens,
+            num_attempts=summary.attempts,
+            e2e_s=self._clock.now() - self._arrived_s,
+            ttft_s=summary.ttft_s if answered else None,
+            tpot_s=tpot_s,
+            queue_s=summary.queue_s if answered else None,
+            prefill_s=summary.prefill_s if answered else None,
+            kv_transfer_s=summary.kv_transfer_s if answered and not local else None,
+            decode_s=summary.decode_s if answered else None,
+            local_prefill=local,
+        )
+
+
+def total_usage(generations: Sequence[Generation]) -> Usage:
+    """Of all choices of one reply."""
+    usages = [generation.usage() for generation in generations]
+    return Usage(
+        sum(usage.num_prompt_tokens for usage in usages),
+        sum(usage.num_generated_tokens for usage in usages),
+        sum(usage.num_cached_tokens for usage in usages),
+    )
+
+
+class InFlight:
+    """Every reply that is being written. One per app, on its event loop."""
+
+    def __init__(self) -> None:
+        self._generations: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    @contextmanager
+    def hold(self, generations: Sequence[Generation]) -> Iterator[None]:
+        """Count these while the reply is written; closes them at the end, whatever happened."""
+        self._generations.update(generations)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            for generation in generations:
+                generation.close()
+            self._generations.difference_update(generations)
+            if not self._generations:
+                self._idle.set()
+
+    async def drain(self, grace_s: float, end_within_s: float) -> bool:
+        """Refuse new requests, let the open ones finish within `grace_s`, then end them with an error and
+        give them `end_within_s` to say so. Whether all finished by themselves."""
+        self.draining = True
+        if await self._becomes_idle(grace_s):
+            return True
+        for generation in list(self._generations):
+            generation.end(NotReady("The server stopped before the request was complete."))
+        await self._becomes_idle(end_within_s)
+        return False
+
+    async def _becomes_idle(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True

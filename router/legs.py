@@ -1,0 +1,317 @@
+"""The two legs of an attempt: what it holds on its workers, what they are told, what they answer.
+
+1. `reserve`: claims on both workers in the book, RESERVE to D.
+2. `take` each message of the attempt's workers and say what it means for the request (`Progress`,
+   `NotTaken`, `Broken`), or that it comes out of turn (None). A grant sends PREFILL to P and enters the
+   lease. `overdue` says what it means that no message came in time.
+3. `let_go`: claims and lease are dropped, and whoever may hold state is told.
+
+Part of the conductor, which decides what becomes of the request; states move here only forward, within one
+attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.block_hash import hash_blocks
+from cluster.errors import BatonError, InternalError
+from cluster.ids import Attempt, WorkerId
+from cluster.request import LifecycleEvent, RequestState
+from cluster.sampling import FinishReason, TokenOutput
+from cluster.wire.messages import (
+    Abort,
+    AttemptFailed,
+    Committed,
+    Finish,
+    FirstToken,
+    Grant,
+    Nack,
+    NackReason,
+    Prefill,
+    Reserve,
+    TokenRow,
+)
+from router.attempt import AttemptRecord, LiveRequest, Order
+from router.conductor_io import Action, Lifecycle, Send
+from router.config import ConductorConfig
+from router.leases import LeaseKeeper
+from router.outcome import error_of_failed_attempt, worker_lost
+from router.policy import Placement
+from router.view import InFlight, WorkerBook
+
+_S = RequestState
+_E = LifecycleEvent
+
+AttemptMessage = Grant | Nack | FirstToken | Committed | AttemptFailed | TokenRow
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The attempt goes on: `outputs` are the client's next tokens, and something is due within `wait_s`."""
+
+    wait_s: float
+    outputs: Sequence[TokenOutput] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotTaken:
+    """The decode worker has no room; nothing is held anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The attempt cannot go on. `detail` is for logs."""
+
+    cause: BatonError
+    culprit: WorkerId
+    detail: str
+    retryable: bool
+
+
+Verdict = Progress | NotTaken | Broken
+
+
+class Legs:
+    """Owns the leases; keeps the book's claims equal to what live attempts hold."""
+
+    def __init__(self, config: ConductorConfig, workers: WorkerBook, emit: Callable[[Action], None]) -> None:
+        self._config = config
+        self._workers = workers
+        self._emit = emit
+        self.leases = LeaseKeeper()
+
+    def reserve(self, live: LiveRequest, placement: Placement, now: float) -> Progress:
+        """Start the next attempt where it was placed."""
+        live.num_reserves += 1
+        attempt = AttemptRecord(
+            number=Attempt(live.num_reserves),
+            base=len(live.output_ids),
+            decode=placement.decode,
+            prefill=placement.prefill,
+            predicted_ttft_s=placement.predicted_ttft_s,
+        )
+        live.attempt = attempt
+        live.last_prefill, live.last_decode = attempt.prefiller, attempt.decode
+        local_tokens = placement.prefill_tokens
+        if attempt.prefill is not None:
+            self._workers.place(attempt.prefill, live.request, InFlight(placement.prefill_tokens, 0))
+            self._workers.believe_cached(attempt.prefill, live.hashes)
+            local_tokens = 0
+        self._workers.place(attempt.decode, live.request, InFlight(local_tokens, placement.decode_blocks))
+        self._workers.believe_cached(attempt.decode, live.hashes)
+        reserve = Reserve(
+            request=live.request,
+            attempt=attempt.number,
+            token_ids=live.input_ids(),
+            num_prompt_tokens=len(live.spec.token_ids),
+            sampling=live.spec.sampling,
+            cache_salt=live.spec.cache_salt,
+            lease_ttl_s=self._config.lease_ttl_s,
+            local=attempt.prefill is None,
+        )
+        self._emit(Send(attempt.decode, reserve))
+        self._record(live, _E.PLACED, attempt.decode, now)
+        return Progress(self._config.reserve_timeout_s)
+
+    def take(
+        self, worker: WorkerId, live: LiveRequest, message: AttemptMessage, now: float
+    ) -> Verdict | None:
+        """What a message means for the request; None if it is stale, doubled or out of turn."""
+        attempt = live.attempt
+        if attempt is None or attempt.number != message.attempt:
+            return None
+        is_decode = worker == attempt.decode
+        match message:
+            case TokenRow() if is_decode:
+                return self._take_row(live, attempt, message)
+            case FirstToken() if worker == attempt.prefiller:
+                return self._take_first_token(live, attempt, message, now)
+            case Committed() if is_decode:
+                return self._take_committed(live, attempt, message, now)
+            case Grant() if is_decode and live.state is _S.QUEUED:
+                return self._take_grant(live, attempt, message, now)
+            case Nack() if is_decode and live.state is _S.QUEUED:
+                return self._take_nack(live, attempt, message)
+            case AttemptFailed() if worker in (attempt.decode, attempt.prefill):
+                return self._take_failure(worker, attempt, message)
+            case _:
+                return None
+
+    def overdue(self, live: LiveRequest, attempt: AttemptRecord) -> Broken:
+        """What the attempt waited for did not come in time."""
+        culprit, missing = attempt.decode, "no token in time"
+        if live.state is _S.QUEUED:
+            missing = "RESERVE not answered in time"
+        elif not attempt.has_first_token:
+            culprit, missing = attempt.prefiller, "no first token in time"
+        elif live.state is _S.STREAMING_KV:
+            culprit, missing = attempt.prefiller, f"KV not committed to {attempt.decode} in time"
+        return Broken(worker_lost(), culprit, f"{culprit}: {missing}", retryable=True)
+
+    def let_go(self, live: LiveRequest, abort_reason: str | None) -> None:
+        """End the attempt, if any: whoever may hold state of it and is still here is told, with FINISH (no
+        reason) or ABORT."""
+        attempt = live.attempt
+        if attempt is None:
+            return
+        live.attempt = None
+        if attempt.lease is not None:
+            self.leases.drop(attempt.decode, attempt.lease)
+        legs = ((attempt.prefill, attempt.prefill_holds), (attempt.decode, attempt.decode_holds))
+        for worker, holds in legs:
+            if worker is None:
+                continue
+            if holds and self._workers.epoch(worker) is not None:
+                self._emit(Send(worker, _farewell(live, attempt, abort_reason)))
+            self._workers.remove(worker, live.request)
+
+    def remember(self, live: LiveRequest) -> None:
+        """A request is complete: the next turn of the chat finds prompt and answer where it was decoded."""
+        if live.attempt is not None:
+            register = self._workers.register(live.attempt.decode)
+            block_size, salt = register.geometry.block_size, live.spec.cache_salt
+            hashes = hash_blocks(live.input_ids(), block_size, register.fingerprint, salt)
+            self._workers.believe_cached(register.worker, hashes)
+
+    # ---- one message each
+
+    def _take_grant(self, live: LiveRequest, attempt: AttemptRecord, grant: Grant, now: float) -> Progress:
+        live.move(_S.RESERVED)
+        attempt.lease = grant.lease
+        self.leases.add(attempt.decode, grant.lease, grant.ttl_s, now)
+        self._record(live, _E.GRANTED, attempt.decode, now)
+        live.move(_S.PREFILLING)
+        if live.prefill_sent_at is None:
+            live.prefill_sent_at = now
+        if attempt.prefill is not None:
+            decode = self._workers.register(attempt.decode)
+            assert decode.kv_address is not None  # the driver refuses a decode worker without one
+            prefill = Prefill(
+                request=live.request,
+                attempt=attempt.number,
+                token_ids=live.input_ids(),
+                num_prompt_tokens=len(live.spec.token_ids),
+                sampling=live.spec.sampling,
+                cache_salt=live.spec.cache_salt,
+                decode_worker=attempt.decode,
+                decode_epoch=decode.epoch,
+                kv_address=decode.kv_address,
+                lease=grant.lease,
+                skip_tokens=grant.cached_tokens,
+            )
+            attempt.prefill_holds = True
+            self._emit(Send(attempt.prefill, prefill))
+        self._record(live, _E.PREFILL_SENT, attempt.prefiller, now)
+        return Progress(self._config.prefill_timeout_s + 4 * attempt.predicted_ttft_s)
+
+    def _take_nack(self, live: LiveRequest, attempt: AttemptRecord, nack: Nack) -> NotTaken:
+        live.attempt = None
+        live.retry_after_s = nack.retry_after_s
+        if nack.reason is NackReason.TOO_LARGE:
+            live.too_large_for.add(attempt.decode)
+            self._workers.remove(attempt.decode, live.request)
+        else:
+            whatever_size = nack.reason is not NackReason.NO_BLOCKS
+            self._workers.refused(attempt.decode, live.request, whatever_size=whatever_size)
+        if attempt.prefill is not None:
+            self._workers.remove(attempt.prefill, live.request)
+        return NotTaken()
+
+    def _take_first_token(
+        self, live: LiveRequest, attempt: AttemptRecord, message: FirstToken, now: float
+    ) -> Progress | None:
+        is_committed = live.state is _S.DECODING
+        if attempt.has_first_token or not (is_committed or live.state is _S.PREFILLING):
+            return None
+        attempt.has_first_token = True
+        self._workers.prefilled(attempt.prefiller, live.request)
+        if live.first_token_at is None:
+            live.note_first_token(message, now)
+            self._record(live, _E.FIRST_TOKEN, attempt.prefiller, now)
+        wait_s = self._config.decode_silence_s
+        if attempt.prefill is None:
+            if message.finish_reason is not None:
+                attempt.decode_holds = False
+            self._start_decoding(live, attempt, None, now)
+        elif is_committed:
+            self._workers.remove(attempt.prefill, live.request)
+        else:
+            live.move(_S.STREAMING_KV)
+            wait_s = self._config.commit_timeout_s
+        early, attempt.early = attempt.early, []
+        return Progress(wait_s, [message.output, *early], message.finish_reason or attempt.early_finish)
+
+    def _take_committed(
+        self, live: LiveRequest, attempt: AttemptRecord, message: Committed, now: float
+    ) -> Progress | None:
+        if attempt.prefill is None:  # a local prefill commits with its first token
+            return Progress(self._config.decode_silence_s) if attempt.has_first_token else None
+        if live.state not in (_S.PREFILLING, _S.STREAMING_KV):
+            return None
+        attempt.prefill_holds = False
+        self._start_decoding(live, attempt, message, now)
+        if not attempt.has_first_token:  # it is under way on P's stream, which may still break
+            return Progress(self._config.first_token_timeout_s)
+        self._workers.remove(attempt.prefill, live.request)
+        return Progress(self._config.decode_silence_s)
+
+    def _take_row(self, live: LiveRequest, attempt: AttemptRecord, row: TokenRow) -> Verdict | None:
+        if live.state is not _S.DECODING:
+            detail = f"{attempt.decode}: tokens before the request was committed"
+            return Broken(InternalError(_OUT_OF_ORDER), attempt.decode, detail, retryable=True)
+        order, new = attempt.take_row(row)
+        if order is Order.GAP:
+            detail = f"{attempt.decode}: a token is missing before index {row.index} of the attempt"
+            return Broken(InternalError(_OUT_OF_ORDER), attempt.decode, detail, retryable=True)
+        if order is Order.DUPLICATE:
+            return None
+        if row.finish_reason is not None:
+            attempt.decode_holds = False
+        if not attempt.has_first_token:
+            attempt.early.extend(new)
+            attempt.early_finish = row.finish_reason
+            return Progress(self._config.first_token_timeout_s)
+        return Progress(self._config.decode_silence_s, new, row.finish_reason)
+
+    def _take_failure(self, worker: WorkerId, attempt: AttemptRecord, failure: AttemptFailed) -> Broken:
+        if worker == attempt.decode:
+            attempt.decode_holds = False
+        if worker == attempt.prefill:
+            attempt.prefill_holds = False
+        detail = f"{worker}: {failure.code}: {failure.message}"
+        return Broken(error_of_failed_attempt(failure), worker, detail, failure.retryable)
+
+    # ---- small parts
+
+    def _start_decoding(
+        self, live: LiveRequest, attempt: AttemptRecord, committed: Committed | None, now: float
+    ) -> None:
+        """KV is complete on D: it was committed, or never had to move."""
+        live.move(_S.DECODING)
+        if live.decode_started_at is None:
+            live.decode_started_at = now
+        self._emit(
+            Lifecycle(
+                live.request,
+                _E.DECODE_STARTED,
+                now,
+                worker=attempt.decode,
+                kv_bytes=0 if committed is None else committed.kv_bytes,
+                kv_transfer_s=0.0 if committed is None else committed.kv_transfer_s,
+            )
+        )
+
+    def _record(self, live: LiveRequest, event: LifecycleEvent, worker: WorkerId, now: float) -> None:
+        self._emit(Lifecycle(live.request, event, now, worker=worker))
+
+
+_OUT_OF_ORDER = "A decode worker sent tokens out of order."
+
+
+def _farewell(live: LiveRequest, attempt: AttemptRecord, abort_reason: str | None) -> Finish | Abort:
+    if abort_reason is None:
+        return Finish(request=live.request, attempt=attempt.number)
+    return Abort(request=live.request, attempt=attempt.number, reason=abort_reason)

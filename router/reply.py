@@ -1,0 +1,145 @@
+"""What chat and text replies share: usage, timings, token texts, and the frame around a streamed chunk.
+
+A streamed chunk is bytes put together from parts that are made once per request (`ChunkFrame`); only the
+delta text goes through a JSON encoder, so a token costs about a microsecond here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from cluster.detokenizer import TokenSource
+from cluster.sampling import FinishReason
+from router.delivery import RequestSummary
+from router.output import Piece
+
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """What the client wants to see beside the text. `num_logprobs` None = no log-probabilities."""
+
+    num_logprobs: int | None = None
+    return_token_ids: bool = False
+    timings: bool = False
+    include_usage: bool = False  # streams only: a usage chunk at the end
+    continuous_usage: bool = False  # streams only: usage in every chunk
+
+    @property
+    def keep_entries(self) -> bool:
+        return self.num_logprobs is not None or self.return_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_generated_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A whole answer: every piece of one choice put together."""
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    whole: Piece
+
+
+class ReplyFormat(Protocol):
+    """The wire format of one reply, chat or text; `finish_reason` of a piece ends the choice."""
+
+    def opening(self) -> bytes:
+        """What precedes the first delta of a stream (chat's role chunk), or nothing."""
+        ...
+
+    def delta(self, piece: Piece, usage: Usage | None) -> bytes:
+        """One chunk of a stream."""
+        ...
+
+    def closing(self, reason: FinishReason, usage: Usage, summary: RequestSummary) -> bytes:
+        """The finish chunk, the usage chunk if asked for, and `[DONE]`."""
+        ...
+
+    def body(self, choices: Sequence[Choice], usage: Usage, summaries: Sequence[RequestSummary]) -> bytes:
+        """The whole reply at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFrame:
+    """The unchanging parts of every chunk of one stream: `head` up to the choice, `tail` after it."""
+
+    head: bytes
+    no_choice: bytes
+
+    @classmethod
+    def of(cls, reply_id: str, object_name: str, created: int, model: str) -> ChunkFrame:
+        fields = {"id": reply_id, "object": object_name, "created": created, "model": model}
+        opened = b"data: " + orjson.dumps(fields)[:-1]
+        return cls(opened + b',"choices":[{"index":0,', opened + b',"choices":[]')
+
+    def choice(self, fields: bytes, extra: bytes = b"") -> bytes:
+        """A chunk with one choice. `extra` starts with a comma or is empty."""
+        return b"%b%b}]%b}\n\n" % (self.head, fields, extra)
+
+    def closing(self, choice_fields: bytes, options: ReplyOptions, usage: Usage, timings: bytes) -> bytes:
+        """The last chunks: finish, usage if asked for, end mark. Timings ride in the last one with JSON."""
+        usage_field = b',"usage":' + orjson.dumps(usage.as_json())
+        finish_extra = usage_field if options.continuous_usage else b""
+        if not options.include_usage:
+            return self.choice(choice_fields, finish_extra + timings) + DONE
+        usage_chunk = b"%b%b%b}\n\n" % (self.no_choice, usage_field, timings)
+        return self.choice(choice_fields, finish_extra) + usage_chunk + DONE
+
+
+def timings_json(summary: RequestSummary) -> dict[str, Any]:
+    """Where the time went, in milliseconds; equal workers mean that the prefill was local."""
+    return {
+        "queue_ms": _ms(summary.queue_s),
+        "prefill_ms": _ms(summary.prefill_s),
+        "kv_transfer_ms": _ms(summary.kv_transfer_s),
+        "decode_ms": _ms(summary.decode_s),
+        "ttft_ms": _ms(summary.ttft_s),
+        "attempts": summary.attempts,
+        "prefill_worker": summary.prefill_worker,
+        "decode_worker": summary.decode_worker,
+    }
+
+
+def timings_field(options: ReplyOptions, summary: RequestSummary) -> bytes:
+    return b',"timings":' + orjson.dumps(timings_json(summary)) if options.timings else b""
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def finite(logprob: float | None) -> float:
+    """A log-probability as JSON can hold it."""
+    if logprob is None or not logprob > MIN_LOGPROB:  # also NaN
+        return MIN_LOGPROB
+    return logprob
+
+
+def token_text(tokenizer: TokenSource, token_id: int) -> str:
+    """A token on its own: its text, or its bytes spelled out where they are not whole characters."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,206 @@
+"""The public request schema: strict types and ranges, one error for the first field at fault.
+
+1. `parse_json`: bytes → object. NaN, Infinity and numbers beyond a double are not JSON and are refused.
+2. `fields.screen_fields`: nulls dropped; unknown, unsupported and internal fields refused.
+3. `parse_request`: a pydantic model in strict mode (no numbers in strings, no booleans or fractions for
+   integers); its first complaint becomes an `InvalidRequest` that names the field.
+
+Ranges that need the model (vocabulary, context) are checked where the request is built, in `router.job`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+
+from cluster.errors import InvalidRequest
+from router.fields import screen_fields
+from router.messages import ChatMessage, parse_messages
+from router.prompts import Prompt, parse_prompts
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_LISTED_IDS = 1024
+_INT64 = 2**63
+
+Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
+PositiveInt = Annotated[int, Field(ge=1, lt=_INT64)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=_INT64)]], Field(min_length=1, max_length=MAX_LISTED_IDS)
+]
+
+
+def _real(low: float, high: float, *, exclusive: bool = False) -> Any:
+    bound = Field(gt=low, le=high) if exclusive else Field(ge=low, le=high)
+    return Annotated[float, Field(allow_inf_nan=False), bound]
+
+
+def _parse_stop(value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise InvalidRequest("`stop` must be a string or a list of strings.", param="stop")
+    if "" in strings:
+        raise InvalidRequest("`stop` must not contain an empty string.", param="stop")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"`stop` may have at most {MAX_STOP_STRINGS} strings.", param="stop")
+    return tuple(dict.fromkeys(strings))
+
+
+def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise InvalidRequest("`logit_bias` must be an object of token id to bias.", param="logit_bias")
+    if len(value) > MAX_LISTED_IDS:
+        raise InvalidRequest(f"`logit_bias` may have at most {MAX_LISTED_IDS} entries.", param="logit_bias")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        shown = f"logit_bias.{key[:32]}"
+        if not (key.isascii() and key.isdigit() and len(key) < 19):
+            raise InvalidRequest("Keys of `logit_bias` must be token ids.", param=shown)
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise InvalidRequest("Values of `logit_bias` must be numbers from -100 to 100.", param=shown)
+        biases[int(key)] = float(bias)
+    return tuple(biases.items())
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Nested nulls, too, count as "not sent"."""
+    return (
+        {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+    )
+
+
+class GenerationRequest(BaseModel):
+    """What chat and text completions share. None = not sent: the model's default decides."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    model: str | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    temperature: _real(0, 2) | None = None  # type: ignore[valid-type]
+    top_p: _real(0, 1, exclusive=True) | None = None  # type: ignore[valid-type]
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: _real(0, 1) | None = None  # type: ignore[valid-type]
+    presence_penalty: _real(-2, 2) = 0.0  # type: ignore[valid-type]
+    frequency_penalty: _real(-2, 2) = 0.0  # type: ignore[valid-type]
+    repetition_penalty: _real(0, 1e6, exclusive=True) | None = None  # type: ignore[valid-type]
+    seed: Int | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = ()
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_LISTED_IDS)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_LISTED_IDS)] = []
+    allowed_token_ids: TokenIds | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_parse_logit_bias)] = ()
+    stream: bool = False
+    stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
+    return_token_ids: bool = False
+    timings: bool = False
+
+
+class PromptFields(BaseModel):
+    """How a conversation becomes a prompt: shared by chat and by `/tokenize`."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    messages: Annotated[tuple[ChatMessage, ...], PlainValidator(parse_messages)]
+    add_generation_prompt: bool | None = None  # None: true, unless the final message is continued
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatRequest(PromptFields, GenerationRequest):
+    add_special_tokens: bool = False  # chat templates write the special tokens themselves
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts)]
+    add_special_tokens: bool = True
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeTextRequest(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(PromptFields):
+    model: str | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+Request = TypeVar("Request", bound=BaseModel)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The request body as a JSON object.
+
+    Raises:
+        InvalidRequest: it is not JSON, or not an object.
+    """
+    try:
+        raw = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise InvalidRequest("The request body must be a JSON object.", code="invalid_json")
+    return raw
+
+
+def parse_request(schema: type[Request], raw: dict[str, Any]) -> Request:
+    """A validated request.
+
+    Raises:
+        InvalidRequest: naming the first field at fault.
+    """
+    kept = screen_fields(raw, _field_names(schema))
+    try:
+        return schema.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = _path(first["loc"])
+    reason = "field required" if first["type"] == "missing" else first["msg"][:1].lower() + first["msg"][1:]
+    raise InvalidRequest(f"`{path}`: {reason}.", param=path)
+
+
+@lru_cache
+def _field_names(schema: type[BaseModel]) -> frozenset[str]:
+    return frozenset(schema.model_fields)
+
+
+def _path(location: Sequence[int | str]) -> str:
+    path = ""
+    for step in location:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
+    return path

@@ -1,0 +1,104 @@
+"""The HTTP server of a router: bind, serve, stop within a deadline. The one owner of uvicorn.
+
+1. The port is bound before anything else starts, so "in use" is one clear sentence.
+2. uvicorn serves the app until `stop` is set; signals are the launcher's business, not uvicorn's.
+3. Stopping: new requests get 503 at once; open ones may finish within the grace time, then end with an error
+   (an error event and `[DONE]` where a stream is open); then connections close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+
+from cluster.errors import ConfigError
+from router.asgi import Receive, Scope, Send
+from router.generation import InFlight
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_BACKLOG = 2048
+_END_WITHIN_S = 2.0  # for open streams to write their error event
+_CLOSE_WITHIN_S = 2  # for connections to close after that
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address of our own; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address is in use, not ours, or not allowed.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off only where the protocol is given, and accepted sockets inherit it.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            reason = "it is in use by another process; choose another with `--port`"
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from error
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+async def serve_http(
+    app: Application,
+    in_flight: InFlight,
+    host: str,
+    port: int,
+    *,
+    stop: asyncio.Event,
+    grace_s: float = 30.0,
+    on_listening: Callable[[str, int], None] | None = None,
+) -> bool:
+    """Serve until `stop` is set and the open requests (`app.state.in_flight`) are over; whether all of
+    them finished by themselves.
+
+    `on_listening` gets the address as bound, before the first request can be read.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    listener = bind(host, port)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        http="httptools",
+        ws="none",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_CLOSE_WITHIN_S,
+        backlog=_BACKLOG,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        if on_listening is not None:
+            address = listener.getsockname()
+            on_listening(address[0], address[1])
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finished = await in_flight.drain(grace_s, _END_WITHIN_S)
+    finally:
+        stopping.cancel()
+        server.should_exit = True
+        await serving
+        listener.close()
+    return finished

@@ -1,0 +1,140 @@
+"""One router process, from its configuration to its end. Nothing here decides anything.
+
+1. The control address is bound, where workers dial in; the tokenizer is loaded beside.
+2. The HTTP server starts: `/health` answers, `/ready` says what is missing.
+3. Workers register, the warm-up succeeds: `/ready` turns 200 and `on_ready` is called.
+4. `stop` drains: no new requests; what runs finishes within the grace time or ends with an error event; the
+   holders of what is left are told; streams and sockets close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.clock import MonotonicClock
+from cluster.config import RouterConfig
+from cluster.errors import InternalError, ModelError
+from cluster.metrics import new_metrics
+from cluster.preflight import DISTRIBUTION
+from cluster.tokenizer import Tokenizer
+from cluster.tokenizer_config import read_json
+from cluster.wire.messages import WorkerToRouter
+from cluster.wire.stream import listen
+from router.app import create_app
+from router.conductor import Conductor
+from router.config import ConductorConfig
+from router.driver import ConductorDriver
+from router.model_info import ModelInfo, read_sampling_defaults
+from router.readiness import ReadinessJudge
+from router.server import serve_http
+
+logger = logging.getLogger(__name__)
+
+
+async def run(
+    config: RouterConfig, *, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+) -> None:
+    """Serve until `stop` is set and the requests in flight are over.
+
+    Raises:
+        ConfigError: the HTTP address cannot be used.
+        WireError: the control address cannot be used.
+        ModelError: the prepared model has no usable tokenizer.
+        InternalError: the conductor broke; the process should be started anew.
+    """
+    clock = MonotonicClock()
+    conductor = Conductor(ConductorConfig(max_attempts=config.max_attempts, lease_ttl_s=config.lease_ttl_s))
+    driver = ConductorDriver(
+        config.router,
+        conductor,
+        ReadinessJudge(needs_prefill=config.num_prefill > 0),
+        clock,
+        block_size=config.block_size,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+    )
+    listener = await listen(config.control_address, config.token, WorkerToRouter, driver.links.on_stream)
+    logger.info("workers dial %s", listener.address)
+    ending = asyncio.Event()  # of the HTTP server: asked to stop, or broken
+    watches = [
+        asyncio.create_task(_end(stop, driver, ending)),
+        asyncio.create_task(_end(driver.broken, driver, ending)),
+        asyncio.create_task(_announce(driver, on_ready)),
+    ]
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_dir))
+        model = _model_info(config, tokenizer)
+        version = _version()
+        app = create_app(
+            driver,
+            driver,
+            tokenizer,
+            model,
+            new_metrics(version, model.name),
+            version=version,
+            clock=clock,
+        )
+        finished = await serve_http(
+            app,
+            app.state.in_flight,
+            config.host,
+            config.port,
+            stop=ending,
+            grace_s=config.drain_grace_s,
+            on_listening=lambda host, port: logger.info("serving %s on %s port %d", model.name, host, port),
+        )
+        if not finished:
+            logger.warning("drained: some requests did not finish within %g s", config.drain_grace_s)
+    finally:
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        driver.close()
+        await listener.close()
+    if driver.broken.is_set():
+        raise InternalError("The conductor broke; its log has the cause.")
+
+
+async def _end(cause: asyncio.Event, driver: ConductorDriver, ending: asyncio.Event) -> None:
+    await cause.wait()
+    driver.start_draining()
+    ending.set()
+
+
+async def _announce(driver: ConductorDriver, on_ready: Callable[[], None] | None) -> None:
+    await driver.became_ready.wait()
+    if on_ready is not None:
+        on_ready()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
+
+
+def _model_info(config: RouterConfig, tokenizer: Tokenizer) -> ModelInfo:
+    """What clients are told of the model before workers say more."""
+    directory = Path(config.model_dir)
+    values = read_json(directory / "config.json")
+    sizes = [
+        value
+        for name in ("max_position_embeddings", "sliding_window")
+        if isinstance(value := values.get(name), int) and value > 0
+    ]
+    if not sizes:
+        raise ModelError(f"no `max_position_embeddings` in {directory / 'config.json'}")
+    vocab_size = values.get("vocab_size")
+    return ModelInfo(
+        name=config.served_model_name,
+        root=config.served_model_name,
+        created=int(time.time()),
+        vocab_size=vocab_size if isinstance(vocab_size, int) else tokenizer.vocab_size,
+        max_model_len=min(sizes),
+        defaults=read_sampling_defaults(directory),
+    )

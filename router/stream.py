@@ -1,0 +1,146 @@
+"""A reply as server-sent events: ready bytes straight to ASGI, one `send` per delivery of tokens.
+
+1. Nothing is sent until the first token: a request that fails before it gets a real HTTP status.
+2. First token: status, headers, the opening (chat's role chunk) and the first delta, in one go.
+3. Then one chunk per delivery, however many tokens it has; the last one goes out together with the finish
+   chunk, the usage chunk if asked for, and `[DONE]`.
+4. A companion task waits for the client to leave (the generation ends at once, its blocks are freed), and
+   sends `: ping` after every 15 seconds of silence, which starts the response if no token did. It also gives
+   up on a cluster that stays silent and on a client that does not read.
+5. A failure after the start is an error event, then `[DONE]`; the response always closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from cluster.errors import DeadlineExceeded
+from router.asgi import ClientLeft, HeaderList, Receive, Send, until_disconnect
+from router.generation import Generation
+from router.openai_errors import error_body, public_error
+from router.output import Piece
+from router.reply import DONE, ReplyFormat, ReplyOptions
+
+SSE_HEADERS: HeaderList = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+PING = b": ping\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a reply waits, in seconds. `silence_s` is the backstop behind the conductor's own deadlines;
+    `stalled_client_s` is how long a client may leave its socket unread."""
+
+    heartbeat_s: float = 15.0
+    silence_s: float = 600.0
+    stalled_client_s: float = 120.0
+
+
+class StreamReply:
+    """One streamed reply; `run` once."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        wire: ReplyFormat,
+        options: ReplyOptions,
+        *,
+        request_id: str,
+        patience: Patience,
+        send: Send,
+    ) -> None:
+        self._generation = generation
+        self._wire = wire
+        self._options = options
+        self._request_id = request_id
+        self._patience = patience
+        self._asgi_send = send
+        self._lock = asyncio.Lock()  # two tasks send
+        self._started = False
+        self._gave_up = False
+        self._now = asyncio.get_running_loop().time
+        self._last_token_s = self._last_sent_s = self._now()
+        self._sending_since_s: float | None = None
+
+    async def run(self, receive: Receive) -> None:
+        """Write the reply until it is complete or the client has left.
+
+        Raises:
+            BatonError: it failed before anything was sent; the caller answers.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        companion = asyncio.create_task(self._accompany(receive, task))
+        try:
+            await self._write()
+        except ClientLeft:
+            return
+        except asyncio.CancelledError:
+            if not self._gave_up:
+                raise
+            task.uncancel()
+        except Exception as error:
+            if not self._started:
+                raise
+            event = b"data: " + error_body(public_error(error, self._request_id)) + b"\n\n"
+            await self._send(event + DONE, more=False)
+        finally:
+            companion.cancel()
+            await asyncio.gather(companion, return_exceptions=True)
+
+    async def _write(self) -> None:
+        generation, wire = self._generation, self._wire
+        prefix = wire.opening()
+        while True:
+            piece = await generation.next_piece()
+            self._last_token_s = self._now()
+            if piece.finish_reason is not None:
+                chunk = self._chunk(piece) if piece.text or piece.entries else b""
+                closing = wire.closing(piece.finish_reason, generation.usage(), generation.summary())
+                await self._send(prefix + chunk + closing, more=False)
+                return
+            if prefix or piece.text or piece.entries:
+                await self._send(prefix + self._chunk(piece))
+                prefix = b""
+
+    def _chunk(self, piece: Piece) -> bytes:
+        usage = self._generation.usage() if self._options.continuous_usage else None
+        return self._wire.delta(piece, usage)
+
+    async def _send(self, data: bytes, *, more: bool = True) -> None:
+        async with self._lock:
+            self._sending_since_s = self._now()
+            if not self._started:
+                self._started = True
+                await self._asgi_send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+            await self._asgi_send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sending_since_s = None
+            self._last_sent_s = self._now()
+
+    async def _accompany(self, receive: Receive, writer: asyncio.Task[None]) -> None:
+        """See 4. in the module's docstring; `writer` is the task in `_write`."""
+        patience = self._patience
+        while True:
+            try:
+                async with asyncio.timeout_at(self._last_sent_s + patience.heartbeat_s):
+                    await until_disconnect(receive)
+                self._generation.end(ClientLeft())
+                return
+            except TimeoutError:
+                now = self._now()
+            if self._sending_since_s is not None:
+                if now - self._sending_since_s > patience.stalled_client_s:
+                    self._generation.end(ClientLeft())
+                    self._gave_up = True
+                    writer.cancel()
+                    return
+                self._last_sent_s = now  # look again after the next interval
+            elif now - self._last_token_s > patience.silence_s:
+                self._generation.end(DeadlineExceeded("The cluster made no progress with the request."))
+                return
+            elif now - self._last_sent_s >= patience.heartbeat_s:
+                await self._send(PING)

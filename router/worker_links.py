@@ -1,0 +1,166 @@
+"""The streams of workers: who is let in, what comes in, who is still alive.
+
+Life of a link:
+
+1. A worker dials; the stream is authenticated before it gets here. Its first message must be `Register`, in
+   time.
+2. It is refused with a reason (`router.registration`), or welcomed and fed to the conductor as
+   `WorkerJoined`. A newer process of the same name takes the place of the older.
+3. Every message goes to the conductor, in order, and is a sign of life. None for `missed_heartbeats`
+   intervals: the process hangs, its stream is cut.
+4. The end of the stream, whatever its cause, is `WorkerGone`, exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.errors import ProtocolError, WireError
+from cluster.ids import Epoch, RouterId, WorkerId
+from cluster.wire.messages import Refused, Register, RouterToWorker, Welcome, WorkerToRouter
+from cluster.wire.stream import Stream
+from router.conductor_io import Event, FromWorker, WorkerGone, WorkerJoined
+from router.registration import refusal
+
+logger = logging.getLogger(__name__)
+
+REGISTER_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class _Link:
+    stream: Stream[WorkerToRouter]
+    register: Register
+    last_sign_at: float
+    watch: asyncio.TimerHandle | None = None
+
+
+class WorkerLinks:
+    """Owns the streams; belongs to one event loop. `feed` takes events for the conductor."""
+
+    def __init__(
+        self,
+        router: RouterId,
+        feed: Callable[[Event], None],
+        *,
+        block_size: int,
+        heartbeat_interval_s: float,
+        missed_heartbeats: int = 3,
+    ) -> None:
+        self._router = router
+        self._feed = feed
+        self._block_size = block_size
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._silence_limit_s = missed_heartbeats * heartbeat_interval_s
+        self._links: dict[WorkerId, _Link] = {}
+        self._epochs: dict[WorkerId, Epoch] = {}  # the latest seen of each name
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def silence_s(self, worker: WorkerId) -> float:
+        """Seconds since the last sign of life of a worker that is here."""
+        return asyncio.get_running_loop().time() - self._links[worker].last_sign_at
+
+    def post(self, worker: WorkerId, message: RouterToWorker) -> None:
+        """Send without waiting; dropped if the worker is gone, whose `WorkerGone` is then on its way.
+
+        Raises:
+            ProtocolError: the message is too long for the wire.
+        """
+        link = self._links.get(worker)
+        if link is not None:
+            link.stream.post(message)
+
+    async def on_stream(self, stream: Stream[WorkerToRouter]) -> None:
+        """Serve one stream to its end; the listener closes it then."""
+        register = await self._first_message(stream)
+        if register is None:
+            return
+        present = [link.register for link in self._links.values()]
+        reason = refusal(register, present, self._epochs.get(register.worker), self._block_size)
+        if reason is not None:
+            logger.warning("refused %s epoch %d: %s", register.worker, register.epoch, reason)
+            stream.post(Refused(reason=reason))
+            return
+        link = self._take_in(stream, register)
+        end = "it closed its stream"
+        try:
+            async for message in stream:
+                if self._links.get(register.worker) is not link:
+                    return  # replaced, or cut as hung
+                link.last_sign_at = asyncio.get_running_loop().time()
+                if isinstance(message, Register):
+                    raise ProtocolError(f"{register.worker} registered twice on one stream")
+                if isinstance(message, Refused):
+                    end = f"it refused: {message.reason}"
+                    break
+                self._feed(FromWorker(register.worker, register.epoch, message))
+        except WireError as error:
+            end = str(error)
+            raise
+        finally:
+            self._let_out(link, end)
+
+    def close(self) -> None:
+        """Cut all streams; every worker is gone for the conductor."""
+        for link in list(self._links.values()):
+            link.stream.abort()
+            self._let_out(link, "the router stops")
+
+    async def _first_message(self, stream: Stream[WorkerToRouter]) -> Register | None:
+        try:
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                first = await anext(stream, None)
+        except TimeoutError:
+            logger.warning("stream from %s closed: no Register in %g s", stream.peer, REGISTER_TIMEOUT_S)
+            return None
+        if first is not None and not isinstance(first, Register):
+            raise ProtocolError(f"the first message must be Register, not {type(first).__name__}")
+        return first
+
+    def _take_in(self, stream: Stream[WorkerToRouter], register: Register) -> _Link:
+        link = _Link(stream, register, asyncio.get_running_loop().time())
+        old = self._links.get(register.worker)
+        self._links[register.worker] = link
+        self._epochs[register.worker] = register.epoch
+        if old is not None:
+            if old.watch is not None:
+                old.watch.cancel()
+            old.stream.abort()
+        stream.post(Welcome(router=self._router, heartbeat_interval_s=self._heartbeat_interval_s))
+        logger.info("%s epoch %d joined, pid %d", register.worker, register.epoch, register.pid)
+        self._feed(WorkerJoined(register))
+        self._watch(link, self._silence_limit_s)
+        return link
+
+    def _let_out(self, link: _Link, reason: str) -> None:
+        if link.watch is not None:
+            link.watch.cancel()
+        register = link.register
+        if self._links.get(register.worker) is link:
+            del self._links[register.worker]
+            logger.warning("%s epoch %d is gone: %s", register.worker, register.epoch, reason)
+            self._feed(WorkerGone(register.worker, register.epoch, reason))
+
+    # ---- hung workers
+
+    def _watch(self, link: _Link, in_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + in_s
+        link.watch = loop.call_at(due, self._check, link, due)
+
+    def _check(self, link: _Link, due: float) -> None:
+        now = asyncio.get_running_loop().time()
+        silent_s = now - link.last_sign_at
+        if now - due > self._heartbeat_interval_s:
+            # This process was the one that slept: what workers sent meanwhile is still to be read.
+            self._watch(link, self._heartbeat_interval_s)
+        elif silent_s >= self._silence_limit_s:
+            link.stream.abort()
+            self._let_out(link, f"no sign of life for {silent_s:.1f} s")
+        else:
+            self._watch(link, self._silence_limit_s - silent_s)

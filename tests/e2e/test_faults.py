@@ -1,0 +1,227 @@
+"""Faults against real processes: clients that leave, workers that die or hang, pools that overflow.
+
+A tiny model with random weights keeps steps short; everything else is what serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.sse import strict_json
+from tests.support.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.timeout(240)]
+
+POOLS = {"prefill_kv_bytes": 8 << 20, "decode_kv_bytes": 8 << 20, "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def cluster(tiny: Path) -> Iterator[LocalCluster]:
+    with local_cluster(tiny, **POOLS) as running:
+        yield running
+
+
+def body(num_prompt: int, max_tokens: int, **fields: Any) -> dict[str, Any]:
+    rng = random.Random(num_prompt * 1000 + max_tokens)
+    return {
+        "prompt": [rng.randrange(256) for _ in range(num_prompt)],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "timings": True,
+    } | fields
+
+
+def ids(answer: dict[str, Any]) -> list[int]:
+    result: list[int] = answer["choices"][0]["token_ids"]
+    return result
+
+
+class BackgroundStream:
+    """One streamed completion in a thread: its chunks as they came, or how it ended."""
+
+    def __init__(self, cluster: LocalCluster, request: dict[str, Any]) -> None:
+        self._cluster = cluster
+        self._request = request | {"stream": True}
+        self.token_ids: list[int] = []
+        self.error: dict[str, Any] | None = None
+        self.done_mark = False
+        self.timings: dict[str, Any] = {}
+        self.first = threading.Event()
+        self.ended_s = 0.0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with (
+            self._cluster.client() as client,
+            client.stream("POST", "/v1/completions", json=self._request) as reply,
+        ):
+            for line in reply.iter_lines():
+                if line == "data: [DONE]":
+                    self.done_mark = True
+                elif line.startswith("data: "):
+                    event = strict_json(line.removeprefix("data: "))
+                    self.error = event.get("error", self.error)
+                    self.timings = event.get("timings") or self.timings
+                    for choice in event.get("choices", []):
+                        self.token_ids += choice.get("token_ids") or []
+                        self.first.set()
+        self.ended_s = time.monotonic()
+        self.first.set()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "the stream hangs"
+
+
+@pytest.mark.parametrize("wait_for_token", [False, True], ids=["in-prefill", "in-decode"])
+def test_b084_b085_client_that_leaves_frees_both_workers_within_a_second(
+    cluster: LocalCluster, wait_for_token: bool
+) -> None:
+    for repeat in range(5):
+        request = body(1500 + repeat, 500, stream=True)
+        with cluster.client() as client, client.stream("POST", "/v1/completions", json=request) as reply:
+            if wait_for_token:
+                next(line for line in reply.iter_lines() if line)
+        assert cluster.wait_quiet(timeout_s=3.0) < 1.5  # a second, and a heartbeat to tell of it
+
+
+def test_b082_prefill_worker_killed_in_mid_prefill(cluster: LocalCluster) -> None:
+    stream = BackgroundStream(cluster, body(1800, 20))
+    time.sleep(0.02)  # somewhere within its prefill
+    killed_s = time.monotonic()
+    cluster.kill("prefill-0")
+    stream.join(20)
+    expected = ids(cluster.complete(**body(1800, 20)))
+    assert stream.done_mark
+    assert stream.error is None
+    assert stream.token_ids == expected
+    assert stream.ended_s - killed_s < 10
+    cluster.wait_quiet()
+    cluster.restart("prefill-0")
+    cluster.wait_for(lambda: cluster.worker("prefill-0")["epoch"] == 2, 10, "the next epoch")
+    assert ids(cluster.complete(**body(1801, 4))) is not None
+    cluster.wait_quiet()
+
+
+def test_b032_only_decode_worker_killed_while_decoding(cluster: LocalCluster) -> None:
+    stream = BackgroundStream(cluster, body(100, 1500))
+    assert stream.first.wait(10)
+    killed_s = time.monotonic()
+    cluster.kill("decode-0")
+    stream.join(10)
+    assert stream.ended_s - killed_s < 2.5
+    assert stream.error is not None
+    assert stream.error["code"] == "worker_lost"
+    assert stream.done_mark
+    cluster.restart("decode-0")
+    cluster.wait_ready()
+    assert len(ids(cluster.complete(**body(100, 5)))) == 5
+    cluster.wait_quiet()
+
+
+def test_decode_worker_killed_and_another_goes_on_with_the_same_tokens(tiny: Path) -> None:
+    with local_cluster(tiny, decode=2, **POOLS) as cluster:
+        requests = [body(60 + n, 600, temperature=1.0, seed=n, repetition_penalty=1.1) for n in range(6)]
+        expected = [ids(answer) for answer in cluster.complete_all(requests)]
+        streams = [BackgroundStream(cluster, request) for request in requests]
+        for stream in streams:
+            assert stream.first.wait(10)
+        cluster.kill("decode-0")
+        for stream in streams:
+            stream.join(60)
+        assert [stream.error for stream in streams] == [None] * 6
+        assert [stream.token_ids for stream in streams] == expected
+        assert any(stream.timings["attempts"] > 1 for stream in streams), "nobody was on the dead worker"
+        cluster.wait_quiet()
+
+
+def test_b130_hung_prefill_worker_is_given_up_and_fenced(cluster: LocalCluster) -> None:
+    expected = ids(cluster.complete(**body(300, 12)))
+    cluster.signal("prefill-0", signal.SIGSTOP)
+    started_s = time.monotonic()
+    assert ids(cluster.complete(**body(300, 12))) == expected
+    assert time.monotonic() - started_s < 10
+    cluster.signal("prefill-0", signal.SIGCONT)
+    cluster.wait_for(lambda: cluster.worker("prefill-0")["state"] == "ready", 15, "the worker's return")
+    assert ids(cluster.complete(**body(301, 3))) is not None
+    cluster.wait_quiet()
+
+
+def test_b060_request_that_can_never_fit(cluster: LocalCluster) -> None:
+    tokens = cluster.worker("decode-0")["kv_blocks"]["total"] * 16
+    with cluster.client() as client:
+        too_long = client.post("/v1/completions", json=body(1900, 500))
+        assert too_long.status_code == 400
+        assert too_long.json()["error"]["code"] == "context_length_exceeded"
+    assert tokens > 0
+    assert len(ids(cluster.complete(**body(20, 3)))) == 3
+    cluster.wait_quiet()
+
+
+def test_a_thousand_requests_with_random_aborts_leave_nothing(cluster: LocalCluster) -> None:
+    """b099: 30 % leave at random moments; afterwards no block is used and the books balance."""
+    rng = random.Random(5)
+    before = cluster.metric("baton_request_total")
+
+    async def one(client: httpx.AsyncClient, index: int) -> str:
+        request = body(rng.randrange(1, 200), rng.randrange(1, 40), stream=True, seed=index, temperature=1)
+        leave_after_s = rng.random() * 0.3 if rng.random() < 0.3 else None
+        try:
+            async with (
+                asyncio.timeout(leave_after_s),
+                client.stream("POST", "/v1/completions", json=request) as reply,
+            ):
+                text = (await reply.aread()).decode()
+        except TimeoutError:
+            return "left"
+        assert reply.status_code == 200, text
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in text, text
+        return "done"
+
+    async def run() -> list[str]:
+        limits = httpx.Limits(max_connections=48)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120, limits=limits) as client:
+            return list(await asyncio.gather(*(one(client, index) for index in range(1000))))
+
+    outcomes = asyncio.run(run())
+    assert outcomes.count("done") > 600
+    assert outcomes.count("left") > 100
+    cluster.wait_quiet()
+    assert cluster.metric("baton_request_total") - before <= 1000
+    assert cluster.metric("baton_requests_running") == 0
+    for name in ("prefill-0", "decode-0"):
+        blocks = cluster.worker(name)["kv_blocks"]
+        assert blocks["used"] == 0
+        assert blocks["cached"] + blocks["free"] == blocks["total"]
+    assert len(ids(cluster.complete(**body(20, 3)))) == 3
+
+
+def test_b132_termination_drains(cluster: LocalCluster) -> None:
+    stream = BackgroundStream(cluster, body(50, 300))
+    assert stream.first.wait(10)
+    cluster.signal("router-0", signal.SIGTERM)
+    stream.join(30)
+    assert stream.error is None
+    assert len(stream.token_ids) == 300
+    assert cluster.processes["router-0"].wait(30) == 0
+    assert cluster.stop() == {"router-0": 0, "prefill-0": 0, "decode-0": 0}

@@ -1,0 +1,252 @@
+"""The weight cache: converted once, mapped afterwards, keyed by everything that decides its bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.engine import prepare as prepare_module
+from cluster.engine.file_lock import file_lock
+from cluster.engine.load import load_decoder
+from cluster.engine.model_spec import Dtype
+from cluster.engine.prepare import default_cache_dir, prepare_model
+from cluster.engine.weights_file import DATA, map_weights
+from cluster.errors import ModelError
+from kernels.reference import ReferenceBackend
+from tests.engine.tiny_models import Engine, prompts
+
+
+class OtherLayout(ReferenceBackend):
+    """Same numbers, another packed layout."""
+
+    packed_layout = "rows-reversed"
+
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        return super().pack_linear(weight).flip(0)
+
+    def linear(self, x: Any, packed: Any, bias: Any = None) -> torch.Tensor:
+        return super().linear(x, packed.flip(0), bias)
+
+    def linear_fp32(self, x: Any, packed: Any) -> torch.Tensor:
+        return super().linear_fp32(x, packed.flip(0))
+
+
+class OpaqueLayout(ReferenceBackend):
+    """Packs into something that is not a tensor, as a library's own format."""
+
+    packed_layout = "opaque"
+
+    def pack_linear(self, weight: torch.Tensor) -> Any:
+        return (super().pack_linear(weight),)
+
+    def linear(self, x: Any, packed: Any, bias: Any = None) -> torch.Tensor:
+        return super().linear(x, packed[0], bias)
+
+    def linear_fp32(self, x: Any, packed: Any) -> torch.Tensor:
+        return super().linear_fp32(x, packed[0])
+
+
+def test_second_time_nothing_is_converted(checkpoint: Any, prepare: Any) -> None:
+    directory = checkpoint("llama").directory
+    reports: list[tuple[str, int, int]] = []
+    first = prepare(directory, progress=lambda *report: reports.append(report))
+    phases = list(dict.fromkeys(phase for phase, _, _ in reports))
+    assert phases == ["reading", "converting"]
+    done = [d for phase, d, _ in reports if phase == "converting"]
+    assert done == sorted(done)
+    assert (
+        reports[-1][1]
+        == reports[-1][2]
+        == sum(f.stat().st_size for f in directory.glob("*.safetensors")) - (header_bytes(directory))
+    )
+    reports.clear()
+    assert prepare(directory, progress=lambda *report: reports.append(report)) == first
+    assert reports == []
+    assert not list(first.directory.parent.glob(".*.tmp"))
+
+
+def header_bytes(directory: Path) -> int:
+    (file,) = directory.glob("*.safetensors")
+    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def test_cache_directory_has_what_other_parts_read(checkpoint: Any, prepare: Any) -> None:
+    source = checkpoint("qwen2").directory
+    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (source / "generation_config.json").write_text('{"eos_token_id": [2, 9], "temperature": 0.7}')
+    prepared = prepare(source)
+    assert prepared.eos_token_ids == (2, 9)
+    assert prepared.name == "qwen2"
+    generation = json.loads((prepared.directory / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [2, 9], "temperature": 0.7}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (prepared.directory / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((prepared.directory / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_fingerprint_follows_content_not_place(checkpoint: Any, prepare: Any, tmp_path: Path) -> None:
+    source = checkpoint("llama").directory
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in source.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    original, copied = prepare(source), prepare(copy)
+    assert original.directory != copied.directory
+    assert original.fingerprint == copied.fingerprint
+    others = [
+        prepare(source, Dtype.BF16),
+        prepare(source, Dtype.FP32, OtherLayout()),
+        prepare(checkpoint("llama", tie_word_embeddings=True).directory),
+    ]
+    assert len({p.fingerprint for p in [original, *others]}) == 4
+
+
+def test_changed_source_is_converted_again(checkpoint: Any, prepare: Any) -> None:
+    made = checkpoint("llama")
+    before = prepare(made.directory)
+    with torch.no_grad():
+        made.model.model.norm.weight.mul_(2)
+    made.model.save_pretrained(made.directory)
+    after = prepare(made.directory)
+    assert after.fingerprint != before.fingerprint
+    assert after.directory != before.directory
+
+
+@pytest.mark.parametrize("layout", [OtherLayout, OpaqueLayout])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_layout_is_stored_and_mapped(layout: Any, tied: bool, checkpoint: Any, prepare: Any) -> None:
+    source = checkpoint("llama", tie_word_embeddings=tied).directory
+    plain = Engine(prepare(source), ReferenceBackend()).greedy(prompts(), 8)
+    assert Engine(prepare(source, Dtype.FP32, layout()), layout()).greedy(prompts(), 8) == plain
+
+
+def test_weights_are_one_shared_read_only_mapping(checkpoint: Any, prepare: Any) -> None:
+    prepared = prepare(checkpoint("llama", tie_word_embeddings=True).directory)
+    file = str(prepared.directory / DATA)
+    decoder = load_decoder(prepared, ReferenceBackend())
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if file in line]
+    assert [entry[1] for entry in maps] == ["r--s"]
+    low, high = (int(part, 16) for part in maps[0][0].split("-"))
+    weights = decoder._weights
+    layer = weights.layers[-1]
+    for tensor in (
+        weights.embedding,
+        weights.lm_head,
+        weights.final_norm,
+        layer.qkv,
+        layer.gate_up,
+        layer.down,
+    ):
+        assert low <= tensor.data_ptr() < high
+        assert tensor.data_ptr() % 64 == 0
+    assert weights.lm_head.data_ptr() == weights.embedding.data_ptr()  # tied: stored once
+
+
+def test_two_at_once_convert_once(checkpoint: Any, prepare: Any) -> None:
+    """Each waits for the file's lock as two processes would: flock belongs to the open file."""
+    directory = checkpoint("llama").directory
+    conversions: list[str] = []
+    results: list[Any] = []
+
+    def work() -> None:
+        results.append(prepare(directory, progress=lambda phase, *_: conversions.append(phase)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 4
+    assert len(set(results)) == 1
+    assert conversions.count("reading") == 1
+
+
+def test_lock_has_a_deadline_and_is_let_go(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with file_lock(path, 1), pytest.raises(TimeoutError), file_lock(path, 0.05):
+        raise AssertionError("the lock was given twice")
+    with file_lock(path, 5):  # the waiter that gave up does not keep it
+        pass
+
+
+def test_lock_timeout_says_who_is_waited_for(checkpoint: Any, tmp_path: Path) -> None:
+    directory = checkpoint("llama").directory
+    cache = tmp_path / "cache"
+    reached, release = threading.Event(), threading.Event()
+
+    def hold(phase: str, *_: int) -> None:
+        reached.set()
+        assert release.wait(30)
+
+    def convert() -> None:
+        prepare_model(directory, Dtype.FP32, ReferenceBackend(), hold, cache_dir=cache)
+
+    holder = threading.Thread(target=convert)
+    holder.start()
+    try:
+        assert reached.wait(30)
+        with pytest.raises(ModelError, match="another process has been converting"):
+            prepare_model(directory, Dtype.FP32, ReferenceBackend(), cache_dir=cache, lock_timeout_s=0.05)
+    finally:
+        release.set()
+        holder.join(30)
+
+
+def test_interrupted_conversion_leaves_nothing_and_is_repeated(
+    checkpoint: Any, prepare: Any, tmp_path: Path
+) -> None:
+    directory = checkpoint("llama").directory
+
+    def interrupt(phase: str, done_bytes: int, total_bytes: int) -> None:
+        if done_bytes > total_bytes / 2 > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(directory, progress=interrupt)
+    assert [p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()] == []
+    left_behind = tmp_path / "cache" / f".{prepare(directory).directory.name}.tmp"
+    left_behind.mkdir()  # of a process that was killed
+    assert prepare(directory, Dtype.FP32).directory.is_dir()
+
+
+def test_damaged_cache_is_reported(checkpoint: Any, prepare: Any) -> None:
+    prepared = prepare(checkpoint("llama").directory)
+    data = prepared.directory / DATA
+    os.truncate(data, data.stat().st_size - 1)
+    with pytest.raises(ModelError, match=r"damaged weight cache .* delete the directory"):
+        map_weights(prepared.directory)
+
+
+def test_cache_that_cannot_be_written(checkpoint: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot write the weight cache"):
+        prepare_model(
+            checkpoint("llama").directory,
+            Dtype.FP32,
+            ReferenceBackend(),
+            cache_dir=tmp_path / "file" / "cache",
+        )
+
+
+def test_cache_directory_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(prepare_module.CACHE_VARIABLE, str(tmp_path))
+    assert default_cache_dir() == tmp_path / "models"
+    monkeypatch.delenv(prepare_module.CACHE_VARIABLE)
+    assert default_cache_dir() == Path.home() / ".cache" / "baton" / "models"
+
+
+def test_max_model_len_beyond_the_model_is_refused(checkpoint: Any, prepare: Any) -> None:
+    windowed = prepare(checkpoint("mistral", sliding_window=100).directory)
+    assert load_decoder(windowed, ReferenceBackend()).max_model_len == 100
+    with pytest.raises(ModelError, match="101 is more than 100: its sliding window of 100 tokens"):
+        load_decoder(windowed, ReferenceBackend(), 101)
+    plain = prepare(checkpoint("llama").directory)
+    with pytest.raises(ModelError, match="513 is more than 512: it was not trained for more"):
+        load_decoder(plain, ReferenceBackend(), 513)

@@ -1,0 +1,179 @@
+"""Paged attention of every backend: right against fp64 softmax, and one set of bits per position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.ops import PARTITION_SIZE
+
+HEADS = ((9, 3), (4, 4), (8, 1))
+HEAD_DIMS = (64, 32, 128, 96)
+CONTEXTS = (1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300)
+LAYER = 1
+
+
+@dataclass(frozen=True)
+class Meta:
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A whole sequence's queries, keys and values, and the blocks it lives in."""
+
+    q: Tensor  # [length, heads, head_dim]
+    k: Tensor  # [length, kv_heads, head_dim]
+    v: Tensor
+    blocks: list[int]
+
+
+class World:
+    """A pool full of NaN with sequences of the given lengths scattered over it."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: tuple[int, int] = (9, 3),
+        head_dim: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        placement: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(11)
+        shuffle = torch.Generator().manual_seed(placement)
+        num_blocks = sum(-(-length // block_size) for length in lengths) + 3
+        free = torch.randperm(num_blocks, generator=shuffle).tolist()
+        self.scale = head_dim**-0.5
+        self.block_size = block_size
+        self.pool = torch.full((num_blocks, 2, 2, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
+        self.sequences = []
+        for length in lengths:
+            q = torch.randn(length, heads[0], head_dim, generator=generator) * 2
+            k, v = (torch.randn(length, heads[1], head_dim, generator=generator) for _ in range(2))
+            blocks = [free.pop() for _ in range(-(-length // block_size))]
+            sequence = Sequence(q.to(dtype), k.to(dtype), v.to(dtype), blocks)
+            for position in range(length):
+                block, offset = blocks[position // block_size], position % block_size
+                self.pool[block, LAYER, 0, offset] = sequence.k[position]
+                self.pool[block, LAYER, 1, offset] = sequence.v[position]
+            self.sequences.append(sequence)
+
+    def attend(self, backend, spans: list[tuple[int, int, int]]) -> list[Tensor]:
+        """spans of (sequence, start, stop) in one batch → each span's output. Table entries past a
+        sequence's context point at blocks of other sequences or nowhere."""
+        query_starts = [0]
+        for _, start, stop in spans:
+            query_starts.append(query_starts[-1] + stop - start)
+        width = max(len(self.sequences[index].blocks) for index, _, _ in spans) + 1
+        tables = torch.full((len(spans), width), 2**31 - 1, dtype=torch.int32)
+        for row, (index, _, stop) in enumerate(spans):
+            blocks = self.sequences[index].blocks[: -(-stop // self.block_size)]
+            tables[row, : len(blocks)] = torch.tensor(blocks)
+        meta = Meta(
+            torch.tensor(query_starts, dtype=torch.int32),
+            torch.tensor([stop for _, _, stop in spans], dtype=torch.int32),
+            tables,
+        )
+        q = torch.cat([self.sequences[index].q[start:stop] for index, start, stop in spans])
+        out = backend.paged_attention(q, self.pool, LAYER, meta, self.scale)
+        assert out.dtype == q.dtype
+        assert out.shape == q.shape
+        return list(out.split([stop - start for _, start, stop in spans]))
+
+    def exact(self, index: int) -> Tensor:
+        sequence = self.sequences[index]
+        group = sequence.q.shape[1] // sequence.k.shape[1]
+        q = sequence.q.double().transpose(0, 1)
+        k, v = (t.double().transpose(0, 1).repeat_interleave(group, dim=0) for t in (sequence.k, sequence.v))
+        length = q.shape[1]
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(hidden, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention_is_close_to_fp64(backend, dtype, heads, head_dim, block_size):
+    lengths = [1, 17, 130, 257]
+    world = World(lengths, heads, head_dim, block_size, dtype)
+    outputs = world.attend(backend, [(index, 0, length) for index, length in enumerate(lengths)])
+    rtol, atol = (1e-5, 1e-5) if dtype is torch.float32 else (2**-8, 1e-5)
+    for index, out in enumerate(outputs):
+        torch.testing.assert_close(out.double(), world.exact(index), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_decode_steps_chunks_and_whole_prompts_give_the_same_bits(backend, dtype, heads, head_dim):
+    length = 2 * PARTITION_SIZE + 10
+    world = World([length], heads, head_dim, dtype=dtype)
+    [whole] = world.attend(backend, [(0, 0, length)])
+    for chunk in (16, 37, PARTITION_SIZE, 200):
+        for start in range(0, length, chunk):
+            stop = min(start + chunk, length)
+            [part] = world.attend(backend, [(0, start, stop)])
+            assert torch.equal(part, whole[start:stop])
+    for position in (0, 1, 15, 16, 126, 127, 128, 129, 200, 255, 256, 257, length - 1):
+        [step] = world.attend(backend, [(0, position, position + 1)])
+        assert torch.equal(step[0], whole[position])
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 5, 33])
+def test_bits_do_not_depend_on_the_batch(backend, dtype, num_seqs):
+    lengths = [CONTEXTS[index % len(CONTEXTS)] for index in range(num_seqs)]
+    world = World(lengths, dtype=dtype)
+    # decode rows, short chunks and whole prompts side by side, in an order unlike the pool's
+    spans = []
+    for index, length in enumerate(lengths):
+        num_queries = (1, min(length, 21), length)[index % 3]
+        spans.append((index, length - num_queries, length))
+    spans = spans[::2] + spans[1::2][::-1]
+    for span, out in zip(spans, world.attend(backend, spans), strict=True):
+        assert torch.equal(out, world.attend(backend, [span])[0])
+
+
+def test_bits_do_not_depend_on_threads(make_backend, dtype):
+    lengths = [300, 1, 129, 64]
+    world = World(lengths, dtype=dtype)
+    spans = [(0, 0, 300), (1, 0, 1), (2, 128, 129), (3, 30, 64)]
+    results = [torch.cat(world.attend(make_backend(num_threads), spans)) for num_threads in (1, 2, 3)]
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+
+
+@pytest.mark.parametrize("length", CONTEXTS)
+def test_bits_do_not_depend_on_blocks_or_block_size(backend, dtype, length):
+    results = [
+        world.attend(backend, [(0, 0, length)])[0]
+        for world in (
+            World([length], dtype=dtype, placement=1),
+            World([length], dtype=dtype, placement=2),
+            World([length], dtype=dtype, block_size=32),
+            World([length], dtype=dtype, block_size=128),
+        )
+    ]
+    assert not results[0].isnan().any()
+    for other in results[1:]:
+        assert torch.equal(other, results[0])
+
+
+def test_a_sequence_without_queries_is_skipped(backend, dtype):
+    world = World([20, 30], dtype=dtype)
+    outputs = world.attend(backend, [(0, 20, 20), (1, 25, 30)])
+    assert outputs[0].shape[0] == 0
+    assert torch.equal(outputs[1], world.attend(backend, [(1, 25, 30)])[0])
+
+
+def test_large_scores_do_not_overflow(backend, dtype):
+    world = World([200], dtype=dtype)
+    world.scale *= 500.0
+    [out] = world.attend(backend, [(0, 0, 200)])
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double(), world.exact(0), rtol=0.02, atol=0.02)

@@ -1,0 +1,217 @@
+"""Every field of both routes: what is taken, what is refused, and that a refusal names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.sampling import SamplingParams
+from tests.support.byte_tokenizer import EOS, VOCAB_SIZE
+from tests.support.gateway import MAX_MODEL_LEN, RunningGateway, check_error
+
+ROUTES = ("/v1/chat/completions", "/v1/completions")
+BASE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+}
+
+# field, values taken, values refused; on both routes
+SHARED: list[tuple[str, list[Any], list[Any]]] = [
+    ("temperature", [0, 1, 0.7, 2, 2.0], [-0.01, 2.01, "1", True, [1]]),
+    ("top_p", [1, 1.0, 0.5, 1e-6], [0, 1.01, -1, "0.5"]),
+    ("top_k", [-1, 0, 1, 50], [-2, 1.5, "5", True, 2**31]),
+    ("min_p", [0, 1, 0.05], [-0.1, 1.1, "0"]),
+    ("presence_penalty", [-2, 2, 0], [-2.01, 2.01, "1"]),
+    ("frequency_penalty", [-2, 2, 0.5], [-2.01, 2.01, False]),
+    ("repetition_penalty", [1, 1.2, 0.5], [0, -1, "1"]),
+    ("seed", [0, 42, -1, 2**63 - 1, -(2**63)], [1.5, "1", True, 2**63, 2**70]),
+    ("stop", ["x", [], ["a", "b"], ["s"] * 16], ["", [""], ["a", ""], [1], 5, list("abcdefghijklmnopq")]),
+    ("stop_token_ids", [[], [1, 2]], [[-1], [VOCAB_SIZE], ["1"], 1, [1.5]]),
+    ("include_stop_str_in_output", [True, False], [1, "true"]),
+    ("ignore_eos", [True, False], [0, "no"]),
+    ("min_tokens", [0, 3], [-1, 1.5, "2", 17]),
+    ("skip_special_tokens", [True, False], ["x"]),
+    ("spaces_between_special_tokens", [True], [False]),
+    ("bad_words", [[], ["foo", "bar"]], [[""], "foo", [1]]),
+    ("allowed_token_ids", [[1, 2, 3]], [[], [VOCAB_SIZE], [-1], ["1"]]),
+    ("truncate_prompt_tokens", [1, 5, -1], [0, -2, MAX_MODEL_LEN + 1, 1.5]),
+    ("truncation_side", ["left", "right"], ["middle", 1]),
+    ("logit_bias", [{}, {"5": 1, "6": -100.0, "7": 100}], [{"5": 101}, {"5": "1"}, {"x": 1}, {"-1": 1}, [1]]),
+    ("stream", [False], ["yes", 1]),
+    ("stream_options", [{}, {"include_usage": True}, {"include_usage": None}], ["x", {"include_usage": 1}]),
+    ("cache_salt", ["tenant-a"], ["", "a@b", "a/b", "x" * 129, 5]),
+    ("return_token_ids", [True, False], ["x"]),
+    ("timings", [True, False], ["x", 1]),
+    ("max_tokens", [1, 16], [0, -1, 1.5, "5", True, 2**63]),
+    ("max_completion_tokens", [1, 16], [0, -1, 1.5, "5", True, 2**63]),
+    ("add_special_tokens", [True, False], ["x"]),
+    ("n", [1], [0, -1, 2, 1.0, True, "1"]),
+    ("best_of", [1], [2, "1"]),
+    ("tools", [[]], [[{"type": "function", "function": {"name": "f"}}], {}]),
+    ("tool_choice", ["none"], ["auto", "required", {"type": "function"}]),
+    ("response_format", [{"type": "text"}], [{"type": "json_object"}, {"type": "json_schema"}, "text"]),
+    ("echo", [False], [True]),
+    ("suffix", [""], ["tail"]),
+    ("modalities", [["text"]], [["audio"], ["text", "audio"]]),
+    ("store", [False], [True]),
+    ("service_tier", ["auto", "default"], ["flex"]),
+    ("use_beam_search", [False], [True]),
+    ("chat_template", [], ["{{ ''.__class__ }}"]),
+    ("prediction", [], [{"type": "content", "content": "x"}]),
+    ("guided_json", [], [{"type": "object"}]),
+    ("logits_processors", [[]], [["x"]]),
+    ("audio", [], [{"voice": "alloy"}]),
+    ("priority", [0], [1]),
+    ("kv_transfer_params", [], [{"do_remote_decode": True}, {}]),
+    ("bootstrap_host", [], ["10.0.0.1"]),
+    ("data_parallel_rank", [], [0]),
+    ("tp_size", [], [10**9]),
+    ("user", ["someone"], []),
+    ("metadata", [{"a": "b"}], []),
+    ("safety_identifier", ["x"], []),
+    ("prompt_cache_key", ["x"], []),
+    ("parallel_tool_calls", [True, False], []),
+]
+CHAT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
+    ("logprobs", [True, False], [1, "true"]),
+    ("top_logprobs", [0], [-1, 21, 10**9, VOCAB_SIZE, 1.5, 5]),  # 5: without `logprobs`
+    ("add_generation_prompt", [True, False], ["x"]),
+    ("continue_final_message", [False], ["x"]),
+    ("chat_template_kwargs", [{}, {"enable_thinking": False}], [{"tokenize": True}, {"messages": []}, "x"]),
+    ("messages", [], [[], "x", {}, 5, [5], [[]]]),
+]
+TEXT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
+    ("logprobs", [0, 5, 20], [-1, 21, 10**9, VOCAB_SIZE - 1, True, "5", 1.5]),
+    ("prompt", ["x", ["a", "b"], [1, 2], [[1], [2, 3]]], ["", [], [""], [[]], ["a", ""], 5, {}, [1, "a"]]),
+    ("prompt", [[0, VOCAB_SIZE - 1]], [[VOCAB_SIZE], [-1], [1.5], [True], ["a", 1], [["a"]], [[1], "a"]]),
+]
+
+
+def _cases(accepted: bool) -> list[Any]:
+    cases = []
+    for routes, table in ((ROUTES, SHARED), (ROUTES[:1], CHAT_ONLY), (ROUTES[1:], TEXT_ONLY)):
+        for route in routes:
+            for name, good, bad in table:
+                for value in good if accepted else bad:
+                    cases.append(pytest.param(route, name, value, id=f"{route[4:8]}-{name}-{value!r:.20}"))
+    return cases
+
+
+@pytest.mark.parametrize(("route", "name", "value"), _cases(True))
+def test_b029_good_values_are_taken(gateway: RunningGateway, route: str, name: str, value: Any) -> None:
+    response = gateway.post(route, **{**BASE[route], "min_tokens": 0, name: value})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(("route", "name", "value"), _cases(False))
+def test_b029_bad_values_are_refused_by_name(
+    gateway: RunningGateway, route: str, name: str, value: Any
+) -> None:
+    response = gateway.post(route, **{**BASE[route], "max_tokens": 16, name: value})
+    check_error(response, 400)
+    param = response.json()["error"]["param"]
+    assert param == name or param.startswith((f"{name}.", f"{name}[")) or param == "max_tokens", param
+    assert not gateway.cluster.streams, "a refused request reached the cluster"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_b029_null_is_omitted(gateway: RunningGateway, route: str) -> None:
+    names = {name for name, _, _ in SHARED} - {"messages", "prompt"}
+    response = gateway.post(route, **{**BASE[route], **dict.fromkeys(names)})
+    assert response.status_code == 200, response.text
+    plain = gateway.post(route, **BASE[route])
+    with_nulls, without = (stream.spec.sampling for stream in gateway.cluster.streams)
+    assert plain.status_code == 200
+    assert with_nulls.__class__ is SamplingParams
+    assert _but_seed(with_nulls) == _but_seed(without)
+
+
+def _but_seed(sampling: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__ if name != "seed"}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_b029_numbers_that_json_does_not_have(gateway: RunningGateway, route: str, number: str) -> None:
+    body = json.dumps({**BASE[route], "temperature": 0}).replace(
+        '"temperature": 0', f'"temperature": {number}'
+    )
+    response = gateway.client.post(route, content=body, headers={"content-type": "application/json"})
+    check_error(response, 400, code="invalid_json")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_b029_unknown_field_is_refused_with_a_suggestion(gateway: RunningGateway, route: str) -> None:
+    response = gateway.post(route, **BASE[route], foo=1)
+    check_error(response, 400, param="foo", code="unknown_parameter")
+    message = check_error(gateway.post(route, **BASE[route], temprature=1), 400, param="temprature")
+    assert "`temperature`" in message
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "name",
+    ["n", "echo", "tools", "response_format", "chat_template", "suffix", "stop_regex", "prompt_logprobs"],
+)
+def test_unsupported_says_so(gateway: RunningGateway, route: str, name: str) -> None:
+    message = check_error(
+        gateway.post(route, **BASE[route], **{name: {"x": 1}}), 400, param=name, code="unsupported_parameter"
+    )
+    assert "not supported" in message
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "name", ["kv_transfer_params", "bootstrap_host", "bootstrap_room", "do_remote_decode", "transfer_id"]
+)
+def test_b164_internal_fields_are_never_taken(gateway: RunningGateway, route: str, name: str) -> None:
+    response = gateway.post(route, **BASE[route], **{name: "10.0.0.1:1"})
+    message = check_error(response, 400, param=name, code="internal_parameter")
+    assert "10.0.0.1" not in message
+    assert not gateway.cluster.streams
+
+
+@pytest.mark.parametrize("value", [20, 21, VOCAB_SIZE - 1, VOCAB_SIZE, 10**9, -1])
+def test_b157_logprobs_are_capped(gateway: RunningGateway, value: int) -> None:
+    chat = gateway.chat(logprobs=True, top_logprobs=value)
+    text = gateway.complete(logprobs=value)
+    if value == 20:
+        assert chat.status_code == text.status_code == 200
+    else:
+        check_error(chat, 400, param="top_logprobs")
+        check_error(text, 400, param="logprobs")
+
+
+def test_b014_logit_bias(gateway: RunningGateway) -> None:
+    assert gateway.chat(logit_bias={str(EOS): 100, "7": -3.5}).status_code == 200
+    assert gateway.cluster.streams[0].spec.sampling.logit_bias == ((EOS, 100.0), (7, -3.5))
+    check_error(gateway.chat(logit_bias={str(VOCAB_SIZE): 1}), 400, param=f"logit_bias.{VOCAB_SIZE}")
+    check_error(gateway.chat(logit_bias={str(i): 1 for i in range(1025)}), 400, param="logit_bias")
+
+
+def test_every_field_arrives(gateway: RunningGateway) -> None:
+    response = gateway.complete(
+        max_tokens=9, seed=-7, temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, presence_penalty=1,
+        frequency_penalty=-1, repetition_penalty=1.5, logit_bias={"3": 2}, bad_words=["no"],
+        allowed_token_ids=[1, 2, 1], min_tokens=4, stop_token_ids=[5, 5], logprobs=3, cache_salt="s",
+    )  # fmt: skip
+    assert response.status_code == 200, response.text
+    spec = gateway.cluster.streams[0].spec
+    assert spec.cache_salt == "s"
+    assert spec.sampling == SamplingParams(
+        max_tokens=9, seed=-7, temperature=0.5, top_k=0, top_p=0.9, min_p=0.1, presence_penalty=1.0,
+        frequency_penalty=-1.0, repetition_penalty=1.5, logit_bias=((3, 2.0),),
+        bad_words_ids=(tuple(b"no"),), allowed_token_ids=(1, 2), min_tokens=4,
+        eos_token_ids=(EOS,), stop_token_ids=(5,), num_logprobs=3,
+    )  # fmt: skip
+    assert gateway.complete(ignore_eos=True).status_code == 200
+    assert gateway.cluster.streams[1].spec.sampling.eos_token_ids == ()
+
+
+def test_seed_is_drawn_when_none_came(gateway: RunningGateway) -> None:
+    for _ in range(2):
+        assert gateway.complete().status_code == 200
+    first, second = (stream.spec.sampling.seed for stream in gateway.cluster.streams)
+    assert first != second

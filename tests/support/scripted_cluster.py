@@ -1,0 +1,177 @@
+"""A cluster that says what a test told it to: `RequestIntake` and `ClusterStatus` from a table of tokens.
+
+Its streams keep the real contract: generation ends by the rules of `cluster.sampling.finish_reason`, `abort`
+and `finish` end the iteration at once and are remembered, a failure is the last delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.ids import Epoch, WorkerId
+from cluster.request import RequestSpec
+from cluster.sampling import TokenOutput, finish_reason
+from cluster.wire.messages import Role, WorkerLoad
+from router.delivery import (
+    ClusterSnapshot,
+    Delivery,
+    Failed,
+    NewTokens,
+    Readiness,
+    RequestSummary,
+    WorkerStatus,
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one request gets. `token_ids` are followed by EOS, or repeat to `max_tokens` if it is ignored."""
+
+    token_ids: Sequence[int] = tuple(b"Hello, world")
+    per_delivery: int = 1  # tokens of one delivery
+    first_delay_s: float = 0.0
+    delay_s: float = 0.0  # before every later delivery
+    hang_after: int | None = None  # tokens; then nothing more comes
+    fail_after: int | None = None  # tokens; then `error`
+    error: Exception | None = None
+    raise_error: bool = False  # raise `error` while iterating instead of delivering it
+    logprob: Callable[[int, int], float] = lambda index, token_id: -0.25 * (1 + token_id % 4)
+
+
+class ScriptedStream:
+    """Implements `router.delivery.RequestStream`."""
+
+    def __init__(self, spec: RequestSpec, script: Script) -> None:
+        self.spec = spec
+        self.script = script
+        self.aborted: str | None = None
+        self.finished = False
+        self.num_delivered = 0
+        self.ended = threading.Event()  # for tests on other threads
+        self._over = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[Delivery]:
+        return self._deliveries()
+
+    async def _deliveries(self) -> AsyncIterator[Delivery]:
+        script, sampling = self.script, self.spec.sampling
+        delay_s = script.first_delay_s
+        output_ids: list[int] = []
+        while not await self._over_within(delay_s):
+            delay_s = script.delay_s
+            outputs: list[TokenOutput] = []
+            reason = None
+            while reason is None and len(outputs) < script.per_delivery:
+                if len(output_ids) == script.hang_after:
+                    break
+                if len(output_ids) == script.fail_after:
+                    break
+                token_id = self._token(len(output_ids))
+                outputs.append(self._output(len(output_ids), token_id))
+                output_ids.append(token_id)
+                reason = finish_reason(sampling, output_ids)
+            if outputs:
+                self.num_delivered += len(outputs)
+                if reason is not None:
+                    self.ended.set()
+                yield NewTokens(tuple(outputs), reason)
+            if reason is not None:
+                return
+            if len(output_ids) == script.fail_after:
+                assert script.error is not None
+                self.ended.set()
+                if script.raise_error:
+                    raise script.error
+                yield Failed(script.error)  # type: ignore[arg-type]
+                return
+            if len(output_ids) == script.hang_after:
+                await self._over.wait()
+
+    async def _over_within(self, seconds: float) -> bool:
+        if seconds > 0 and not self._over.is_set():
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._over.wait()
+            except TimeoutError:
+                pass
+        else:
+            await asyncio.sleep(0)
+        return self._over.is_set()
+
+    def _token(self, index: int) -> int:
+        ids, eos = self.script.token_ids, self.spec.sampling.eos_token_ids
+        if index < len(ids):
+            return ids[index]
+        return eos[0] if eos else ids[index % len(ids)]
+
+    def _output(self, index: int, token_id: int) -> TokenOutput:
+        wanted = self.spec.sampling.num_logprobs
+        if wanted is None:
+            return TokenOutput(token_id)
+        logprob = self.script.logprob
+        best = tuple((token_id + step, logprob(index, token_id) - step / 8) for step in range(wanted))
+        return TokenOutput(token_id, logprob(index, token_id), best)
+
+    def finish(self) -> None:
+        self.finished = True
+        self._end()
+
+    def abort(self, reason: str) -> None:
+        if not self.ended.is_set():
+            self.aborted = reason
+        self._end()
+
+    def _end(self) -> None:
+        self._over.set()
+        self.ended.set()
+
+    def summary(self) -> RequestSummary:
+        return RequestSummary(
+            cached_tokens=2,
+            attempts=1,
+            prefill_worker=WorkerId("prefill-0"),
+            decode_worker=WorkerId("decode-0"),
+            queue_s=0.001,
+            prefill_s=0.02,
+            kv_transfer_s=0.003,
+            decode_s=0.1,
+            ttft_s=0.021,
+        )
+
+
+@dataclass
+class ScriptedCluster:
+    """Implements `RequestIntake` and `ClusterStatus`; tests set the fields between requests."""
+
+    script: Script | Callable[[RequestSpec], Script] = Script()
+    refuse: Exception | None = None  # raised by `submit`
+    readiness: Readiness = Readiness(True, "ready")  # noqa: RUF009 -- frozen
+    limit: int | None = None
+    num_queued: int = 0
+    workers: tuple[WorkerStatus, ...] = ()
+    streams: list[ScriptedStream] = field(default_factory=list)
+
+    def submit(self, spec: RequestSpec) -> ScriptedStream:
+        if self.refuse is not None:
+            raise self.refuse
+        stream = ScriptedStream(spec, self.script if isinstance(self.script, Script) else self.script(spec))
+        self.streams.append(stream)
+        return stream
+
+    def ready(self) -> Readiness:
+        return self.readiness
+
+    def cluster(self) -> ClusterSnapshot:
+        return ClusterSnapshot(self.readiness.phase, self.num_queued, self.workers)
+
+    def max_model_len(self) -> int | None:
+        return self.limit
+
+
+def worker(
+    name: str, role: Role, *, epoch: int = 1, state: str = "ready", load: WorkerLoad | None = None
+) -> WorkerStatus:
+    return WorkerStatus(WorkerId(name), role, Epoch(epoch), 4242, state, load or WorkerLoad(), 0.1)

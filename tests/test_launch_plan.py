@@ -1,0 +1,99 @@
+"""The plan: one role per process, everything each needs, for any number of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import ClusterConfig, RouterConfig, WorkerConfig, dump_config, load_config
+from cluster.launch_plan import Site, plan_roles
+from cluster.wire.address import TcpAddress, UnixAddress, parse_address
+from cluster.wire.messages import Role
+
+SITE = Site(
+    served_model_name="m",
+    runtime_dir="/tmp/baton-abcdefgh",
+    log_dir="/logs",
+    cluster_token="t" * 32,
+    num_cores=2,
+)
+JOINED = dataclasses.replace(SITE, ray_cpus=4.0, router_host="10.0.0.9", router_control_port=4711)
+
+
+def test_one_of_each_on_two_cores() -> None:
+    router, prefill, decode = plan_roles(ClusterConfig(), SITE)
+    assert (router.name, prefill.name, decode.name) == ("router-0", "prefill-0", "decode-0")
+    assert isinstance(router.config, RouterConfig)
+    assert isinstance(prefill.config, WorkerConfig)
+    assert isinstance(decode.config, WorkerConfig)
+    assert (
+        prefill.config.router_addresses == decode.config.router_addresses == (router.config.control_address,)
+    )
+    assert (prefill.config.kv_address, prefill.config.kv_edge, prefill.config.max_chunk_tokens) == (
+        None,
+        "shm",
+        512,
+    )
+    assert (decode.config.max_chunk_tokens, decode.config.kv_bytes) == (64, 512 << 20)
+    assert prefill.env["OMP_NUM_THREADS"] == decode.env["OMP_NUM_THREADS"] == "1"
+    assert (router.num_cpus, prefill.num_cpus, decode.num_cpus) == (0, 1, 1)
+
+
+@given(
+    prefill=st.integers(0, 20),
+    decode=st.integers(1, 20),
+    is_joined=st.booleans(),
+    edge=st.sampled_from(["auto", "shm", "gloo"]),
+)
+def test_any_shape_gives_unique_names_and_addresses_that_parse(
+    prefill: int, decode: int, is_joined: bool, edge: str
+) -> None:
+    config = ClusterConfig(prefill=prefill, decode=decode, kv_edge=edge)  # type: ignore[arg-type]
+    specs = plan_roles(config, JOINED if is_joined else SITE)
+    assert len({spec.name for spec in specs}) == len(specs) == 1 + prefill + decode
+    assert [spec.role for spec in specs] == ["router"] + ["prefill"] * prefill + ["decode"] * decode
+    workers = [spec.config for spec in specs if isinstance(spec.config, WorkerConfig)]
+    kind = TcpAddress if is_joined else UnixAddress
+    listening = [worker.kv_address for worker in workers if worker.kv_address is not None]
+    assert len(listening) == decode
+    for address in (*listening, *(address for worker in workers for address in worker.router_addresses)):
+        assert isinstance(parse_address(address), kind)
+    assert is_joined or len(set(listening)) == decode
+    assert {worker.kv_edge for worker in workers} == {
+        ("gloo" if is_joined else "shm") if edge == "auto" else edge
+    }
+    assert all(load_config(dump_config(spec.config)) == spec.config for spec in specs)
+    if is_joined:
+        assert sum(spec.num_cpus for spec in specs) <= 4.0 + 1e-9
+        assert all(spec.num_cpus > 0 for spec in specs if not spec.is_router)
+
+
+def test_without_prefill_workers_decode_takes_larger_chunks() -> None:
+    (_, decode) = plan_roles(ClusterConfig(prefill=0), SITE)
+    assert isinstance(decode.config, WorkerConfig)
+    assert (decode.config.role, decode.config.max_chunk_tokens, decode.config.num_threads) == (
+        Role.DECODE,
+        256,
+        2,
+    )
+    (_, decode) = plan_roles(ClusterConfig(prefill=0, local_chunk=16), SITE)
+    assert isinstance(decode.config, WorkerConfig)
+    assert decode.config.max_chunk_tokens == 16
+
+
+def test_a_start_sets_what_was_not_known_before() -> None:
+    router, prefill, _ = plan_roles(ClusterConfig(), SITE)
+    started = router.started(4, "/prepared").config
+    assert isinstance(started, RouterConfig)
+    assert started.model_dir == "/prepared"
+    again = prefill.started(4, "/prepared").config
+    assert isinstance(again, WorkerConfig)
+    assert again.epoch == 4
+
+
+def test_no_argument_or_environment_carries_the_token() -> None:
+    for spec in plan_roles(ClusterConfig(), SITE):
+        assert SITE.cluster_token not in repr(spec)
+        assert SITE.cluster_token not in spec.env.values()

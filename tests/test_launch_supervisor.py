@@ -1,0 +1,283 @@
+"""The supervisor: every path of a role's life, and invariants under random events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.launch_supervisor import (
+    FORCED_EXIT_CODE,
+    HEALTHY_S,
+    MAX_BACKOFF_S,
+    MAX_RESTARTS,
+    STOP_MARGIN_S,
+    WORKER_STOP_S,
+    Action,
+    AllReady,
+    Drain,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    Ready,
+    RoleState,
+    Say,
+    Start,
+    StopRequested,
+    Supervisor,
+    Tick,
+)
+
+ROLES = (("router-0", "router"), ("prefill-0", "prefill"), ("decode-0", "decode"))
+NAMES = [name for name, _ in ROLES]
+
+
+@dataclass
+class Cluster:
+    """A supervisor with a clock, and what its actions have brought about."""
+
+    roles: tuple[tuple[str, str], ...] = ROLES
+    now: float = 0.0
+    running: dict[str, int] = field(default_factory=dict)  # name → epoch
+    started: dict[str, list[int]] = field(default_factory=dict)
+    finish: Finish | None = None
+    all_ready: int = 0
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(self.roles, start_timeout_s=100.0, drain_grace_s=20.0)
+        self.apply(self.supervisor.start(self.now))
+
+    def apply(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            assert self.finish is None, "nothing follows Finish"
+            match action:
+                case Start(name, epoch):
+                    assert name not in self.running, f"{name} runs twice"
+                    earlier = self.started.setdefault(name, [])
+                    assert epoch == len(earlier) + 1, "epochs grow by one"
+                    earlier.append(epoch)
+                    self.running[name] = epoch
+                case Kill(name, epoch):
+                    if self.running.get(name) == epoch:
+                        del self.running[name]
+                case Drain(name, epoch):
+                    assert self.running[name] == epoch
+                case Say(text):
+                    self.said.append(text)
+                case AllReady():
+                    self.all_ready += 1
+                case Finish():
+                    self.finish = action
+        return actions
+
+    def feed(self, event: Event) -> list[Action]:
+        if isinstance(event, Exited) and self.running.get(event.role) == event.epoch:
+            del self.running[event.role]
+        return self.apply(self.supervisor.handle(event, self.now))
+
+    def ready(self, *names: str) -> None:
+        for name in names or NAMES:
+            self.feed(Ready(name, self.running[name]))
+
+    def die(self, name: str, cause: str = "its process died") -> list[Action]:
+        return self.feed(Exited(name, self.running[name], cause))
+
+    def tick(self) -> list[Action]:
+        deadline = self.supervisor.next_deadline()
+        assert deadline is not None
+        self.now = max(self.now, deadline)
+        return self.feed(Tick())
+
+
+def test_all_start_at_epoch_one_and_ready_is_told_once() -> None:
+    cluster = Cluster()
+    assert cluster.running == dict.fromkeys(NAMES, 1)
+    cluster.ready()
+    assert cluster.all_ready == 1
+    cluster.die("decode-0")
+    cluster.ready("decode-0")
+    assert cluster.all_ready == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_role_that_never_was_ready_ends_the_start_with_its_cause(name: str) -> None:
+    cluster = Cluster()
+    cluster.die(name, "/m: the weights are truncated")
+    assert cluster.finish == Finish(1, f"{name} did not start: /m: the weights are truncated")
+    assert cluster.running == {}
+
+
+def test_a_role_that_is_not_ready_in_time_ends_the_start() -> None:
+    cluster = Cluster()
+    cluster.ready("router-0", "decode-0")
+    cluster.tick()
+    assert cluster.now == 100.0
+    assert cluster.finish == Finish(1, "prefill-0 did not start: not ready after 100 s")
+    assert cluster.running == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dead_role_is_restarted_at_once_with_the_next_epoch(name: str) -> None:
+    cluster = Cluster()
+    cluster.ready()
+    cluster.now = 5.0
+    assert Start(name, 2) in cluster.die(name)
+    assert f"{name} died and is restarted as epoch 2: its process died" in cluster.said
+    cluster.ready(name)
+    assert f"{name} serves again (epoch 2)" in cluster.said
+
+
+def test_backoff_grows_is_bounded_and_the_role_is_given_up() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    waits = []
+    for _ in range(MAX_RESTARTS):
+        before = cluster.now
+        cluster.die("prefill-0")
+        if cluster.supervisor.state("prefill-0") is RoleState.WAITING:
+            cluster.tick()
+        waits.append(cluster.now - before)
+        cluster.ready("prefill-0")
+    assert waits[:4] == [0.0, 0.5, 1.0, 2.0]
+    assert waits == sorted(waits)
+    assert max(waits) <= MAX_BACKOFF_S
+    cluster.die("prefill-0", "boom")
+    assert cluster.supervisor.state("prefill-0") is RoleState.GIVEN_UP
+    assert cluster.finish is None, "decode workers can prefill for themselves"
+    assert "given up: boom" in cluster.said[-1]
+
+
+@pytest.mark.parametrize("name", ["router-0", "decode-0"])
+def test_giving_up_what_nothing_can_serve_without_ends_the_cluster(name: str) -> None:
+    cluster = Cluster()
+    cluster.ready()
+    for _ in range(MAX_RESTARTS + 1):
+        cluster.die(name, "boom")
+        while cluster.finish is None and cluster.supervisor.state(name) is RoleState.WAITING:
+            cluster.tick()
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 1
+    assert f"{name} died {MAX_RESTARTS + 1} times in a row and is given up: boom" == cluster.finish.error
+
+
+def test_a_healthy_minute_forgets_earlier_deaths() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    for _ in range(3 * MAX_RESTARTS):
+        cluster.now += HEALTHY_S
+        assert any(isinstance(action, Start) for action in cluster.die("decode-0"))
+        cluster.ready("decode-0")
+    assert cluster.finish is None
+
+
+def test_a_restart_that_hangs_is_killed_and_tried_again() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    cluster.die("decode-0")
+    actions = cluster.tick()
+    assert Kill("decode-0", 2) in actions
+    cluster.tick()
+    assert cluster.running["decode-0"] == 3
+
+
+def test_events_of_an_earlier_epoch_change_nothing() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    cluster.die("decode-0")
+    assert cluster.feed(Exited("decode-0", 1, "late")) == []
+    assert cluster.feed(Ready("decode-0", 1)) == []
+    assert cluster.supervisor.state("decode-0") is RoleState.STARTING
+
+
+def test_b132_stop_drains_the_router_then_the_workers() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    assert cluster.feed(StopRequested()) == [Drain("router-0", 1)]
+    assert cluster.supervisor.next_deadline() == 20.0 + STOP_MARGIN_S
+    assert cluster.die("router-0", "stopped") == [Drain("prefill-0", 1), Drain("decode-0", 1)]
+    assert cluster.supervisor.next_deadline() == WORKER_STOP_S
+    cluster.die("prefill-0", "stopped")
+    assert cluster.finish is None
+    cluster.die("decode-0", "stopped")
+    assert cluster.finish == Finish(0, None)
+
+
+def test_b132_whoever_outlives_its_deadline_is_killed_and_the_exit_is_clean() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    cluster.feed(StopRequested())
+    assert Kill("router-0", 1) in cluster.tick()
+    assert {Kill("prefill-0", 1), Kill("decode-0", 1)} <= set(cluster.tick())
+    assert cluster.finish == Finish(0, None)
+    assert cluster.running == {}
+
+
+def test_b132_the_second_signal_kills_at_once() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    cluster.feed(StopRequested())
+    cluster.feed(StopRequested())
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == FORCED_EXIT_CODE
+    assert cluster.running == {}
+
+
+def test_a_death_while_stopping_is_not_restarted() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    cluster.feed(StopRequested())
+    assert not any(isinstance(action, Start) for action in cluster.die("decode-0"))
+    cluster.die("router-0")
+    cluster.die("prefill-0")
+    assert cluster.finish == Finish(0, None)
+
+
+def test_a_role_waiting_for_its_restart_does_not_hold_up_a_stop() -> None:
+    cluster = Cluster((("router-0", "router"), ("decode-0", "decode")))
+    cluster.ready("router-0", "decode-0")
+    cluster.die("decode-0")
+    cluster.ready("decode-0")
+    cluster.die("decode-0")
+    assert cluster.supervisor.state("decode-0") is RoleState.WAITING
+    cluster.feed(StopRequested())
+    cluster.die("router-0")
+    assert cluster.finish == Finish(0, None)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ready", "die", "tick", "stop", "stale", "sleep"]), st.sampled_from(NAMES))
+    )
+)
+def test_whatever_happens_nothing_runs_twice_and_the_end_is_an_end(steps: list[tuple[str, str]]) -> None:
+    """`Cluster` checks on the way: epochs grow by one, at most one life per role, nothing after Finish."""
+    cluster = Cluster()
+    for step, name in steps:
+        match step:
+            case "ready" if name in cluster.running:
+                cluster.ready(name)
+            case "die" if name in cluster.running:
+                cluster.die(name)
+            case "tick" if cluster.supervisor.next_deadline() is not None:
+                cluster.tick()
+            case "stop":
+                cluster.feed(StopRequested())
+            case "stale":
+                cluster.feed(Exited(name, 0, "stale"))
+            case "sleep":
+                cluster.now += 61.0
+    if cluster.finish is not None:
+        assert cluster.running == {}
+        assert cluster.supervisor.next_deadline() is None
+        return
+    cluster.feed(StopRequested())  # from any state a stop comes to its end by itself
+    for _ in range(2 * len(NAMES)):
+        if cluster.finish is None:
+            cluster.tick()
+    assert cluster.finish is not None
+    assert cluster.running == {}

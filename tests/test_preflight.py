@@ -1,0 +1,88 @@
+"""Preflight: foreign packages, ports, model paths; each failure one sentence with the remedy."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import preflight
+from cluster.errors import ConfigError, ModelError
+
+
+def test_our_own_packages_pass() -> None:
+    preflight.check_own_packages()
+
+
+def test_the_kernels_package_is_inert() -> None:
+    """transformers executes it when it probes for Hugging Face's `kernels`."""
+    spec = importlib.util.find_spec("kernels")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text()
+    assert compile(source, "kernels", "exec").co_names == ("__doc__",)
+
+
+def test_foreign_distribution_of_one_of_our_names_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "kernels-0.9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.9.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"`kernels` 0\.9\.0 is installed and shadows .*: pip uninstall kernels"
+    ):
+        preflight.check_own_packages()
+
+
+def test_shadowing_package_is_named_in_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    root = Path(preflight.__file__).parents[1]
+    code = "from cluster.preflight import check_own_packages; check_own_packages()"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]; {code}"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=tmp_path,
+    )
+    assert f"`import kernels` finds {tmp_path}/kernels instead of {root}/kernels" in result.stderr
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "PACKAGES", ("cluster", "no_such_part_of_baton"))
+    with pytest.raises(ConfigError, match="`no_such_part_of_baton` of Baton is missing"):
+        preflight.check_own_packages()
+
+
+def test_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"
+        ):
+            preflight.check_port("127.0.0.1", port)
+    preflight.check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["256.256.256.256.invalid", "203.0.113.7"])
+def test_host_that_is_not_ours_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen on .*{host}"):
+        preflight.check_port(host, 0)
+
+
+def test_model_paths_that_cannot_work_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such model"):
+        preflight.check_model(str(tmp_path / "none"))
+    with pytest.raises(ModelError, match="not a model"):
+        preflight.check_model(str(tmp_path))

@@ -1,0 +1,368 @@
+"""Streams over real sockets: order, bounds, faults of the peer, hostile bytes (B150)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import AuthenticationError, ConfigError, ProtocolError, WireError
+from cluster.ids import LeaseId
+from cluster.wire.address import parse_address
+from cluster.wire.codec import encode
+from cluster.wire.handshake import FRAME_BYTES, DiallerHandshake
+from cluster.wire.messages import Drain, Drained, Refused, RenewLeases, RouterToWorker, WorkerToRouter
+from cluster.wire.stream import Listener, Stream, connect, listen
+
+TOKEN = b"k" * 32
+Serve = Callable[..., Awaitable[Listener]]
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/s" if request.param == "unix" else "tcp:127.0.0.1:0"
+
+
+@pytest.fixture
+async def serve(address: str) -> AsyncIterator[Serve]:
+    listeners: list[Listener] = []
+
+    async def start(on_stream: Callable[[Stream[Any]], Awaitable[None]], **options: Any) -> Listener:
+        listener = await listen(address, TOKEN, WorkerToRouter, on_stream, **options)
+        listeners.append(listener)
+        return listener
+
+    yield start
+    for listener in listeners:
+        await listener.close()
+
+
+async def echo_count(stream: Stream[Any]) -> None:
+    """Answers every message with the number received so far."""
+    num = 0
+    async for _ in stream:
+        num += 1
+        stream.post(RenewLeases(leases=[LeaseId(num)]))
+
+
+async def dial_raw(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if address.startswith("unix:"):
+        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    _, host, port = address.split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def dial_raw_authenticated(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await dial_raw(address)
+    handshake = DiallerHandshake(TOKEN)
+    writer.write(handshake.start())
+    while not handshake.is_done:
+        writer.write(handshake.receive(await reader.readexactly(FRAME_BYTES)))
+    return reader, writer
+
+
+async def assert_alive(address: str) -> None:
+    stream = await connect(address, TOKEN, RouterToWorker)
+    stream.post(Drained())
+    async with asyncio.timeout(2):
+        assert await anext(stream) == RenewLeases(leases=[LeaseId(1)])
+    await stream.close()
+
+
+async def test_messages_pass_both_ways_in_order(serve: Serve) -> None:
+    listener = await serve(echo_count)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    for _ in range(500):
+        stream.post(Drained())
+    await stream.send(Drained())
+    async with asyncio.timeout(5):
+        received = [(await anext(stream)).leases[0] for _ in range(501)]
+    assert received == list(range(1, 502))
+    await stream.close()
+    await stream.close()
+    with pytest.raises(WireError, match="closed"):
+        await stream.send(Drained())
+
+
+async def test_iteration_ends_when_the_peer_closes_after_all_it_sent(serve: Serve) -> None:
+    async def say_bye(stream: Stream[Any]) -> None:
+        stream.post(Drain(grace_s=1.0))
+        stream.post(Refused(reason="bye"))
+
+    listener = await serve(say_bye)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    async with asyncio.timeout(2):
+        assert [message async for message in stream] == [Drain(grace_s=1.0), Refused(reason="bye")]
+    assert stream.is_closed
+    stream.post(Drained())  # dropped
+
+
+async def test_a_cancelled_wait_loses_no_message(serve: Serve) -> None:
+    gate = asyncio.Event()
+
+    async def late(stream: Stream[Any]) -> None:
+        await gate.wait()
+        stream.post(Drain(grace_s=1.0))
+        await anext(stream, None)
+
+    listener = await serve(late)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await anext(stream)
+    gate.set()
+    async with asyncio.timeout(2):
+        assert await anext(stream) == Drain(grace_s=1.0)
+    await stream.close()
+
+
+async def test_posts_of_one_iteration_leave_in_one_write(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = await serve(echo_count)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    writes: list[bytes] = []
+    write = asyncio.StreamWriter.write
+    monkeypatch.setattr(
+        asyncio.StreamWriter, "write", lambda self, data: (writes.append(data), write(self, data))[1]
+    )
+    for _ in range(10):
+        stream.post(Drained())
+    assert writes == []
+    assert stream.num_pending_bytes == 10 * len(encode(Drained()))
+    async with asyncio.timeout(2):
+        await anext(stream)
+    assert writes[0] == encode(Drained()) * 10
+    await stream.close()
+
+
+async def test_a_peer_that_does_not_read_loses_the_stream(serve: Serve) -> None:
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def flood(stream: Stream[Any]) -> None:
+        try:
+            while not stream.is_closed:
+                stream.post(Refused(reason="x" * 10_000))
+                await asyncio.sleep(0)
+            await anext(stream)
+        except WireError as error:
+            ended.set_result(str(error))
+
+    listener = await serve(flood, max_pending_bytes=1 << 20)
+    _reader, writer = await dial_raw_authenticated(listener.address)
+    async with asyncio.timeout(5):
+        assert "does not read" in await ended
+    writer.close()
+
+
+async def test_send_to_a_peer_that_does_not_read_ends_at_its_deadline(serve: Serve) -> None:
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def flood(stream: Stream[Any]) -> None:
+        try:
+            while True:
+                await stream.send(Refused(reason="x" * 100_000), timeout_s=0.2)
+        except WireError as error:
+            ended.set_result(str(error))
+
+    listener = await serve(flood)
+    _reader, writer = await dial_raw_authenticated(listener.address)
+    async with asyncio.timeout(5):
+        assert "did not read for 0.2 s" in await ended
+    writer.close()
+
+
+async def test_a_message_over_the_frame_limit_is_the_senders_error(serve: Serve) -> None:
+    listener = await serve(echo_count)
+    stream = await connect(listener.address, TOKEN, RouterToWorker, max_frame_bytes=100)
+    with pytest.raises(ProtocolError, match=r"Refused of \d+ bytes is over the frame limit of 100"):
+        stream.post(Refused(reason="x" * 200))
+    stream.post(Drained())
+    async with asyncio.timeout(2):
+        await anext(stream)
+    await stream.close()
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("kind", ["pickle", "zeros", "oversized", "http", "random"])
+async def test_b150_hostile_bytes_close_the_connection_and_nothing_else(
+    serve: Serve, tmp_path: Path, where: str, kind: str
+) -> None:
+    marker = tmp_path / "marker"
+
+    class Exploit:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (os.system, (f"touch {marker}",))
+
+    body = pickle.dumps(Exploit())
+    payload = {
+        "pickle": len(body).to_bytes(4, "big") + body + bytes(100),
+        "zeros": bytes(200),
+        "oversized": b"\xff\xff\xff\xff" + bytes(200),
+        "http": b"GET / HTTP/1.1\r\nHost: a\r\nUser-Agent: some browser with a long enough name\r\n\r\n" * 2,
+        "random": bytes((i * 73 + 41) % 256 for i in range(300)),
+    }[kind]
+    listener = await serve(echo_count)
+    bystander = await connect(listener.address, TOKEN, RouterToWorker)
+    dial = dial_raw if where == "before" else dial_raw_authenticated
+    reader, writer = await dial(listener.address)
+    writer.write(payload)
+    async with asyncio.timeout(2):
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+    writer.close()
+    bystander.post(Drained())
+    async with asyncio.timeout(2):
+        assert await anext(bystander) == RenewLeases(leases=[LeaseId(1)])
+    await bystander.close()
+    await assert_alive(listener.address)
+    assert not marker.exists()
+
+
+async def test_frame_cut_short_by_a_dying_peer_raises(serve: Serve) -> None:
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def read(stream: Stream[Any]) -> None:
+        try:
+            async for _ in stream:
+                pass
+        except WireError as error:
+            ended.set_result(str(error))
+
+    listener = await serve(read)
+    _reader, writer = await dial_raw_authenticated(listener.address)
+    writer.write(encode(Refused(reason="x" * 100))[:50])
+    writer.close()
+    async with asyncio.timeout(2):
+        assert "inside a frame" in await ended
+
+
+async def test_b150_slow_handshake_is_cut_at_its_deadline(serve: Serve) -> None:
+    listener = await serve(echo_count, handshake_timeout_s=0.2)
+    reader, writer = await dial_raw(listener.address)
+    writer.write(DiallerHandshake(TOKEN).start()[:10])
+    async with asyncio.timeout(2):
+        assert await reader.read() == b""
+    writer.close()
+    await assert_alive(listener.address)
+
+
+async def test_wrong_token_is_refused(serve: Serve) -> None:
+    listener = await serve(echo_count)
+    with pytest.raises(AuthenticationError, match="does not know the cluster token"):
+        await connect(listener.address, b"z" * 32, RouterToWorker)
+    await assert_alive(listener.address)
+
+
+async def test_connect_to_a_silent_listener_ends_at_its_deadline(tmp_path: Path) -> None:
+    hung_up = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        hung_up.set()
+
+    server = await asyncio.start_unix_server(silent, f"{tmp_path}/s")
+    with pytest.raises(WireError, match=r"no answer from unix:.* within 0.2 s"):
+        await connect(f"unix:{tmp_path}/s", TOKEN, RouterToWorker, timeout_s=0.2)
+    async with asyncio.timeout(2):
+        await hung_up.wait()
+    server.close()
+
+
+async def test_connect_where_nobody_listens(tmp_path: Path) -> None:
+    with pytest.raises(WireError, match=r"cannot connect to unix:.*No such file"):
+        await connect(f"unix:{tmp_path}/none", TOKEN, RouterToWorker)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    with pytest.raises(WireError, match="cannot connect to tcp"):
+        await connect(f"tcp:127.0.0.1:{port}", TOKEN, RouterToWorker)
+
+
+async def test_address_in_use_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp:127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(WireError, match=f"cannot listen on {address}"):
+            await listen(address, TOKEN, WorkerToRouter, echo_count)
+
+
+async def test_unix_socket_names_the_peers_process_is_private_and_is_removed(tmp_path: Path) -> None:
+    pids: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+
+    async def on_stream(stream: Stream[Any]) -> None:
+        pids.set_result(stream.peer_pid)
+
+    path = tmp_path / "s"
+    listener = await listen(f"unix:{path}", TOKEN, WorkerToRouter, on_stream)
+    assert path.stat().st_mode & 0o777 == 0o600
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    async with asyncio.timeout(2):
+        assert await pids == os.getpid()
+    assert stream.peer_pid == os.getpid()
+    await stream.close()
+    await listener.close()
+    assert not path.exists()
+
+
+async def test_tcp_has_no_pid_and_no_delay() -> None:
+    listener = await listen("tcp:127.0.0.1:0", TOKEN, WorkerToRouter, echo_count)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    assert stream.peer_pid is None
+    sock = stream._writer.get_extra_info("socket")
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    await stream.close()
+    await listener.close()
+
+
+async def test_reset_by_the_peer_ends_the_iteration(serve: Serve) -> None:
+    ended = asyncio.Event()
+
+    async def read(stream: Stream[Any]) -> None:
+        async for _ in stream:
+            pass
+        ended.set()
+
+    listener = await serve(read)
+    _reader, writer = await dial_raw_authenticated(listener.address)
+    if listener.address.startswith("tcp"):
+        writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+    writer.transport.abort()
+    async with asyncio.timeout(2):
+        await ended.wait()
+
+
+async def test_close_of_the_listener_ends_open_streams(serve: Serve) -> None:
+    listener = await serve(echo_count)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    await listener.close()
+    async with asyncio.timeout(2):
+        assert [message async for message in stream] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "unix:", "unix:rel", "tcp:host", "tcp::1", "tcp:h:70000", "tcp:h:x", "udp:h:1"]
+)
+def test_bad_addresses_are_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="not an address"):
+        parse_address(text)
+
+
+def test_good_addresses_survive_the_round_trip() -> None:
+    for text in ("unix:/a/b", "tcp:127.0.0.1:80", "tcp:[::1]:0"):
+        assert str(parse_address(text)) == text
+    with pytest.raises(ConfigError, match="longer than 107"):
+        parse_address("unix:/" + "x" * 120)
