@@ -31,7 +31,8 @@ from cluster.wire.messages import (
     Reserve,
 )
 from cluster.worker_io import Action, Discard, Peer, PostReceive, Scatter
-from decode_worker.intake import Intake, IntakeConfig
+from decode_worker.admission import IntakeConfig
+from decode_worker.intake import Intake
 from decode_worker.lease import TRANSITIONS, IllegalLease, LeaseState
 from tests.support.worker_messages import A1, R1, ROUTER, P, only, reserve, to_peer, to_router
 

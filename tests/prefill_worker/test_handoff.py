@@ -126,6 +126,17 @@ def test_an_offer_must_be_answered_before_a_staged_attempt_closes() -> None:
     assert to_peer(closed, KvClosed)
 
 
+def test_every_offer_has_its_deadline() -> None:
+    handoff, sequence = streaming(in_place=False)
+    sequence.advance(14)
+    handoff.next_piece(0.0)
+    handoff.next_piece(0.0)
+    handoff.ready(PieceIndex(0), 1.0)
+    assert handoff.deadline == 4.0  # the second offer is still out
+    assert handoff.offer_refused(PieceIndex(1))
+    assert handoff.deadline is None
+
+
 def test_a_decode_worker_that_never_answers_an_offer_costs_the_edge() -> None:
     handoff, sequence = streaming(in_place=False)
     sequence.advance(14)
