@@ -245,11 +245,11 @@ class DecodeCore:
                 return self._stale()
 
     def _reserve(self, router: RouterId, message: Reserve, now: float) -> list[Action]:
+        if self._intake.is_stale(message):
+            return self._stale()
         current = self._current(message.request)
         actions: list[Action] = []
         if current is not None:
-            if message.attempt <= current.attempt:
-                return self._stale()
             actions += self._drop(current, "a newer attempt came")
         if self._drain is not None:
             detail = "this decode worker takes no new work"
@@ -267,11 +267,13 @@ class DecodeCore:
         actions: list[Action] = []
         rows: dict[RouterId, list[TokenRow]] = {}
         for new in self._scheduler.account(output):
-            if new.index == 0:
+            if new.token_index == 0:
                 actions += self._first_token(new, now)
                 continue
             sequence = new.sequence
-            row = TokenRow(sequence.request, sequence.attempt, new.index, [new.output], new.finish_reason)
+            row = TokenRow(
+                sequence.request, sequence.attempt, new.token_index, [new.output], new.finish_reason
+            )
             rows.setdefault(sequence.router, []).append(row)
         actions += [ToRouter(router, Tokens(rows=of_router)) for router, of_router in rows.items()]
         return actions

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.engine.fence import AttemptFence
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.errors import InvalidRequest
 from cluster.ids import Attempt, LeaseId, PieceIndex, RequestId, RouterId
@@ -81,6 +82,7 @@ class Intake:
         self._blocks = blocks
         self._leases: dict[SequenceKey, Lease] = {}  # all that hold blocks
         self._by_id: dict[LeaseId, Lease] = {}
+        self._fence = AttemptFence()
         self._live: dict[RequestId, Lease] = {}  # one attempt of a request at a time
         self._edges: dict[Peer, bool] = {}  # edges that are up → in place
         self._num_reserves = 0
@@ -152,6 +154,10 @@ class Intake:
             detail = f"{num_blocks} blocks and {keep_free} for growth, {available} available"
             return [self.nack(router, message, NackReason.NO_BLOCKS, detail)]
         return [self._grant(sequence, message, now, num_prompt)]
+
+    def is_stale(self, message: Reserve) -> bool:
+        """This attempt or a later one was granted before. A refused one may be asked for again."""
+        return self._fence.is_stale(message.request, message.attempt)
 
     def nack(self, router: RouterId, message: Reserve, reason: NackReason, detail: str) -> ToRouter:
         retry_after_s = 0.0 if reason is NackReason.TOO_LARGE else self._config.retry_after_s
@@ -292,6 +298,7 @@ class Intake:
 
     def _grant(self, sequence: Sequence, message: Reserve, now: float, num_prompt: int) -> Action:
         ttl_s = min(message.lease_ttl_s, self._config.max_ttl_s)
+        self._fence.take(sequence.request, sequence.attempt)
         lease = Lease(sequence, LeaseId(sequence.order), ttl_s, now + ttl_s, num_prompt)
         num_cached = sequence.num_computed // self._blocks.block_size
         lease.blocks = [Block.COMPLETE] * num_cached + [Block.MISSING] * (num_prompt - num_cached)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.engine.fence import AttemptFence
 from cluster.engine.prefill_order import PrefillOrder
 from cluster.engine.sequence import Sequence, SequenceKey
 from cluster.errors import InvalidRequest
@@ -117,7 +118,8 @@ class PrefillCore:
         )
         self._edges = EdgeBook()
         self._attempts: dict[SequenceKey, _Attempt] = {}
-        self._newest: dict[RequestId, Attempt] = {}  # the fence: of requests that have an attempt here
+        self._newest: dict[RequestId, Attempt] = {}  # of requests that have an attempt here
+        self._fence = AttemptFence()
         self._routers: set[RouterId] = set()
         self._num_accepted = 0
         self._gauges = _Gauges()
@@ -233,9 +235,9 @@ class PrefillCore:
                 return self._stale()
 
     def _prefill(self, router: RouterId, message: Prefill, now: float) -> list[Action]:
-        newest = self._newest.get(message.request)
-        if newest is not None and message.attempt <= newest:
+        if self._fence.is_stale(message.request, message.attempt):
             return self._stale()
+        newest = self._newest.get(message.request)
         actions: list[Action] = []
         if newest is not None:  # the router gave the older attempt up
             old = self._attempts[message.request, newest]
@@ -280,6 +282,7 @@ class PrefillCore:
         handoff = Handoff(self._handoff_config, sequence, peer, message.lease, message.skip_tokens, now)
         self._attempts[sequence.key] = _Attempt(sequence, handoff)
         self._newest[message.request] = message.attempt
+        self._fence.take(message.request, message.attempt)
         self._scheduler.add(sequence)
         in_place = self._edges.in_place(peer)
         if in_place is None:

@@ -155,8 +155,8 @@ async def test_a_decode_worker_killed_in_mid_transfer_fails_that_edge_alone(
     begin = time.monotonic()
     with pytest.raises((EdgeError, AssertionError)):  # or the peer's answer is missing
         await doomed
-    await fails_fast(sender.send(piece_of(0, 48), ids(range(48)), ids(range(48))))
     assert time.monotonic() - begin < FAST_S
+    await fails_fast(sender.send(piece_of(0, 48), ids(range(48)), ids(range(48))))
     await steady
     found = await other.ask("checksum", blocks=list(range(48)))
     assert found["checksum"] == checksum(source.tensor)
@@ -205,6 +205,34 @@ async def test_pieces_that_landed_before_the_writer_died_are_still_good(start_pe
     assert checksum(target.tensor[[9, 8, 7, 6, 5]]) == expected
     await receiver.close()
     target.close()
+
+
+@pytest.mark.parametrize("victim_is_sender", [True, False])
+async def test_a_peer_killed_when_half_of_a_piece_has_moved_fails_it_at_once(
+    start_peer: StartPeer, victim_is_sender: bool
+) -> None:
+    """gloo alone would forget such a transfer until its deadline."""
+    big = msgspec.structs.replace(GEOMETRY, num_layers=16, num_heads=8, head_dim=128)
+    pool, peer = KVPool.private(KVLayout.from_geometry(big)), await start_peer()
+    piece, slots = piece_of(0, 48), {"slot_bytes": 32 * 2**20, "num_slots": 1}
+    end: KVSender | KVReceiver
+    if victim_is_sender:
+        end = receiver = await receiver_from(peer, EdgeKind.GLOO, pool, **slots)
+        await receiver.post(piece, 48 * pool.layout.bytes_per_block)
+        peer.tell("send", piece=fields(piece), sources=list(range(48)), targets=[])
+        moving = asyncio.ensure_future(receiver.wait(piece))
+        await asyncio.sleep(0.02)
+    else:
+        end = sender = await sender_to(peer, EdgeKind.GLOO, pool, **slots)
+        assert await peer.ask("post", piece=fields(piece)) == {}
+        peer.signal(signal.SIGSTOP)
+        moving = asyncio.ensure_future(sender.send(piece, ids(range(48)), ids(range(48))))
+        await asyncio.sleep(0.3)
+    assert not moving.done()
+    peer.signal(signal.SIGKILL)
+    assert "worker is gone" in await fails_fast(moving)
+    await end.close()
+    pool.close()
 
 
 async def test_a_stopped_decode_worker_makes_the_deadline_pass(start_peer: StartPeer) -> None:

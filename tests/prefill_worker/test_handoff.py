@@ -80,7 +80,9 @@ def test_staged_pieces_are_sent_when_the_receive_is_posted() -> None:
     assert handoff.sent(piece, 20, 1.0) is None
 
 
-@pytest.mark.parametrize(("skip", "num_tokens", "pieces"), [(8, 14, [(2, 2)]), (16, 16, []), (4, 8, [(1, 1)])])
+@pytest.mark.parametrize(
+    ("skip", "num_tokens", "pieces"), [(8, 14, [(2, 2)]), (16, 16, []), (4, 8, [(1, 1)])]
+)
 def test_b079_only_what_is_missing_is_sent(skip: int, num_tokens: int, pieces: list[tuple[int, int]]) -> None:
     handoff, sequence = streaming(in_place=True, num_tokens=num_tokens, skip=skip)
     sequence.advance(num_tokens)

@@ -640,8 +640,8 @@ def test_failed_prefill_is_retried_locally_and_the_other_leg_is_told() -> None:
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("context_length_exceeded", ContextLengthExceeded),
-        ("invalid_request", InvalidRequest),
+        ("too_large", ContextLengthExceeded),
+        ("bad_request", InvalidRequest),
         ("broken", InternalError),
     ],
 )
