@@ -58,7 +58,7 @@ def _python() -> Check:
 
 
 def _packages() -> Check:
-    return _attempt("packages", preflight.check_packages, "no foreign package under our names")
+    return _attempt("packages", preflight.check_own_packages, "no foreign package under our names")
 
 
 def _library(name: str) -> Check:

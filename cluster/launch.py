@@ -47,7 +47,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     Raises:
         BatonError: a setting cannot work here, in one sentence.
     """
-    preflight.check_packages()
+    preflight.check_own_packages()
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)
     port = config.port or _free_port(config.host)

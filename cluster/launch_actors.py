@@ -12,7 +12,7 @@ import threading
 from cluster.config import RouterConfig, load_config
 from cluster.errors import BatonError
 from cluster.logging_setup import configure_logging
-from cluster.preflight import check_packages
+from cluster.preflight import check_own_packages
 from cluster.role_process import StopSwitch, load_entry, one_line, run_service
 
 NUM_THREADS = 4  # run, wait_ready, stop, and one to spare
@@ -31,7 +31,7 @@ class RoleActor:
     def load(self, entry: str) -> str:
         """Import the role's code, while the launcher still prepares the model."""
         try:
-            check_packages()
+            check_own_packages()
             load_entry(entry)
         except Exception as error:  # reported instead of raised: it need not survive pickling
             return one_line(error)

@@ -1,6 +1,6 @@
 """Cheap checks before anything starts: each failure is one sentence that says what to do.
 
-1. `check_packages` runs first in every process: our import names are common words (Hugging Face ships a
+1. `check_own_packages` runs first in every process: our import names are common words (Hugging Face ships a
    `kernels`), and a foreign package in their place fails in ways nobody would guess.
 2. The launcher then checks what would otherwise fail late: port and model path.
 """
@@ -20,7 +20,7 @@ DISTRIBUTION: Final = "baton-serve"
 PACKAGES: Final = ("cluster", "kernels", "prefill_worker", "decode_worker", "router", "bench")
 
 
-def check_packages(root: Path | None = None) -> None:
+def check_own_packages(root: Path | None = None) -> None:
     """Every package of ours is the one beside this file.
 
     Raises:

@@ -98,7 +98,7 @@ def main(entry: str) -> None:
     """`python -m ROLE CONFIG_FILE [--ready-fd N]`: the descriptor gets a line when the role serves."""
     arguments = _parse_arguments(entry)
     try:
-        preflight.check_packages()
+        preflight.check_own_packages()
         try:
             config = load_config(arguments.config.read_bytes())
         except OSError as error:

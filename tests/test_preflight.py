@@ -17,7 +17,7 @@ from cluster.errors import ConfigError, ModelError
 
 
 def test_our_own_packages_pass() -> None:
-    preflight.check_packages()
+    preflight.check_own_packages()
 
 
 def test_the_kernels_package_is_inert() -> None:
@@ -39,14 +39,14 @@ def test_foreign_distribution_of_one_of_our_names_is_named(
     with pytest.raises(
         ConfigError, match=r"`kernels` 0\.9\.0 is installed and shadows .*: pip uninstall kernels"
     ):
-        preflight.check_packages()
+        preflight.check_own_packages()
 
 
 def test_shadowing_package_is_named_in_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("raise RuntimeError('not ours')")
     root = Path(preflight.__file__).parents[1]
-    code = "from cluster.preflight import check_packages; check_packages()"
+    code = "from cluster.preflight import check_own_packages; check_own_packages()"
     result = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]; {code}"],
         capture_output=True,
@@ -60,7 +60,7 @@ def test_shadowing_package_is_named_in_a_process_of_its_own(tmp_path: Path) -> N
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "PACKAGES", ("cluster", "no_such_part_of_baton"))
     with pytest.raises(ConfigError, match="`no_such_part_of_baton` of Baton is missing"):
-        preflight.check_packages()
+        preflight.check_own_packages()
 
 
 def test_port_in_use_is_named() -> None:
