@@ -41,9 +41,9 @@ async def run(
     if behaviour == "never-ready":
         await stop.wait()
         return
+    note(f"ready-omp{os.environ.get('OMP_NUM_THREADS')}")
     if on_ready is not None:
         on_ready()
-    note(f"ready-omp{os.environ.get('OMP_NUM_THREADS')}")
     if behaviour == "crash-once" and epoch == 1:
         threading.Timer(0.3, os._exit, (9,)).start()
     await stop.wait()
