@@ -106,7 +106,7 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     letters = [chr(c) for c in range(0x100, 0x100 + VOCAB_SIZE)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *letters[3:-1], letters[3] + letters[4]])
+    writer.add_token_list(["<|endoftext|>", "<s>", "</s>", *letters[3:-1], letters[3] + letters[4]])
     writer.add_token_types([3, 3, 3, *[1] * (VOCAB_SIZE - 3)])
     writer.add_token_merges([f"{letters[3]} {letters[4]}"])
     writer.add_bos_token_id(1)

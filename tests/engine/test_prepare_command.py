@@ -1,0 +1,50 @@
+"""`python -m cluster.engine.prepare`: what a person and what the launcher reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.engine.prepare import CACHE_VARIABLE, main
+from cluster.engine.prepared_model import MANIFEST
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "baton"))
+
+
+def command(model: Path | str, *more: str) -> int:
+    return main(["--model", str(model), "--dtype", "fp32", "--backend", "reference", *more])
+
+
+def test_prints_the_directory(checkpoint: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = checkpoint("llama").directory
+    capsys.readouterr()
+    assert command(model) == 0
+    printed = capsys.readouterr()
+    assert (Path(printed.out.strip()) / MANIFEST).is_file()
+    assert Path(printed.out.strip()).is_relative_to(tmp_path / "baton" / "models")
+    assert "converting: 0.00 GB in" in printed.err
+
+
+def test_one_sentence_and_a_status_when_it_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert command(tmp_path / "nowhere") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"error: {tmp_path / 'nowhere'}: no such model file or directory\n"
+
+
+def test_json_lines_for_the_launcher(checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = checkpoint("llama").directory
+    capsys.readouterr()
+    assert command(model, "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {frozenset(line) for line in lines[:-1]} == {frozenset({"phase", "done_bytes", "total_bytes"})}
+    assert lines[-2]["done_bytes"] == lines[-2]["total_bytes"] > 0
+    assert (Path(lines[-1]["directory"]) / MANIFEST).is_file()
+    assert command(model / "nowhere", "--json") == 1
+    assert list(json.loads(capsys.readouterr().out)) == ["error"]
