@@ -117,7 +117,7 @@ def test_b082_prefill_worker_killed_in_mid_prefill(cluster: LocalCluster) -> Non
     assert stream.ended_s - killed_s < 10
     cluster.wait_quiet()
     cluster.restart("prefill-0")
-    cluster.wait_for(lambda: cluster.worker("prefill-0")["epoch"] == 2, 10, "the next epoch")
+    cluster.wait_for(lambda: cluster.worker("prefill-0").get("epoch") == 2, 10, "the next epoch")
     assert ids(cluster.complete(**body(1801, 4))) is not None
     cluster.wait_quiet()
 
@@ -161,7 +161,7 @@ def test_b130_hung_prefill_worker_is_given_up_and_fenced(cluster: LocalCluster) 
     assert ids(cluster.complete(**body(300, 12))) == expected
     assert time.monotonic() - started_s < 10
     cluster.signal("prefill-0", signal.SIGCONT)
-    cluster.wait_for(lambda: cluster.worker("prefill-0")["state"] == "ready", 15, "the worker's return")
+    cluster.wait_for(lambda: cluster.worker("prefill-0").get("state") == "ready", 15, "the worker's return")
     assert ids(cluster.complete(**body(301, 3))) is not None
     cluster.wait_quiet()
 
@@ -219,9 +219,8 @@ def test_a_thousand_requests_with_random_aborts_leave_nothing(cluster: LocalClus
 def test_b132_termination_drains(cluster: LocalCluster) -> None:
     stream = BackgroundStream(cluster, body(50, 300))
     assert stream.first.wait(10)
-    cluster.signal("router-0", signal.SIGTERM)
-    stream.join(30)
+    statuses = cluster.processes.stop()
+    stream.join(5)
     assert stream.error is None
     assert len(stream.token_ids) == 300
-    assert cluster.processes["router-0"].wait(30) == 0
-    assert cluster.stop() == {"router-0": 0, "prefill-0": 0, "decode-0": 0}
+    assert statuses == {"router-0": 0, "prefill-0": 0, "decode-0": 0}

@@ -1,0 +1,176 @@
+"""`baton serve` as a user runs it: Ray places the processes, the dead come back, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.local_cluster import free_port
+from tests.support.processes import ROOT, processes_of_run, wait_gone
+from tests.support.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+class Served:
+    """A running `baton serve`; its processes are known by a mark in their environment."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self.marker = f"TEST_RUN_{uuid.uuid4().hex}"
+        self.output = directory / f"{self.marker}.out"
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("BATON", "RAY"))}
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cluster.cli", "serve", "--port", str(self.port), *arguments],
+                cwd=ROOT,
+                env=inherited | {self.marker: "1"},
+                stdout=output,
+                stderr=output,
+            )
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+
+    def wait(self, what: str, timeout_s: float, condition: Callable[[httpx.Client], bool]) -> float:
+        """Until the server meets a condition; returns the seconds it took."""
+        started = time.monotonic()
+        with self.client() as client:
+            while True:
+                elapsed = time.monotonic() - started
+                assert self.process.poll() is None, self.output.read_text()
+                try:
+                    if condition(client):
+                        return elapsed
+                except httpx.TransportError:
+                    pass  # it does not listen yet
+                assert elapsed < timeout_s, f"{what} not within {timeout_s} s: {self.output.read_text()}"
+                time.sleep(0.05)
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        with self.client() as client:
+            return {worker["id"]: worker for worker in client.get("/cluster").json()["workers"]}
+
+    def chat(self, **fields: Any) -> dict[str, Any]:
+        with self.client() as client:
+            response = client.post(
+                "/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "Hello there"}], "timings": True} | fields,
+            )
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def served(tiny: Path, tmp_path: Path) -> Iterator[Served]:
+    running = Served(tmp_path, "--model", str(tiny), "--log-dir", str(tmp_path / "logs"))
+    try:
+        running.wait("ready", 120, lambda client: client.get("/ready").status_code == 200)
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.terminate()
+            running.process.wait(60)
+
+
+def test_serve_restart_and_stop(served: Served) -> None:
+    """One run through the whole life: a disaggregated chat, killed workers, a clean end (b140)."""
+    answer = served.chat(max_tokens=8)
+    assert answer["timings"]["prefill_worker"] == "prefill-0"
+    assert answer["timings"]["decode_worker"] == "decode-0"
+
+    for name in ("prefill-0", "decode-0"):
+        os.kill(served.workers()[name]["pid"], signal.SIGKILL)
+        served.wait(
+            f"{name} back",
+            20,
+            lambda _, name=name: (
+                served.workers().get(name, {}).get("epoch") == 2
+                and served.workers()[name]["state"] == "ready"
+            ),
+        )
+        served.wait("ready again", 5, lambda client: client.get("/ready").status_code == 200)
+        assert served.chat(max_tokens=8, seed=1)["usage"]["completion_tokens"] > 0
+
+    pids = processes_of_run(served.marker)
+    assert len(pids) > 4, "the router, two workers and Ray"
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(60) == 0, served.output.read_text()
+    wait_gone(pids, 10)
+    assert processes_of_run(served.marker) == set()
+
+
+def _broken_models(directory: Path, tiny: Path) -> dict[str, tuple[Path, str]]:
+    """name → (path, what the message must say)."""
+    not_a_model = directory / "not-a-model"
+    not_a_model.mkdir()
+    (not_a_model / "readme.txt").write_text("hello")
+    truncated = directory / "truncated"
+    shutil.copytree(tiny, truncated)
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    unknown = directory / "unknown"
+    shutil.copytree(tiny, unknown)
+    config = json.loads((unknown / "config.json").read_text())
+    config |= {"model_type": "mamba9", "architectures": ["Mamba9ForCausalLM"]}
+    (unknown / "config.json").write_text(json.dumps(config))
+    return {
+        "missing": (directory / "missing", "missing"),
+        "not a model": (not_a_model, "not-a-model"),
+        "truncated": (truncated, "model.safetensors"),
+        "unknown architecture": (unknown, "Mamba9ForCausalLM"),
+    }
+
+
+def test_broken_models_and_a_taken_port_end_serve_with_one_sentence(tiny: Path, tmp_path: Path) -> None:
+    runs = {
+        name: (Served(tmp_path, "--model", str(path)), part)
+        for name, (path, part) in _broken_models(tmp_path, tiny).items()
+    }
+    for name, (run, part) in runs.items():
+        status = run.process.wait(120)
+        text = run.output.read_text()
+        assert status not in (0, None), name
+        assert "Traceback" not in text, name
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, f"{name}: {text}"
+        assert part in errors[0], f"{name}: {errors[0]}"
+        wait_gone(processes_of_run(run.marker), 10)
+
+
+def test_port_in_use(tiny: Path, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        result = subprocess.run(
+            [sys.executable, "-m", "cluster.cli", "serve", "--model", str(tiny), "--port", str(port)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert result.returncode != 0
+    assert str(port) in result.stderr
+    assert "Traceback" not in result.stderr
