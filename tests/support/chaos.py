@@ -110,6 +110,6 @@ def run(seed: int, *, in_place: bool, num_ops: int = 250, faults: tuple[str, ...
             pair.check()
         elif ops := pair.pending():
             pair.do(rng.choice(ops))
-            pair.now += 0.0005
+            pair.advance(0.0005)
     calm(pair, rng)
     return pair

@@ -171,7 +171,7 @@ class SimulatedPair:
             if not ops:
                 return
             self.do(ops[choose(len(ops))])
-            self.now += 0.0005
+            self.advance(0.0005)
         raise AssertionError(f"still busy after {max_ops} steps")
 
     def settle(self, choose: Callable[[int], int], max_rounds: int = 2000) -> None:
