@@ -3,7 +3,8 @@
 1. Check what would otherwise fail late: packages, port, model path. Nothing has started yet.
 2. Start Ray on the main thread while a process of its own prepares the model.
 3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over.
-4. Whatever happened: kill the actors, leave Ray, end every process that is left, remove the directory.
+4. Whatever happened: kill the actors, leave Ray, end every process that is left, remove the directory. Should
+   this process be killed, its guard does the same.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cluster.clock import MonotonicClock
 from cluster.cluster_token import resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.launch_driver import Driver, Report
+from cluster.launch_guard import Guard
 from cluster.launch_plan import ENTRIES, RoleSpec, Site, plan_roles, private_ray_environment
 from cluster.launch_prepare import Preparation, prepare_command
 from cluster.launch_processes import become_subreaper, children, end_children
@@ -75,15 +77,17 @@ def serve(
         BatonError: it could not even begin; nothing is left running.
         KeyboardInterrupt: a signal came while Ray was starting; nothing is left running.
     """
-    keep = children()
     become_subreaper()
     with _Signals() as signals:
         runtime_dir = RuntimeDir.create(config.runtime_dir)
+        guard = Guard(runtime_dir.path)
+        keep = children()
         try:
             return _run(config, report, entries, command, runtime_dir, signals)
         finally:
             signals.on_signal = lambda: None  # the end is near and bounded: nothing may cut it short
             end_children(keep, END_GRACE_S)
+            guard.close()
             runtime_dir.close()
 
 

@@ -67,7 +67,8 @@ from cluster.worker_io import (
     ToRouter,
     WriterGone,
 )
-from decode_worker.intake import Intake, IntakeConfig, attempt_failed
+from decode_worker.admission import IntakeConfig, attempt_failed, nack
+from decode_worker.intake import Intake
 from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Generated
 
 SMOOTHING = 0.2  # weight of the newest step in the smoothed rates
@@ -107,16 +108,14 @@ class DecodeCore:
     def __init__(self, config: DecodeConfig, blocks: BlockManager) -> None:
         self._config = config
         self._blocks = blocks
-        self._intake = Intake(
-            IntakeConfig(
-                config.block_bytes,
-                config.max_num_seqs,
-                config.growth_blocks,
-                config.max_ttl_s,
-                config.retry_after_s,
-            ),
-            blocks,
+        self._intake_config = IntakeConfig(
+            config.block_bytes,
+            config.max_num_seqs,
+            config.growth_blocks,
+            config.max_ttl_s,
+            config.retry_after_s,
         )
+        self._intake = Intake(self._intake_config, blocks)
         self._scheduler = DecodeScheduler(
             DecodeSchedulerConfig(
                 config.chunk_tokens, config.mixed_chunk_tokens, config.growth_blocks, config.order
@@ -245,15 +244,15 @@ class DecodeCore:
                 return self._stale()
 
     def _reserve(self, router: RouterId, message: Reserve, now: float) -> list[Action]:
+        if self._intake.is_stale(message):
+            return self._stale()
         current = self._current(message.request)
         actions: list[Action] = []
         if current is not None:
-            if message.attempt <= current.attempt:
-                return self._stale()
             actions += self._drop(current, "a newer attempt came")
         if self._drain is not None:
             detail = "this decode worker takes no new work"
-            return [*actions, self._intake.nack(router, message, NackReason.DRAINING, detail)]
+            return [*actions, nack(router, message, self._intake_config, NackReason.DRAINING, detail)]
         return actions + self._intake.reserve(
             router,
             message,
@@ -267,11 +266,13 @@ class DecodeCore:
         actions: list[Action] = []
         rows: dict[RouterId, list[TokenRow]] = {}
         for new in self._scheduler.account(output):
-            if new.index == 0:
+            if new.token_index == 0:
                 actions += self._first_token(new, now)
                 continue
             sequence = new.sequence
-            row = TokenRow(sequence.request, sequence.attempt, new.index, [new.output], new.finish_reason)
+            row = TokenRow(
+                sequence.request, sequence.attempt, new.token_index, [new.output], new.finish_reason
+            )
             rows.setdefault(sequence.router, []).append(row)
         actions += [ToRouter(router, Tokens(rows=of_router)) for router, of_router in rows.items()]
         return actions

@@ -2,8 +2,8 @@
 
 Life of a lease (states in `decode_worker.lease`):
 
-1. `reserve`: the cached head of the prompt is pinned, the missing prompt blocks and `growth_blocks` for the
-   first generated tokens are allocated → `Grant`; or `Nack`. A prompt that D prefills itself starts at once.
+1. `reserve`: `decode_worker.admission` takes the blocks → `Grant`, or refuses → `Nack`. A prompt that D
+   prefills itself starts at once.
 2. `KvOpen` → `KvOpened` names the blocks. In place, `KvPiece` says which of them hold their KV. Staged,
    `KvOffer` → `PostReceive` → `KvReady`, then the bytes are scattered once the lease is checked again.
 3. `KvCommit` brings token 0. When it is there and no block is missing, decoding starts (I5): never before.
@@ -14,22 +14,16 @@ Life of a lease (states in `decode_worker.lease`):
 5. At the end of a lease, the full blocks it got without a gap become cached prefix, for the next attempt.
 
 A lost prefill worker ends nothing here: the lease and its complete blocks stay until the router decides.
-
-A prompt whose prompt + `max_tokens` cannot fit the whole pool is refused for good (`TOO_LARGE`), so that a
-sequence that runs alone can always be completed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from cluster.engine.fence import AttemptFence
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
-from cluster.errors import InvalidRequest
 from cluster.ids import Attempt, LeaseId, PieceIndex, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
 from cluster.wire.messages import (
-    AttemptFailed,
     Committed,
     Grant,
     KvAbort,
@@ -42,35 +36,13 @@ from cluster.wire.messages import (
     KvPiece,
     KvReady,
     KvRefused,
-    Nack,
-    NackReason,
     PrefillToDecode,
     RenewLeases,
     Reserve,
 )
 from cluster.worker_io import Action, Discard, Peer, PostReceive, Scatter, ToPeer, ToRouter
+from decode_worker.admission import IntakeConfig, admit, attempt_failed
 from decode_worker.lease import Block, Lease, LeaseState, Receive, ReceiveState
-
-
-@dataclass(frozen=True, slots=True)
-class IntakeConfig:
-    """`growth_blocks` are granted beyond the prompt; as many per sequence here stay free at every grant."""
-
-    block_bytes: int
-    max_num_seqs: int = 64
-    growth_blocks: int = 1
-    max_ttl_s: float = 60.0
-    retry_after_s: float = 0.25
-
-
-def attempt_failed(
-    router: RouterId, of: Reserve | Sequence, code: str, message: str, *, retryable: bool = True
-) -> ToRouter:
-    """`AttemptFailed` for a reserve or a sequence."""
-    failed = AttemptFailed(
-        request=of.request, attempt=of.attempt, code=code, message=message, retryable=retryable
-    )
-    return ToRouter(router, failed)
 
 
 class Intake:
@@ -81,6 +53,7 @@ class Intake:
         self._blocks = blocks
         self._leases: dict[SequenceKey, Lease] = {}  # all that hold blocks
         self._by_id: dict[LeaseId, Lease] = {}
+        self._fence = AttemptFence()
         self._live: dict[RequestId, Lease] = {}  # one attempt of a request at a time
         self._edges: dict[Peer, bool] = {}  # edges that are up → in place
         self._num_reserves = 0
@@ -114,57 +87,22 @@ class Intake:
         """Grant or refuse; no older attempt of the request is here. `num_running` sequences run here already,
         `has_preempted`: others wait to get their blocks back."""
         self._num_reserves += 1
-        try:
-            sequence = Sequence(
-                router,
-                message.request,
-                message.attempt,
-                message.token_ids,
-                message.num_prompt_tokens,
-                message.sampling,
-                message.cache_salt,
-                self._num_reserves,
-                now,
-            )
-        except InvalidRequest as error:
-            return [attempt_failed(router, message, "bad_request", error.message, retryable=False)]
-        size, pool = self._blocks.block_size, self._blocks.num_blocks
-        num_prompt = num_blocks_for(sequence.num_tokens, size)
-        num_most = max(num_blocks_for(sequence.max_tokens_with_kv, size), num_prompt)
-        if num_most > pool:
-            num_new = sequence.sampling.max_tokens
-            detail = (
-                f"{sequence.num_prompt_tokens} prompt tokens and {num_new} new ones do not fit this worker's "
-                f"KV pool of {pool * size} tokens"
-            )
-            return [self.nack(router, message, NackReason.TOO_LARGE, detail)]
         num_here = num_running + len(self._live)
-        if num_here >= self._config.max_num_seqs:
-            detail = f"{num_here} sequences are here already"
-            return [self.nack(router, message, NackReason.NO_SLOT, detail)]
-        if has_preempted:
-            detail = "preempted sequences wait for blocks"
-            return [self.nack(router, message, NackReason.NO_BLOCKS, detail)]
-        num_blocks = min(num_prompt + self._config.growth_blocks, num_most)
-        keep_free = self._config.growth_blocks * num_here
-        if not sequence.reserve(self._blocks, num_blocks, leave_last=message.local, keep_free=keep_free):
-            available = self._blocks.num_available
-            detail = f"{num_blocks} blocks and {keep_free} for growth, {available} available"
-            return [self.nack(router, message, NackReason.NO_BLOCKS, detail)]
-        return [self._grant(sequence, message, now, num_prompt)]
-
-    def nack(self, router: RouterId, message: Reserve, reason: NackReason, detail: str) -> ToRouter:
-        retry_after_s = 0.0 if reason is NackReason.TOO_LARGE else self._config.retry_after_s
-        return ToRouter(
+        admitted = admit(
             router,
-            Nack(
-                request=message.request,
-                attempt=message.attempt,
-                reason=reason,
-                detail=detail,
-                retry_after_s=retry_after_s,
-            ),
+            message,
+            self._blocks,
+            self._config,
+            self._num_reserves,
+            now,
+            num_here=num_here,
+            has_preempted=has_preempted,
         )
+        return [self._grant(admitted, message, now)] if isinstance(admitted, Sequence) else [admitted]
+
+    def is_stale(self, message: Reserve) -> bool:
+        """This attempt or a later one was granted before. A refused one may be asked for again."""
+        return self._fence.is_stale(message.request, message.attempt)
 
     def renew(self, router: RouterId, message: RenewLeases, now: float) -> None:
         """Leases that started or ended meanwhile need no renewal: not an error."""
@@ -290,8 +228,10 @@ class Intake:
 
     # ---- steps of a lease
 
-    def _grant(self, sequence: Sequence, message: Reserve, now: float, num_prompt: int) -> Action:
+    def _grant(self, sequence: Sequence, message: Reserve, now: float) -> Action:
+        num_prompt = num_blocks_for(sequence.num_tokens, self._blocks.block_size)
         ttl_s = min(message.lease_ttl_s, self._config.max_ttl_s)
+        self._fence.take(sequence.request, sequence.attempt)
         lease = Lease(sequence, LeaseId(sequence.order), ttl_s, now + ttl_s, num_prompt)
         num_cached = sequence.num_computed // self._blocks.block_size
         lease.blocks = [Block.COMPLETE] * num_cached + [Block.MISSING] * (num_prompt - num_cached)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.engine.batch import Row, StepOutput, StepPlan
 from cluster.engine.prefill_order import PrefillOrder
@@ -39,12 +40,11 @@ class DecodeSchedulerConfig:
     order: PrefillOrder = field(default_factory=PrefillOrder)
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """One sampled token. `index` counts this attempt's tokens before it."""
+class Generated(NamedTuple):
+    """One sampled token. `token_index` counts this attempt's tokens before it."""
 
     sequence: Sequence
-    index: int
+    token_index: int
     output: TokenOutput
     finish_reason: FinishReason | None
 

@@ -1,6 +1,6 @@
 """What a prefill worker computes next: prompts in chunks, several packed into one step.
 
-1. `add` queues a prompt that `can_ever_fit`.
+1. `add` queues a prompt that fits the pool when nothing else is there.
 2. `plan` composes a step of at most `max_step_tokens` tokens by `cluster.engine.prefill_order`. A prompt's
    blocks are reserved when its first chunk is planned and not before, for the whole prompt at once, so a
    prompt that started can always be completed. One that does not fit now is passed over; once it has
@@ -59,11 +59,8 @@ class PrefillScheduler:
     def num_queued_tokens(self) -> int:
         return sum(sequence.num_remaining for sequence in self._waiting.values())
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        return num_blocks_for(num_tokens, self._blocks.block_size) <= self._blocks.num_blocks
-
     def add(self, sequence: Sequence) -> None:
-        assert self.can_ever_fit(sequence.num_tokens)
+        assert num_blocks_for(sequence.num_tokens, self._blocks.block_size) <= self._blocks.num_blocks
         self._waiting[sequence.key] = sequence
 
     def remove(self, sequence: Sequence) -> None:

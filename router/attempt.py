@@ -17,7 +17,7 @@ from cluster.ids import Attempt, BlockHash, LeaseId, RequestId, WorkerId
 from cluster.request import RequestSpec, RequestState, transition
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.messages import FirstToken, TokenRow
-from router.delivery import RequestSummary
+from router.delivery import NewTokens, RequestSummary
 from router.policy import PlacementRequest
 
 
@@ -111,6 +111,17 @@ class LiveRequest:
     def input_ids(self) -> list[int]:
         """What the next attempt prefills: the prompt and what has been delivered."""
         return [*self.spec.token_ids, *self.output_ids]
+
+    def take_tokens(
+        self, outputs: Sequence[TokenOutput], finish: FinishReason | None, now: float
+    ) -> NewTokens:
+        """The client's next delivery: never more than it asked for, whatever a worker sends."""
+        room = self.spec.sampling.max_tokens - len(self.output_ids)
+        if len(outputs) >= room:
+            outputs, finish = outputs[:room], finish or FinishReason.LENGTH
+        self.output_ids.extend(output.token_id for output in outputs)
+        self.last_token_at = now
+        return NewTokens(tuple(outputs), finish)
 
     def placement_request(self) -> PlacementRequest:
         """What placement needs to know to place the next attempt."""

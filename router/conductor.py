@@ -40,13 +40,8 @@ from cluster.ids import Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestSpec, RequestState
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.messages import (
-    AttemptFailed,
-    Committed,
     Drained,
-    FirstToken,
-    Grant,
     Heartbeat,
-    Nack,
     Refused,
     Register,
     RenewLeases,
@@ -74,7 +69,7 @@ from router.conductor_io import (
 )
 from router.config import ConductorConfig
 from router.deadlines import Deadlines
-from router.delivery import Failed, NewTokens, RequestSummary
+from router.delivery import Failed, RequestSummary
 from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress
 from router.outcome import context_length_exceeded, overloaded, worker_lost
 from router.policy import LeastTtft, Placement, PlacementPolicy, Reject, RejectReason
@@ -237,12 +232,12 @@ class Conductor:
             case Tokens(rows=rows):
                 for row in rows:
                     self._take(worker, row, now)
-            case Grant() | Nack() | FirstToken() | Committed() | AttemptFailed():
-                self._take(worker, message, now)
             case Heartbeat(state=state, load=load):
                 self._on_heartbeat(worker, state, load, now)
             case Register() | Drained() | Refused():
                 pass  # membership is the driver's
+            case _:
+                self._take(worker, message, now)
 
     def _take(self, worker: WorkerId, message: AttemptMessage, now: float) -> None:
         """A message about an attempt, and what becomes of its request."""
@@ -266,14 +261,9 @@ class Conductor:
     def _deliver(
         self, live: LiveRequest, outputs: Sequence[TokenOutput], finish: FinishReason | None, now: float
     ) -> None:
-        """Hand the next tokens to the client. Never more than it asked for, whatever a worker sends."""
-        room = live.spec.sampling.max_tokens - len(live.output_ids)
-        if len(outputs) >= room:
-            outputs, finish = outputs[:room], finish or FinishReason.LENGTH
-        live.output_ids.extend(output.token_id for output in outputs)
-        live.last_token_at = now
-        self._emit(Deliver(live.request, NewTokens(tuple(outputs), finish)))
-        if finish is not None:
+        delivery = live.take_tokens(outputs, finish, now)
+        self._emit(Deliver(live.request, delivery))
+        if delivery.finish_reason is not None:
             self._record(live, _E.LAST_TOKEN, now)
             self._finish(live, now)
 
@@ -340,11 +330,7 @@ class Conductor:
     # ---- the end
 
     def _finish(self, live: LiveRequest, now: float) -> None:
-        if live.attempt is not None:  # the next turn of the chat finds prompt and answer there
-            register = self.workers.register(live.attempt.decode)
-            block_size, salt = register.geometry.block_size, live.spec.cache_salt
-            hashes = hash_blocks(live.input_ids(), block_size, register.fingerprint, salt)
-            self.workers.believe_cached(register.worker, hashes)
+        self._legs.remember(live)
         self._close(live, _S.DONE, _E.FINISHED, None, now)
 
     def _abort(self, live: LiveRequest, reason: str, now: float) -> None:

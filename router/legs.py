@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.block_hash import hash_blocks
 from cluster.errors import BatonError, InternalError
 from cluster.ids import Attempt, WorkerId
 from cluster.request import LifecycleEvent, RequestState
@@ -167,6 +168,14 @@ class Legs:
                 self._emit(Send(worker, _farewell(live, attempt, abort_reason)))
             self._workers.remove(worker, live.request)
 
+    def remember(self, live: LiveRequest) -> None:
+        """A request is complete: the next turn of the chat finds prompt and answer where it was decoded."""
+        if live.attempt is not None:
+            register = self._workers.register(live.attempt.decode)
+            block_size, salt = register.geometry.block_size, live.spec.cache_salt
+            hashes = hash_blocks(live.input_ids(), block_size, register.fingerprint, salt)
+            self._workers.believe_cached(register.worker, hashes)
+
     # ---- one message each
 
     def _take_grant(self, live: LiveRequest, attempt: AttemptRecord, grant: Grant, now: float) -> Progress:
@@ -238,7 +247,9 @@ class Legs:
     def _take_committed(
         self, live: LiveRequest, attempt: AttemptRecord, message: Committed, now: float
     ) -> Progress | None:
-        if attempt.prefill is None or live.state not in (_S.PREFILLING, _S.STREAMING_KV):
+        if attempt.prefill is None:  # a local prefill commits with its first token
+            return Progress(self._config.decode_silence_s) if attempt.has_first_token else None
+        if live.state not in (_S.PREFILLING, _S.STREAMING_KV):
             return None
         attempt.prefill_holds = False
         self._start_decoding(live, attempt, message, now)

@@ -47,9 +47,9 @@ def error_of_failed_attempt(failure: AttemptFailed) -> BatonError:
     """The client's fault stays the client's fault; the rest is ours. A worker's own words reach a client
     only where they are about the request."""
     match failure.code:
-        case "context_length_exceeded":
+        case "too_large":
             return ContextLengthExceeded(failure.message)
-        case "invalid_request":
+        case "bad_request":
             return InvalidRequest(failure.message)
         case code:
             return InternalError(f"A worker could not go on with this request: {code}.")

@@ -20,6 +20,7 @@ from cluster.clock import MonotonicClock
 from cluster.config import RouterConfig
 from cluster.errors import InternalError, ModelError
 from cluster.metrics import new_metrics
+from cluster.preflight import DISTRIBUTION
 from cluster.tokenizer import Tokenizer
 from cluster.tokenizer_config import read_json
 from cluster.wire.messages import WorkerToRouter
@@ -67,7 +68,7 @@ async def run(
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_dir))
         model = _model_info(config, tokenizer)
-        version = importlib.metadata.version("baton-serve")
+        version = _version()
         app = create_app(
             driver,
             driver,
@@ -108,6 +109,13 @@ async def _announce(driver: ConductorDriver, on_ready: Callable[[], None] | None
     await driver.became_ready.wait()
     if on_ready is not None:
         on_ready()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
 
 
 def _model_info(config: RouterConfig, tokenizer: Tokenizer) -> ModelInfo:

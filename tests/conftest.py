@@ -7,6 +7,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from cluster.preflight import check_packages
+from cluster.preflight import check_own_packages
 
-check_packages()
+check_own_packages()

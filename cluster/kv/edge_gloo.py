@@ -5,8 +5,9 @@ Life of a piece:
 1. P offers it; D takes staging slots and posts the receives (`GlooReceiver.post`), then says `KvReady`.
 2. P cuts the piece into parts of a slot's size (both sides cut alike), gathers part by part into two slots of
    its own, and sends one while it gathers the next (`GlooSender.send`).
-3. The parts land in D's slots (`wait`). They touch the pool only in `scatter`, which D calls after it has
-   checked attempt and lease again; otherwise `discard` frees the slots.
+3. The parts land in D's slots and are checked to be this piece's (`wait`; how: `edge_gloo_parts`).
+4. They touch the pool only in `scatter`, which D calls after it has checked attempt and lease again;
+   otherwise `discard` frees the slots.
 
 Transfers are matched by a tag made of the piece's identity, and in order within a tag. Order is the same on
 both sides: D posts in the order of offers, P sends in the order of `KvReady`.
@@ -20,48 +21,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from cluster.errors import EdgeError
 from cluster.ids import BlockId
 from cluster.kv.block_copy import BlockRegion, copy_blocks
 from cluster.kv.edge import EdgeConfig, EdgeName, Piece, Staged
-from cluster.kv.edge_gloo_link import NUM_TAGS, GlooLink
+from cluster.kv.edge_gloo_link import GlooLink
+from cluster.kv.edge_gloo_parts import PartPosted, PartSent, Slots, piece_tags, trailer_of
 from cluster.kv.edge_thread import EdgeThread
 
 _NUM_SENDER_SLOTS = 2
-
-
-def piece_tag(piece: Piece) -> int:
-    """The gloo tag of a piece, the same on both sides."""
-    identity = f"{piece.attempt}/{piece.index}/{piece.request}".encode()
-    return 1 + int.from_bytes(blake2b(identity, digest_size=8).digest(), "little") % NUM_TAGS
-
-
-class _Slots:
-    """A staging buffer `[num_slots, blocks_per_slot, *block shape]` like the region it stages."""
-
-    def __init__(self, region: BlockRegion, num_slots: int, blocks_per_slot: int) -> None:
-        self.blocks_per_slot = blocks_per_slot
-        self._blocks = torch.empty(
-            (num_slots, blocks_per_slot, *region.blocks.shape[1:]), dtype=region.blocks.dtype
-        )
-        self.regions = [BlockRegion(slot) for slot in self._blocks]
-
-    def bytes_of(self, slot: int, num_blocks: int) -> Tensor:
-        """The first blocks of a slot as one flat tensor."""
-        part: Tensor = self._blocks[slot, :num_blocks].view(-1)
-        return part
-
-    def parts(self, num_blocks: int) -> list[range]:
-        """How a piece's blocks [0, num_blocks) are cut; the last part may be shorter."""
-        step = self.blocks_per_slot
-        return [range(start, min(start + step, num_blocks)) for start in range(0, num_blocks, step)]
 
 
 class GlooSender:
@@ -95,7 +66,7 @@ class GlooSender:
         self._source = source
         self._config = config
         self._max_blocks = num_slots * blocks_per_slot
-        self._slots = _Slots(source, _NUM_SENDER_SLOTS, blocks_per_slot)
+        self._slots = Slots(source, _NUM_SENDER_SLOTS, blocks_per_slot)
         self._link = GlooLink.dial(name, endpoint, config.connect_timeout_s)
         self._thread = EdgeThread(f"kv-edge {name}")
         self._connected = self._thread.submit(self._link.connect)
@@ -121,20 +92,18 @@ class GlooSender:
     def _send(self, piece: Piece, source_blocks: Sequence[BlockId]) -> int:
         """Gather a part while the one before it is on its way."""
         deadline = time.monotonic() + self._config.operation_timeout_s
-        tag = piece_tag(piece)
-        on_the_way: list[Any] = []  # at most one per slot, oldest first
-        try:
-            for index, part in enumerate(self._slots.parts(piece.num_blocks)):
-                if len(on_the_way) == _NUM_SENDER_SLOTS:
-                    self._link.wait(on_the_way.pop(0), deadline)
-                slot = index % _NUM_SENDER_SLOTS
-                blocks = source_blocks[part.start : part.stop]
-                copy_blocks(self._source, blocks, self._slots.regions[slot], range(len(part)), lambda: False)
-                on_the_way.append(self._link.send(self._slots.bytes_of(slot, len(part)), tag))
-            while on_the_way:
-                self._link.wait(on_the_way.pop(0), deadline)
-        finally:
-            on_the_way.clear()  # they hold the connection, and an error's traceback holds this frame
+        tags = piece_tags(piece)
+        on_the_way: list[PartSent] = []  # at most one per slot, oldest first
+        for index, part in enumerate(self._slots.parts(piece.num_blocks)):
+            if len(on_the_way) == _NUM_SENDER_SLOTS:
+                on_the_way.pop(0).finish(self._link, deadline)
+            slot = index % _NUM_SENDER_SLOTS
+            blocks = source_blocks[part.start : part.stop]
+            copy_blocks(self._source, blocks, self._slots.regions[slot], range(len(part)), lambda: False)
+            data = self._slots.bytes_of(slot, len(part))
+            on_the_way.append(PartSent(self._link, data, trailer_of(piece, part), tags))
+        while on_the_way:
+            on_the_way.pop(0).finish(self._link, deadline)
         return piece.num_blocks * self._source.block_bytes
 
 
@@ -144,8 +113,9 @@ class _Receive:
 
     piece: Piece
     slots: list[int]
-    deadline: float
-    works: list[Any] = field(default_factory=list)
+    deadline: float = 0.0
+    posted: list[PartPosted] = field(default_factory=list)
+    landed: Future[None] | None = None  # the waiting for it, in the waiter's thread
 
 
 class GlooReceiver:
@@ -163,7 +133,7 @@ class GlooReceiver:
         self._target = target
         self._config = config
         blocks_per_slot = max(1, config.slot_bytes // target.block_bytes)
-        self._slots = _Slots(target, config.num_slots, blocks_per_slot)
+        self._slots = Slots(target, config.num_slots, blocks_per_slot)
         self._free_slots = list(range(config.num_slots))
         self._slot_freed = asyncio.Event()
         self._posting = asyncio.Lock()  # posts take slots, and are posted, in the order of the calls
@@ -201,15 +171,16 @@ class GlooReceiver:
             raise EdgeError(f"KV edge {self._name}: {piece} is posted already")
         await self.ready()
         async with self._posting:
-            receive = _Receive(piece, await self._take_slots(len(parts)), 0.0)
+            receive = _Receive(piece, await self._take_slots(len(parts)))
             self._posted[piece] = receive
             await self._thread.run(lambda: self._post(receive, parts))
+            receive.landed = self._waiter.submit(lambda: self._wait(receive))
 
     async def wait(self, piece: Piece) -> Staged:
         receive = self._posted.get(piece)
-        if receive is None:
+        if receive is None or receive.landed is None:
             raise EdgeError(f"KV edge {self._name}: {piece} is not posted")
-        await self._waiter.run(lambda: self._wait(receive))
+        await asyncio.shield(asyncio.wrap_future(receive.landed))
         del self._posted[piece]
         handle = self._next_handle
         self._next_handle += 1
@@ -239,7 +210,7 @@ class GlooReceiver:
             await _close(self._link, [self._waiter, self._thread], self._config.close_timeout_s)
         finally:
             for receive in self._posted.values():
-                receive.works.clear()  # they hold the connection
+                receive.posted.clear()  # they hold the connection
             self._posted.clear()
             self._staged.clear()
 
@@ -274,13 +245,14 @@ class GlooReceiver:
 
     def _post(self, receive: _Receive, parts: list[range]) -> None:
         receive.deadline = time.monotonic() + self._config.operation_timeout_s
-        tag = piece_tag(receive.piece)
+        tags = piece_tags(receive.piece)
         for slot, part in zip(receive.slots, parts, strict=True):
-            receive.works.append(self._link.receive(self._slots.bytes_of(slot, len(part)), tag))
+            data, expected = self._slots.bytes_of(slot, len(part)), trailer_of(receive.piece, part)
+            receive.posted.append(PartPosted(self._link, data, expected, tags))
 
     def _wait(self, receive: _Receive) -> None:
-        while receive.works:
-            self._link.wait(receive.works.pop(0), receive.deadline)
+        while receive.posted:
+            receive.posted.pop(0).finish(self._link, receive.deadline)
 
     def _scatter(self, receive: _Receive, target_blocks: Sequence[BlockId]) -> None:
         for slot, part in zip(receive.slots, self._slots.parts(receive.piece.num_blocks), strict=True):

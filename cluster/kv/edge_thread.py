@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -68,6 +69,7 @@ class EdgeThread:
                 try:
                     result = job()
                 except BaseException as error:
+                    _clear_frames(error)
                     future.set_exception(error)
                     del error
                 else:
@@ -75,3 +77,12 @@ class EdgeThread:
                     del result
             del entry, future, job  # an idle thread holds on to no tensor
         self._ended.set_result(None)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables that the tracebacks hold: they may be connections or mapped memory, which
+    would live as long as somebody keeps the error."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__

@@ -31,7 +31,8 @@ from cluster.wire.messages import (
     Reserve,
 )
 from cluster.worker_io import Action, Discard, Peer, PostReceive, Scatter
-from decode_worker.intake import Intake, IntakeConfig
+from decode_worker.admission import IntakeConfig
+from decode_worker.intake import Intake
 from decode_worker.lease import TRANSITIONS, IllegalLease, LeaseState
 from tests.support.worker_messages import A1, R1, ROUTER, P, only, reserve, to_peer, to_router
 
@@ -44,7 +45,13 @@ def intake(num_blocks: int = 16, **config: Any) -> tuple[Intake, BlockManager]:
 
 
 def ask(
-    one: Intake, tokens: list[int], now: float = 0.0, *, running: int = 0, preempted: bool = False, **fields: Any
+    one: Intake,
+    tokens: list[int],
+    now: float = 0.0,
+    *,
+    running: int = 0,
+    preempted: bool = False,
+    **fields: Any,
 ) -> list[Action]:
     message = reserve(tokens, **fields).message
     assert isinstance(message, Reserve)
@@ -74,7 +81,12 @@ def piece(index: int, first: int, num: int, *, num_bytes: int | None = None, att
 
 def offer(index: int, first: int, num: int) -> KvOffer:
     return KvOffer(
-        request=R1, attempt=A1, piece=PieceIndex(index), first_block=first, num_blocks=num, num_bytes=num * BYTES
+        request=R1,
+        attempt=A1,
+        piece=PieceIndex(index),
+        first_block=first,
+        num_blocks=num,
+        num_bytes=num * BYTES,
     )
 
 
@@ -96,9 +108,7 @@ CLOSED = KvClosed(request=R1, attempt=A1)
 
 
 class TestReserve:
-    @pytest.mark.parametrize(
-        ("num_tokens", "num_blocks"), [(3, 2), (4, 2), (5, 3), (7, 3), (8, 3), (9, 4)]
-    )
+    @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(3, 2), (4, 2), (5, 3), (7, 3), (8, 3), (9, 4)])
     def test_b117_prompt_blocks_and_headroom(self, num_tokens: int, num_blocks: int) -> None:
         one, blocks = intake()
         grant = granted(one, list(range(num_tokens)))

@@ -143,5 +143,5 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.num_available == counts.cached + counts.free
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+BlockManagerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestBlockManager = BlockManagerMachine.TestCase

@@ -16,6 +16,7 @@ import pytest
 from cluster.errors import EdgeError
 from cluster.ids import Attempt, BlockId, PieceIndex, RequestId
 from cluster.kv.edge import EdgeName, KVReceiver, KVSender, Piece
+from cluster.kv.edge_gloo import GlooReceiver
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
@@ -155,8 +156,8 @@ async def test_a_decode_worker_killed_in_mid_transfer_fails_that_edge_alone(
     begin = time.monotonic()
     with pytest.raises((EdgeError, AssertionError)):  # or the peer's answer is missing
         await doomed
-    await fails_fast(sender.send(piece_of(0, 48), ids(range(48)), ids(range(48))))
     assert time.monotonic() - begin < FAST_S
+    await fails_fast(sender.send(piece_of(0, 48), ids(range(48)), ids(range(48))))
     await steady
     found = await other.ask("checksum", blocks=list(range(48)))
     assert found["checksum"] == checksum(source.tensor)
@@ -205,6 +206,58 @@ async def test_pieces_that_landed_before_the_writer_died_are_still_good(start_pe
     assert checksum(target.tensor[[9, 8, 7, 6, 5]]) == expected
     await receiver.close()
     target.close()
+
+
+HALF_WAY = msgspec.structs.replace(GEOMETRY, num_layers=16, num_heads=8, head_dim=128)  # 24 MiB in all
+HALF_WAY_SLOTS = {"slot_bytes": 32 * 2**20, "num_slots": 1}  # in one part, more than sockets buffer
+
+
+async def test_a_decode_worker_killed_when_half_of_a_part_has_moved_fails_it_at_once(
+    start_peer: StartPeer,
+) -> None:
+    """gloo alone would forget such a transfer until its deadline."""
+    pool, peer, piece = KVPool.private(KVLayout.from_geometry(HALF_WAY)), await start_peer(), piece_of(0, 48)
+    sender = await sender_to(peer, EdgeKind.GLOO, pool, **HALF_WAY_SLOTS)
+    assert await peer.ask("post", piece=fields(piece)) == {}
+    peer.signal(signal.SIGSTOP)
+    sending = asyncio.ensure_future(sender.send(piece, ids(range(48)), ids(range(48))))
+    await asyncio.sleep(0.3)
+    assert not sending.done()
+    peer.signal(signal.SIGKILL)
+    assert "decode worker is gone" in await fails_fast(sending)
+    await sender.close()
+    pool.close()
+
+
+async def test_a_prefill_worker_killed_when_half_of_a_part_has_moved_fails_it_at_once(
+    start_peer: StartPeer,
+) -> None:
+    """It is stopped when the first bytes are in staging; should the rest be through already, once more."""
+    pool, peer = KVPool.private(KVLayout.from_geometry(HALF_WAY)), await start_peer()
+    receiver = await receiver_from(peer, EdgeKind.GLOO, pool, **HALF_WAY_SLOTS)
+    assert isinstance(receiver, GlooReceiver)
+    landing = receiver._slots.regions[0].blocks[0].view(-1)[:512]
+    for attempt in range(20):
+        landing.zero_()
+        piece = piece_of(attempt, 48)
+        await receiver.post(piece, 48 * pool.layout.bytes_per_block)
+        receiving = asyncio.ensure_future(receiver.wait(piece))
+        peer.tell("send", piece=fields(piece), sources=list(range(48)), targets=[])
+        async with asyncio.timeout(5):
+            while not landing.any():
+                await asyncio.sleep(0)
+        peer.signal(signal.SIGSTOP)
+        await asyncio.sleep(0.1)
+        if not receiving.done():
+            break
+        peer.signal(signal.SIGCONT)
+        receiver.discard(await receiving)
+        await peer.answer()
+    assert not receiving.done()
+    peer.signal(signal.SIGKILL)
+    assert "prefill worker is gone" in await fails_fast(receiving)
+    await receiver.close()
+    pool.close()
 
 
 async def test_a_stopped_decode_worker_makes_the_deadline_pass(start_peer: StartPeer) -> None:

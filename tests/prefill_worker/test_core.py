@@ -302,7 +302,9 @@ def test_b087_duplicates_and_stale_attempts_are_counted_and_change_nothing() -> 
         prefill(list(range(4)), attempt=1),
         abort(),
         FromPeer(D, KvCommitted(request=R1, attempt=Attempt(2))),
-        FromPeer(Peer(WorkerId("decode-9"), Epoch(1)), KvOpened(request=R1, attempt=Attempt(2), block_ids=[])),
+        FromPeer(
+            Peer(WorkerId("decode-9"), Epoch(1)), KvOpened(request=R1, attempt=Attempt(2), block_ids=[])
+        ),
         FromRouter(RouterId("other"), Abort(request=R1, attempt=Attempt(2), reason="not yours")),
     ]
     for late in stale:

@@ -80,7 +80,9 @@ def test_staged_pieces_are_sent_when_the_receive_is_posted() -> None:
     assert handoff.sent(piece, 20, 1.0) is None
 
 
-@pytest.mark.parametrize(("skip", "num_tokens", "pieces"), [(8, 14, [(2, 2)]), (16, 16, []), (4, 8, [(1, 1)])])
+@pytest.mark.parametrize(
+    ("skip", "num_tokens", "pieces"), [(8, 14, [(2, 2)]), (16, 16, []), (4, 8, [(1, 1)])]
+)
 def test_b079_only_what_is_missing_is_sent(skip: int, num_tokens: int, pieces: list[tuple[int, int]]) -> None:
     handoff, sequence = streaming(in_place=True, num_tokens=num_tokens, skip=skip)
     sequence.advance(num_tokens)
@@ -122,6 +124,17 @@ def test_an_offer_must_be_answered_before_a_staged_attempt_closes() -> None:
     closed = handoff.sent(only(sent, SendPiece).piece, 20, 1.0)
     assert closed is not None
     assert to_peer(closed, KvClosed)
+
+
+def test_every_offer_has_its_deadline() -> None:
+    handoff, sequence = streaming(in_place=False)
+    sequence.advance(14)
+    handoff.next_piece(0.0)
+    handoff.next_piece(0.0)
+    handoff.ready(PieceIndex(0), 1.0)
+    assert handoff.deadline == 4.0  # the second offer is still out
+    assert handoff.offer_refused(PieceIndex(1))
+    assert handoff.deadline is None
 
 
 def test_a_decode_worker_that_never_answers_an_offer_costs_the_edge() -> None:

@@ -80,12 +80,6 @@ def test_blocks_are_taken_when_the_first_chunk_starts_and_for_the_whole_prompt()
     assert blocks.counts().used == 5
 
 
-def test_b060_what_can_never_fit_is_known_at_once() -> None:
-    one = scheduler(BlockManager(4, 4, "m"))
-    assert one.can_ever_fit(16)
-    assert not one.can_ever_fit(17)
-
-
 def test_b062_a_prompt_that_does_not_fit_now_is_passed_over() -> None:
     blocks = BlockManager(8, 4, "m")
     held = blocks.allocate(4)

@@ -124,6 +124,19 @@ def test_waiting_requests_hear_that_the_last_worker_died() -> None:
     assert world.conductor.quiet()
 
 
+def test_those_that_only_wait_hear_of_it_too() -> None:
+    """Nothing of ours runs on it: it is full of another router's requests."""
+    world = World()
+    decode = world.decode("d0", max_num_seqs=2)
+    full = Heartbeat(state=WorkerState.READY, load=WorkerLoad(running=2, steps=1))
+    world.feed(FromWorker(decode.register.worker, Epoch(1), full))
+    client = world.submit(make_spec("r"))
+    assert world.conductor.num_queued == 1
+    world.kill("d0")
+    assert client.error is not None
+    assert world.conductor.quiet()
+
+
 def test_other_requests_do_not_notice() -> None:
     world = World()
     world.prefill("p0")

@@ -14,7 +14,14 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.ids import Attempt, Epoch, RequestId, WorkerId
-from cluster.request import TRANSITIONS, IllegalTransition, LifecycleEvent, RequestState, transition
+from cluster.request import (
+    TRANSITIONS,
+    IllegalTransition,
+    LifecycleEvent,
+    RequestSpec,
+    RequestState,
+    transition,
+)
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.messages import (
     Abort,
@@ -58,13 +65,13 @@ def sent_to(world: World, worker: str, kind: type) -> list[object]:
     return [send.message for send in world.sent if send.worker == worker and isinstance(send.message, kind)]
 
 
-def spec_ending_at(num_tokens: int) -> Client:
+def spec_ending_at(num_tokens: int) -> RequestSpec:
     """A request whose output ends with EOS after exactly this many tokens."""
     for number in range(10_000):
         spec = make_spec(f"eos-{number}", max_tokens=50, eos=True)
         outputs, _ = scripted_output(spec)
         if len(outputs) == num_tokens and outputs[-1] == EOS:
-            return Client(spec)
+            return spec
     raise AssertionError("no such request")
 
 
@@ -192,7 +199,7 @@ def test_b070_b072_first_token_ends_the_request(local: bool) -> None:
     if not local:
         world.prefill("p0")
     decode = world.decode("d0")
-    client = world.submit(spec_ending_at(1).spec)
+    client = world.submit(spec_ending_at(1))
     world.run()
     world.assert_served(client)
     assert client.finish is FinishReason.STOP
@@ -230,9 +237,10 @@ def test_b072_stop_string_on_the_first_token() -> None:
 # ---- order between the two streams
 
 
-def test_decode_tokens_may_overtake_the_first() -> None:
+@pytest.mark.parametrize("spec", [make_spec("r", max_tokens=4), spec_ending_at(4)])
+def test_decode_tokens_may_overtake_the_first(spec: RequestSpec) -> None:
     world, prefill, decode = pair()
-    client = world.submit(make_spec("r", max_tokens=4))
+    client = world.submit(spec)
     world.work(WorkerId("d0"))
     prefill.receive(world.inbox[WorkerId("p0")].popleft(), 0.0)
     prefill.step(0.0)
@@ -640,8 +648,8 @@ def test_failed_prefill_is_retried_locally_and_the_other_leg_is_told() -> None:
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("context_length_exceeded", ContextLengthExceeded),
-        ("invalid_request", InvalidRequest),
+        ("too_large", ContextLengthExceeded),
+        ("bad_request", InvalidRequest),
         ("broken", InternalError),
     ],
 )

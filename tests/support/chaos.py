@@ -1,4 +1,4 @@
-"""Random runs of a simulated pair: requests and faults drawn from one generator, then the world must get quiet."""
+"""Random runs of a simulated pair: requests and faults from one generator, then all must get quiet."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cluster.config import RouterConfig, WorkerConfig
 from cluster.errors import ModelError
+from cluster.role_process import main
 
 
 async def run(
@@ -40,9 +41,9 @@ async def run(
     if behaviour == "never-ready":
         await stop.wait()
         return
+    note(f"ready-omp{os.environ.get('OMP_NUM_THREADS')}")
     if on_ready is not None:
         on_ready()
-    note(f"ready-omp{os.environ.get('OMP_NUM_THREADS')}")
     if behaviour == "crash-once" and epoch == 1:
         threading.Timer(0.3, os._exit, (9,)).start()
     await stop.wait()
@@ -50,3 +51,7 @@ async def run(
     if behaviour == "ignore-stop":
         await asyncio.Event().wait()
     note("stopped")
+
+
+if __name__ == "__main__":
+    main("fake_roles:run")

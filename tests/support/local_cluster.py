@@ -39,7 +39,8 @@ class LocalCluster:
     """Processes by role name ("router-0", "prefill-0", "decode-0", ...)."""
 
     roles: dict[str, RoleSpec]
-    directory: Path
+    model_dir: str  # the prepared model
+    directory: Path  # for sockets, logs and configurations
     port: int
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
@@ -101,7 +102,7 @@ class LocalCluster:
     def start(self, name: str) -> None:
         """Start a role, as its next epoch, and wait until it says that it serves."""
         self.epochs[name] = self.epochs.get(name, 0) + 1
-        spec = self.roles[name].with_epoch(self.epochs[name])
+        spec = self.roles[name].started(self.epochs[name], self.model_dir)
         path = self.directory / f"{name}.json"
         path.write_bytes(dump_config(spec.config))
         read_fd, write_fd = os.pipe()
@@ -205,14 +206,13 @@ def local_cluster(model: str | Path = "demo", **settings: Any) -> Iterator[Local
     with tempfile.TemporaryDirectory(prefix="baton-test-") as directory:
         site = Site(
             served_model_name=prepared.name,
-            model_dir=str(prepared.directory),
             runtime_dir=directory,
             log_dir=directory,
             cluster_token=secrets.token_hex(16),
             num_cores=1,
         )
         roles = {spec.name: spec for spec in plan_roles(config, site)}
-        cluster = LocalCluster(roles, Path(directory), port)
+        cluster = LocalCluster(roles, str(prepared.directory), Path(directory), port)
         try:
             for name in roles:
                 cluster.start(name)

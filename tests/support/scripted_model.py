@@ -1,4 +1,4 @@
-"""A model whose tokens are a hash of the sequence's history, and a KV pool of tags that proves whose block is read.
+"""A model whose tokens are a hash of the history, and a KV pool of tags that proves whose block is read.
 
 1. The KV of position i is the tag `chain(tag of i-1, token i)`: it names the whole prefix up to i.
 2. The next token is drawn from the tag of the last position and the seed. So one wrong slot anywhere in a

@@ -30,6 +30,7 @@ from cluster.wire.messages import (
 from tests.support.scripted_model import Oracle
 
 MAX_ATTEMPTS = 60
+NO_ATTEMPT = Attempt(0)
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class Tracked:
     salt: str
     delivered: list[int] = field(default_factory=list)
     early: dict[int, TokenOutput] = field(default_factory=dict)  # by index, ahead of a gap
-    attempt: Attempt = Attempt(0)
+    attempt: Attempt = NO_ATTEMPT
     base: int = 0  # tokens delivered before this attempt
     lengths: dict[Attempt, int] = field(default_factory=dict)
     decode: WorkerId | None = None

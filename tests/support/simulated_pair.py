@@ -4,9 +4,9 @@ Nothing happens by itself. `pending()` lists what could happen next (deliver the
 step, finish a post, a send, a scatter, notice a broken edge, prove a writer dead), and `do` makes one of it
 happen. A driver that chooses at random explores the interleavings; the same choices give the same run.
 
-Faults are methods: `break_edge`, `kill`, `restart`, `duplicate`, `fail_next_step`, `advance`. Checked all along:
-blocks by `check_integrity` and by counting owners against references; writable blocks have one owner (I1);
-a send reads the KV it is meant to (I7); TagKV reads (I2, I5) and exact tokens in order (I4, I8) by the
+Faults are methods: `break_edge`, `kill`, `restart`, `duplicate`, `fail_next_step`, `advance`. Checked all
+along: blocks by `check_integrity` and by counting owners against references; one owner per writable block
+(I1); a send reads the KV it is meant to (I7); TagKV reads (I2, I5) and exact tokens in order (I4, I8) by the
 runner and the router.
 """
 
@@ -280,7 +280,7 @@ class SimulatedPair:
         writable: Counter[BlockId] = Counter()
         core = node.core
         if isinstance(core, PrefillCore):
-            sequences = [attempt.sequence for attempt in core._attempts.values()]
+            sequences = [attempt.sequence for attempt in core._attempts]
         else:
             sequences = list(core._scheduler.sequences())
             sequences += [s for s, _ in core._scheduler._step if s.key in core._scheduler._cancelled]
