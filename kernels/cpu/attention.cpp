@@ -1,18 +1,20 @@
 // Causal attention of a packed batch over paged keys and values.
 //
-// The work is cut into (sequence, KV head, tile of queries) and shared out over threads. One such item has
-// `rows` = queries x query heads of the group, in position order, and walks the partitions of its sequence
-// from position 0:
-// 1. keys are widened to fp32 a few at a time and met by every row: scores;
+// The work is cut into items (sequence, some KV heads, tile of queries) and shared out over threads. For each of
+// its KV heads an item has `rows` = queries x query heads of the group, in position order. It walks the
+// partitions of its sequence from position 0:
+// 1. keys, a short run within a block at a time, meet every row that sees the partition: scores;
 // 2. each row's scores past its own position become -inf; max, exp and sum over the whole partition;
 // 3. values, likewise: the partition's weighted sum;
 // 4. the row's running (max, sum, accumulator) is rescaled and takes the partition in. A row that does not see
 //    a partition skips it.
+// A decode item takes all KV heads, so that a block is read from memory as one stretch; a prefill item takes one,
+// and widens its keys and values to fp32 once for all rows.
 //
 // Orders that make the bits: a score is one chain over head_dim per lane and a fixed tree over lanes; a
 // partition's sum is one chain per lane over the partition and the same tree; its weighted sum is one chain in
-// key order per element. None depends on the tile, so a decode step and a prefill chunk agree.
-#include <cmath>
+// key order per element. None depends on the item, so a decode step and a prefill chunk agree.
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -21,9 +23,10 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kPartition = 128;  // kernels.ops.PARTITION_SIZE
-constexpr int64_t kKeys = 32;        // keys or values widened at a time: they stay in L1
-constexpr int64_t kTileRows = 48;    // about this many rows share the widened keys
+constexpr int64_t kPartition = 128;   // kernels.ops.PARTITION_SIZE
+constexpr int64_t kRun = 32;          // keys or values taken at a time: they stay in L1
+constexpr int64_t kTileRows = 48;     // about as many rows of one KV head share what is widened
+constexpr int64_t kDecodeQueries = 4; // up to as many queries of a sequence are taken for all KV heads at once
 
 struct Shape {
     int64_t num_heads, num_kv_heads, head_dim, padded_dim, group;
@@ -32,74 +35,126 @@ struct Shape {
 };
 
 struct Item {
-    int64_t sequence, kv_head, first_query, num_queries;
+    int64_t sequence, first_head, num_heads;  // KV heads
+    int64_t first_query, num_queries;
 };
 
-// One partition's rows of K (`which` 0) or V (1) for one KV head, found through the block table.
+// Rows of keys or values of one KV head, `stride` elements apart.
+template <typename T>
+struct Run {
+    const T* rows;
+    int64_t stride;
+};
+
+// One sequence's keys (`which` 0) and values (1), found through its block table.
 template <typename T>
 struct Pages {
     const T* pool;
     const int32_t* block_table;
     const Shape& shape;
-    int64_t kv_head;
 
-    const T* row(int64_t position, int64_t which) const {
-        int64_t block = block_table[position / shape.block_size], offset = position % shape.block_size;
-        int64_t half = (block * shape.num_layers + shape.layer) * 2 + which;
-        return pool + ((half * shape.block_size + offset) * shape.num_kv_heads + kv_head) * shape.head_dim;
+    // Positions from `position` to the end of its block or `end`, kRun at most.
+    int64_t run_length(int64_t position, int64_t end) const {
+        return std::min({kRun, shape.block_size - position % shape.block_size, end - position});
     }
-
-    void widen(int64_t position, int64_t count, int64_t which, float* wide) const {
-        for (int64_t j = 0; j < count; ++j, wide += shape.padded_dim) {
-            const T* source = row(position + j, which);
-            for (int64_t d = 0; d < shape.head_dim; d += kWidth)
-                store(wide + d, load_partial(source + d, shape.head_dim - d));
-        }
+    Run<T> run(int64_t position, int64_t which, int64_t head) const {
+        const int64_t stride = shape.num_kv_heads * shape.head_dim;
+        const int64_t block = block_table[position / shape.block_size], offset = position % shape.block_size;
+        const int64_t half = (block * shape.num_layers + shape.layer) * 2 + which;
+        return {pool + (half * shape.block_size + offset) * stride + head * shape.head_dim, stride};
+    }
+    // Blocks lie anywhere, where no hardware prefetcher looks: the run at `position` is asked for ahead.
+    void prefetch(int64_t position, int64_t end, int64_t which, int64_t head) const {
+        if (position >= end) return;
+        Run<T> next = run(position, which, head);
+        const int64_t row_bytes = shape.head_dim * int64_t(sizeof(T));
+        for (int64_t j = run_length(position, end); j > 0; --j, next.rows += next.stride)
+            for (int64_t byte = 0; byte < row_bytes; byte += 64)
+                baton::prefetch(reinterpret_cast<const char*>(next.rows) + byte);
     }
 };
 
-// scores[r][j] = scale * q[r] . k[j] for Rows rows and Keys keys.
-template <int Rows, int Keys>
-void score_tile(const float* q, const float* k, int64_t dim, float scale, float* scores) {
-    Vec sums[Rows][Keys] = {};
+template <typename T>
+Run<float> widen(Run<T> run, int64_t count, const Shape& shape, float* wide) {
+    for (int64_t j = 0; j < count; ++j)
+        for (int64_t d = 0; d < shape.padded_dim; d += kWidth)
+            store(wide + j * shape.padded_dim + d, load_partial(run.rows + j * run.stride + d, shape.head_dim - d));
+    return {wide, shape.padded_dim};
+}
+
+// scores[r][j] = scale * q[r] . keys[j] for Rows rows and Keys keys.
+template <int Rows, int Keys, typename T>
+inline void score_tile(const float* q, int64_t dim, const T* keys, int64_t stride, float scale, float* scores) {
+    Vec sums[Rows][Keys];
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+        for (int j = 0; j < Keys; ++j) sums[r][j] = Vec{};
     for (int64_t d = 0; d < dim; d += kWidth)
+#pragma GCC unroll 4
         for (int j = 0; j < Keys; ++j) {
-            Vec key = load(k + j * dim + d);
+            Vec key = load(keys + j * stride + d);
+#pragma GCC unroll 4
             for (int r = 0; r < Rows; ++r) sums[r][j] = fma(load(q + r * dim + d), key, sums[r][j]);
         }
-    for (int r = 0; r < Rows; ++r)
-        for (int j = 0; j < Keys; ++j) scores[r * kPartition + j] = sum_lanes(sums[r][j]) * scale;
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+        if constexpr (Keys == 4) {
+            Vec4 four = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]) * scale;
+            std::memcpy(scores + r * kPartition, &four, sizeof four);
+        } else {
+            static_assert(Keys == 1);
+            scores[r * kPartition] = sum_lanes(sums[r][0]) * scale;
+        }
+    }
 }
 
-template <int Keys>
-void score_rows(const float* q, int64_t num_rows, const float* k, int64_t dim, float scale, float* scores) {
-    int64_t r = 0;
-    for (; r + 3 <= num_rows; r += 3) score_tile<3, Keys>(q + r * dim, k, dim, scale, scores + r * kPartition);
-    for (; r < num_rows; ++r) score_tile<1, Keys>(q + r * dim, k, dim, scale, scores + r * kPartition);
+template <int Rows, typename T>
+void score_keys(const float* q, int64_t dim, Run<T> keys, int64_t count, float scale, float* scores) {
+    int64_t j = 0;
+    for (; j + 4 <= count; j += 4)
+        score_tile<Rows, 4>(q, dim, keys.rows + j * keys.stride, keys.stride, scale, scores + j);
+    for (; j < count; ++j)
+        score_tile<Rows, 1>(q, dim, keys.rows + j * keys.stride, keys.stride, scale, scores + j);
 }
 
-// out[r] += sum_j weights[r][j] * v[j], a chain in key order per element, over Vecs vectors of head_dim.
-template <int Rows, int Vecs>
-void value_tile(const float* weights, const float* v, int64_t count, int64_t dim, float* out) {
+// out[r] += sum_j weights[r][j] * values[j], a chain in key order per element, over Vecs vectors of head_dim.
+template <int Rows, int Vecs, typename T>
+inline void value_tile(const float* weights, const T* values, int64_t stride, int64_t count, int64_t dim, float* out) {
     Vec sums[Rows][Vecs];
+#pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
         for (int i = 0; i < Vecs; ++i) sums[r][i] = load(out + r * dim + i * kWidth);
     for (int64_t j = 0; j < count; ++j)
+#pragma GCC unroll 4
         for (int i = 0; i < Vecs; ++i) {
-            Vec value = load(v + j * dim + i * kWidth);
+            Vec value = load(values + j * stride + i * kWidth);
+#pragma GCC unroll 4
             for (int r = 0; r < Rows; ++r)
                 sums[r][i] = fma(splat(weights[r * kPartition + j]), value, sums[r][i]);
         }
+#pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
         for (int i = 0; i < Vecs; ++i) store(out + r * dim + i * kWidth, sums[r][i]);
 }
 
-template <int Vecs>
-void value_rows(const float* weights, int64_t num_rows, const float* v, int64_t count, int64_t dim, float* out) {
+template <int Rows, typename T>
+void add_values(const float* weights, Run<T> values, int64_t count, int64_t dim, float* out) {
+    int64_t d = 0;
+    for (; d + 4 * kWidth <= dim; d += 4 * kWidth)
+        value_tile<Rows, 4>(weights, values.rows + d, values.stride, count, dim, out + d);
+    for (; d < dim; d += kWidth) value_tile<Rows, 1>(weights, values.rows + d, values.stride, count, dim, out + d);
+}
+
+// body(first row, constant number of rows) over num_rows rows, by threes, the rest by twos and one.
+template <typename Body>
+inline void by_rows(int64_t num_rows, const Body& body) {
     int64_t r = 0;
-    for (; r + 3 <= num_rows; r += 3)
-        value_tile<3, Vecs>(weights + r * kPartition, v, count, dim, out + r * dim);
-    for (; r < num_rows; ++r) value_tile<1, Vecs>(weights + r * kPartition, v, count, dim, out + r * dim);
+    for (; num_rows - r >= 5 || num_rows - r == 3; r += 3) body(r, std::integral_constant<int, 3>());
+    for (; num_rows - r >= 2; r += 2) body(r, std::integral_constant<int, 2>());
+    if (r < num_rows) body(r, std::integral_constant<int, 1>());
 }
 
 // Scores [kPartition] of one row to weights exp(score - max), in place; rescales and extends the running pair.
@@ -121,84 +176,150 @@ float softmax_row(float* scores, int64_t visible, float& running_max, float& run
     return rescale;
 }
 
+// One KV head's share of an item: its rows and what they have accumulated so far.
+struct HeadState {
+    float *q, *accumulator, *partial;  // [rows, padded_dim]
+    float *scores;                     // [rows, kPartition]
+    float *running_max, *running_sum;  // [rows]
+
+    static int64_t num_floats(int64_t num_rows, int64_t dim) { return num_rows * (3 * dim + kPartition + 2); }
+
+    HeadState(float* memory, int64_t num_rows, int64_t dim)
+        : q(memory), accumulator(q + num_rows * dim), partial(accumulator + num_rows * dim),
+          scores(partial + num_rows * dim), running_max(scores + num_rows * kPartition),
+          running_sum(running_max + num_rows) {
+        std::fill(accumulator, accumulator + num_rows * dim, 0.0f);
+        std::fill(running_max, running_max + num_rows, -kInfinity);
+        std::fill(running_sum, running_sum + num_rows, 0.0f);
+    }
+};
+
 template <typename T>
-void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const Pages<T>& pages,
-            int64_t first_position, T* out) {
-    static thread_local Scratch scratch;
-    const int64_t dim = shape.padded_dim, group = shape.group, num_rows = item.num_queries * group;
-    float* rows = scratch.floats(num_rows * (3 * dim + kPartition + 2) + kKeys * dim);
-    float* wide = rows + num_rows * dim;
-    float* partial = wide + kKeys * dim;
-    float* accumulator = partial + num_rows * dim;
-    float* scores = accumulator + num_rows * dim;
-    float* running_max = scores + num_rows * kPartition;
-    float* running_sum = running_max + num_rows;
+class Attention {
+public:
+    Attention(const Item& item, const Shape& shape, const Pages<T>& pages, int64_t first_position)
+        : item_(item), shape_(shape), pages_(pages), dim_(shape.padded_dim), rows_(item.num_queries * shape.group),
+          first_position_(first_position), end_(first_position + item.num_queries),
+          direct_(rows_ <= 4 && shape.head_dim == shape.padded_dim) {
+        static thread_local Scratch scratch;
+        const int64_t head_floats = ceil_div(HeadState::num_floats(rows_, dim_), 16) * 16;
+        wide_ = scratch.floats(kRun * dim_ + item.num_heads * head_floats);
+        heads_.reserve(size_t(item.num_heads));
+        for (int64_t head = 0; head < item.num_heads; ++head)
+            heads_.emplace_back(wide_ + kRun * dim_ + head * head_floats, rows_, dim_);
+    }
 
-    for (int64_t r = 0; r < num_rows; ++r) {
-        const T* source = q + (item.first_query + r / group) * q_row_stride +
-                          (item.kv_head * group + r % group) * shape.head_dim;
-        for (int64_t d = 0; d < dim; d += kWidth)
-            store(rows + r * dim + d, load_partial(source + d, shape.head_dim - d));
+    void run(const T* q, int64_t q_row_stride, T* out) {
+        each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
+            const T* source = q + query * q_row_stride + query_head * shape_.head_dim;
+            for (int64_t d = 0; d < dim_; d += kWidth)
+                store(head.q + r * dim_ + d, load_partial(source + d, shape_.head_dim - d));
+        });
+        for (int64_t start = 0; start < end_; start += kPartition) take_in(start, std::min(end_, start + kPartition));
+        each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
+            T* target = out + (query * shape_.num_heads + query_head) * shape_.head_dim;
+            for (int64_t d = 0; d < shape_.head_dim; d += kWidth)
+                store_partial(target + d, load(head.accumulator + r * dim_ + d) / head.running_sum[r],
+                              shape_.head_dim - d);
+        });
     }
-    std::fill(accumulator, accumulator + num_rows * dim, 0.0f);
-    std::fill(running_max, running_max + num_rows, -kInfinity);
-    std::fill(running_sum, running_sum + num_rows, 0.0f);
 
-    const int64_t end_position = first_position + item.num_queries;
-    for (int64_t start = 0; start < end_position; start += kPartition) {
-        const int64_t num_keys = std::min(kPartition, end_position - start);
-        const int64_t from = std::max<int64_t>(0, start - first_position) * group;  // rows before do not see it
-        const int64_t count = num_rows - from;
-        float* part_scores = scores + from * kPartition;
-        for (int64_t j = 0; j < num_keys; j += kKeys) {
-            int64_t keys = std::min(kKeys, num_keys - j), k = 0;
-            pages.widen(start + j, keys, 0, wide);
-            for (; k + 4 <= keys; k += 4)
-                score_rows<4>(rows + from * dim, count, wide + k * dim, dim, shape.scale, part_scores + j + k);
-            for (; k < keys; ++k)
-                score_rows<1>(rows + from * dim, count, wide + k * dim, dim, shape.scale, part_scores + j + k);
-        }
-        for (int64_t r = from; r < num_rows; ++r) {
-            int64_t visible = std::min(kPartition, first_position + r / group + 1 - start);
-            float rescale = softmax_row(scores + r * kPartition, visible, running_max[r], running_sum[r]);
-            for (int64_t d = 0; d < dim; d += kWidth)
-                store(accumulator + r * dim + d, load(accumulator + r * dim + d) * rescale);
-        }
-        std::fill(partial + from * dim, partial + num_rows * dim, 0.0f);
-        for (int64_t j = 0; j < num_keys; j += kKeys) {
-            int64_t keys = std::min(kKeys, num_keys - j), d = 0;
-            pages.widen(start + j, keys, 1, wide);
-            for (; d + 4 * kWidth <= dim; d += 4 * kWidth)
-                value_rows<4>(part_scores + j, count, wide + d, keys, dim, partial + from * dim + d);
-            for (; d < dim; d += kWidth)
-                value_rows<1>(part_scores + j, count, wide + d, keys, dim, partial + from * dim + d);
-        }
-        for (int64_t i = from * dim; i < num_rows * dim; i += kWidth)
-            store(accumulator + i, load(accumulator + i) + load(partial + i));
+private:
+    template <typename Body>
+    void each_row(const Body& body) {
+        for (int64_t head = 0; head < item_.num_heads; ++head)
+            for (int64_t r = 0; r < rows_; ++r)
+                body(heads_[size_t(head)], r, item_.first_query + r / shape_.group,
+                     (item_.first_head + head) * shape_.group + r % shape_.group);
     }
-    for (int64_t r = 0; r < num_rows; ++r) {
-        T* target = out + ((item.first_query + r / group) * shape.num_heads + item.kv_head * group + r % group) *
-                              shape.head_dim;
-        for (int64_t d = 0; d < shape.head_dim; d += kWidth)
-            store_partial(target + d, load(accumulator + r * dim + d) / running_sum[r], shape.head_dim - d);
+
+    // body(head, first position, run, count) over the rows of K or V at [start, end); the run after next in
+    // memory order is asked for meanwhile.
+    template <typename Body>
+    void each_run(int64_t start, int64_t end, int64_t which, const Body& body) {
+        for (int64_t position = start; position < end;) {
+            const int64_t count = pages_.run_length(position, end), next = position + count;
+            for (int64_t h = 0; h < item_.num_heads; ++h) {
+                const int64_t kv_head = item_.first_head + h;
+                if (next < end)
+                    pages_.prefetch(next, end, which, kv_head);
+                else if (which == 0)
+                    pages_.prefetch(start, end, 1, kv_head);
+                else
+                    pages_.prefetch(end, end_, 0, kv_head);
+                const Run<T> rows = pages_.run(position, which, kv_head);
+                if (direct_)
+                    body(heads_[size_t(h)], position - start, rows, count);
+                else
+                    body(heads_[size_t(h)], position - start, widen(rows, count, shape_, wide_), count);
+            }
+            position = next;
+        }
     }
+
+    // The partition at [start, end) into every row that sees it.
+    void take_in(int64_t start, int64_t end) {
+        const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not
+        each_run(start, end, 0, [&](HeadState& head, int64_t j, auto keys, int64_t count) {
+            by_rows(rows_ - from, [&](int64_t r, auto rows) {
+                score_keys<rows.value>(head.q + (from + r) * dim_, dim_, keys, count, shape_.scale,
+                                       head.scores + (from + r) * kPartition + j);
+            });
+        });
+        for (HeadState& head : heads_) {
+            for (int64_t r = from; r < rows_; ++r) {
+                const int64_t visible = std::min(kPartition, first_position_ + r / shape_.group + 1 - start);
+                const float rescale =
+                    softmax_row(head.scores + r * kPartition, visible, head.running_max[r], head.running_sum[r]);
+                for (int64_t d = r * dim_; d < (r + 1) * dim_; d += kWidth)
+                    store(head.accumulator + d, load(head.accumulator + d) * rescale);
+            }
+            std::fill(head.partial + from * dim_, head.partial + rows_ * dim_, 0.0f);
+        }
+        each_run(start, end, 1, [&](HeadState& head, int64_t j, auto values, int64_t count) {
+            by_rows(rows_ - from, [&](int64_t r, auto rows) {
+                add_values<rows.value>(head.scores + (from + r) * kPartition + j, values, count, dim_,
+                                       head.partial + (from + r) * dim_);
+            });
+        });
+        for (HeadState& head : heads_)
+            for (int64_t i = from * dim_; i < rows_ * dim_; i += kWidth)
+                store(head.accumulator + i, load(head.accumulator + i) + load(head.partial + i));
+    }
+
+    const Item& item_;
+    const Shape& shape_;
+    const Pages<T>& pages_;
+    const int64_t dim_, rows_, first_position_, end_;
+    const bool direct_;  // few rows: keys and values are widened in registers, not kept
+    float* wide_;        // [kRun, padded_dim]
+    std::vector<HeadState> heads_;
+};
+
+std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t num_seqs, int64_t num_threads) {
+    const int64_t tile_queries = std::max<int64_t>(1, kTileRows / shape.group);
+    std::vector<Item> items;
+    for (int64_t s = 0; s < num_seqs; ++s) {
+        const int64_t begin = query_starts[s], end = query_starts[s + 1];
+        const bool all_heads = end - begin <= kDecodeQueries && num_seqs >= 2 * num_threads - 1;
+        const int64_t heads = all_heads ? shape.num_kv_heads : 1;
+        for (int64_t first = begin; first < end; first += tile_queries)
+            for (int64_t head = 0; head < shape.num_kv_heads; head += heads)
+                items.push_back({s, head, heads, first, std::min(tile_queries, end - first)});
+    }
+    return items;
 }
 
 template <typename T>
 void paged_attention(const T* q, int64_t q_row_stride, const T* pool, const Shape& shape, const int32_t* query_starts,
                      const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks, int64_t num_seqs,
                      T* out, int64_t num_threads) {
-    const int64_t tile_queries = std::max<int64_t>(1, kTileRows / shape.group);
-    std::vector<Item> items;
-    for (int64_t s = 0; s < num_seqs; ++s)
-        for (int64_t first = query_starts[s]; first < query_starts[s + 1]; first += tile_queries)
-            for (int64_t head = 0; head < shape.num_kv_heads; ++head)
-                items.push_back({s, head, first, std::min(tile_queries, query_starts[s + 1] - first)});
+    const std::vector<Item> items = cut(shape, query_starts, num_seqs, num_threads);
     parallel_items(num_threads, int64_t(items.size()), [&](int64_t i) {
         const Item& item = items[size_t(i)];
-        Pages<T> pages{pool, block_tables + item.sequence * max_blocks, shape, item.kv_head};
-        int64_t first_position = context_lens[item.sequence] - query_starts[item.sequence + 1] + item.first_query;
-        attend(item, shape, q, q_row_stride, pages, first_position, out);
+        const Pages<T> pages{pool, block_tables + item.sequence * max_blocks, shape};
+        const int64_t first_position = context_lens[item.sequence] - query_starts[item.sequence + 1] + item.first_query;
+        Attention<T>(item, shape, pages, first_position).run(q, q_row_stride, out);
     });
 }
 

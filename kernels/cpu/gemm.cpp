@@ -4,6 +4,7 @@
 //    own dtype: a step over k reads one contiguous line per panel.
 // 2. Rows of x are widened to fp32 once per call.
 // 3. A tile of up to kRowTile rows x some panels lives in registers for the whole k loop and is rounded once.
+//    bf16 weights are widened on their way to the registers, which costs next to nothing beside the sums.
 //
 // Each y[m, n] is one chain of fused multiply-adds in k order, whatever the tile it fell in: bits do not
 // depend on M, on the row's position, or on threads, which share out panels only.
@@ -58,12 +59,18 @@ struct Output {
 template <int Rows, int Panels, typename W, typename Y>
 void tile(const float* x, int64_t in_features, int64_t row, const W* panel, int64_t column, const Output<Y>& y) {
     const float* rows = x + row * in_features;
-    Vec sums[Rows][2 * Panels] = {};
+    Vec sums[Rows][2 * Panels];
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * Panels; ++v) sums[r][v] = Vec{};
     for (int64_t k = 0; k < in_features; ++k) {
+#pragma GCC unroll 4
         for (int p = 0; p < Panels; ++p) {
             const W* weights = panel + (p * in_features + k) * kPanel;
-            if (sizeof(W) == 2) __builtin_prefetch(reinterpret_cast<const char*>(weights) + kPrefetchBytes);
+            __builtin_prefetch(reinterpret_cast<const char*>(weights) + kPrefetchBytes);
             Vec low = load(weights), high = load(weights + kWidth);
+#pragma GCC unroll 16
             for (int r = 0; r < Rows; ++r) {
                 Vec value = splat(rows[r * in_features + k]);
                 sums[r][2 * p] = fma(value, low, sums[r][2 * p]);
@@ -71,80 +78,68 @@ void tile(const float* x, int64_t in_features, int64_t row, const W* panel, int6
             }
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
         for (int v = 0; v < 2 * Panels; ++v) y.write(row + r, column + v * kWidth, sums[r][v]);
 }
 
-template <int Panels, typename W, typename Y>
-void tile_rows(int64_t num_rows, const float* x, int64_t in_features, int64_t row, const W* panel, int64_t column,
-               const Output<Y>& y) {
-    switch (num_rows) {
-#define BATON_TILE(ROWS) \
-    case ROWS: return tile<ROWS, Panels>(x, in_features, row, panel, column, y);
-        BATON_TILE(1) BATON_TILE(2) BATON_TILE(3) BATON_TILE(4) BATON_TILE(5) BATON_TILE(6)
+// `rows` rows against as many of the `panels_left` panels as keep every multiply-add pipe busy; returns how many.
+template <typename W, typename Y>
+int64_t tile_rows(int64_t rows, int64_t panels_left, const float* x, int64_t in_features, int64_t row, const W* panel,
+                  int64_t column, const Output<Y>& y) {
+    switch (rows) {
+#define BATON_TILE(ROWS, PANELS)                                                  \
+    case ROWS:                                                                    \
+        if (PANELS > 1 && panels_left >= PANELS) {                                \
+            tile<ROWS, PANELS>(x, in_features, row, panel, column, y);            \
+            return PANELS;                                                        \
+        }                                                                         \
+        tile<ROWS, 1>(x, in_features, row, panel, column, y);                     \
+        return 1;
+        BATON_TILE(1, 4)
+        BATON_TILE(2, 2)
+        BATON_TILE(3, kWidth == 16 ? 2 : 1)
+        BATON_TILE(4, kWidth == 16 ? 2 : 1)
+        BATON_TILE(5, 1)
+        BATON_TILE(6, 1)
 #if defined(__AVX512F__)
-        BATON_TILE(7) BATON_TILE(8) BATON_TILE(9) BATON_TILE(10) BATON_TILE(11) BATON_TILE(12)
+        BATON_TILE(7, 1)
+        BATON_TILE(8, 1)
+        BATON_TILE(9, 1)
+        BATON_TILE(10, 1)
+        BATON_TILE(11, 1)
+        BATON_TILE(12, 1)
 #endif
 #undef BATON_TILE
     }
+    __builtin_unreachable();
 }
 
-// Panels taken together so that few rows still keep every multiply-add pipe busy.
-constexpr int64_t panels_together(int64_t num_rows) { return num_rows == 1 ? 4 : num_rows <= kRowTile / 2 ? 2 : 1; }
-
-// All rows of a block against panels [begin, end).
+// Rows of a block, cut into tiles of about equal height, against panels [begin, end): each panel is read once.
 template <typename W, typename Y>
 void row_block(const float* x, int64_t in_features, int64_t row_begin, int64_t row_end, const W* panels,
                int64_t begin, int64_t end, const Output<Y>& y) {
-    int64_t num_rows = row_end - row_begin, num_tiles = ceil_div(num_rows, kRowTile);
-    if (num_tiles <= 2) {  // decode: the weights are read from memory once, as they are
-        int64_t together = panels_together(ceil_div(num_rows, num_tiles));
-        for (int64_t p = begin; p < end;) {
-            int64_t count = end - p >= together ? together : end - p >= 2 && together > 1 ? 2 : 1;
-            const W* panel = panels + p * in_features * kPanel;
-            for (int64_t t = 0; t < num_tiles; ++t) {
-                int64_t from = row_begin + num_rows * t / num_tiles;
-                int64_t rows = row_begin + num_rows * (t + 1) / num_tiles - from;
-                if (count == 4)
-                    tile<1, 4>(x, in_features, from, panel, p * kPanel, y);
-                else if (count == 2)
-                    switch (rows) {
-                        case 1: tile<1, 2>(x, in_features, from, panel, p * kPanel, y); break;
-                        case 2: tile<2, 2>(x, in_features, from, panel, p * kPanel, y); break;
-                        case 3: tile<3, 2>(x, in_features, from, panel, p * kPanel, y); break;
-#if defined(__AVX512F__)
-                        case 4: tile<4, 2>(x, in_features, from, panel, p * kPanel, y); break;
-                        case 5: tile<5, 2>(x, in_features, from, panel, p * kPanel, y); break;
-                        case 6: tile<6, 2>(x, in_features, from, panel, p * kPanel, y); break;
-#endif
-                    }
-                else
-                    tile_rows<1>(rows, x, in_features, from, panel, p * kPanel, y);
-            }
-            p += count;
-        }
-        return;
-    }
-    static thread_local Scratch scratch;  // prefill: each panel is widened once for all the block's rows
-    for (int64_t p = begin; p < end; ++p) {
-        const W* panel = panels + p * in_features * kPanel;
-        float* wide = scratch.floats(in_features * kPanel);
-        for (int64_t i = 0; i < in_features * kPanel; i += kWidth) store(wide + i, load(panel + i));
+    const int64_t num_rows = row_end - row_begin, num_tiles = ceil_div(num_rows, kRowTile);
+    for (int64_t p = begin; p < end;) {
+        const int64_t panels_left = num_tiles == 1 ? end - p : 1;
+        int64_t taken = 0;
         for (int64_t t = 0; t < num_tiles; ++t) {
-            int64_t from = row_begin + num_rows * t / num_tiles;
-            int64_t rows = row_begin + num_rows * (t + 1) / num_tiles - from;
-            tile_rows<1>(rows, x, in_features, from, wide, p * kPanel, y);
+            const int64_t from = num_rows * t / num_tiles, to = num_rows * (t + 1) / num_tiles;
+            taken = tile_rows(to - from, panels_left, x, in_features, row_begin + from,
+                              panels + p * in_features * kPanel, p * kPanel, y);
         }
+        p += taken;
     }
 }
 
 template <typename W, typename Y>
 void linear(const float* x, int64_t num_rows, const Header& header, const W* panels, const float* bias, Y* y,
             int64_t num_threads) {
-    int64_t in_features = header.in_features;
-    Output<Y> output{y, bias, header.out_features};
-    int64_t block = std::max(2 * kRowTile, kRowBlockBytes / 4 / std::max<int64_t>(in_features, 1));
-    int64_t num_blocks = ceil_div(num_rows, block);
+    const int64_t in_features = header.in_features;
+    const Output<Y> output{y, bias, header.out_features};
+    const int64_t block = std::max(2 * kRowTile, kRowBlockBytes / 4 / std::max<int64_t>(in_features, 1));
+    const int64_t num_blocks = ceil_div(num_rows, block);
     parallel_ranges(num_threads, ceil_div(header.out_features, kPanel), 2, [&](int64_t begin, int64_t end) {
         for (int64_t b = 0; b < num_blocks; ++b)
             row_block(x, in_features, num_rows * b / num_blocks, num_rows * (b + 1) / num_blocks, panels, begin, end,

@@ -49,6 +49,15 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
+// Asked for by an instruction: a function that only calls `__builtin_prefetch` is dropped as having no effect.
+inline void prefetch(const void* address) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address)));
+#else
+    __builtin_prefetch(address);
+#endif
+}
+
 inline float widen(float value) { return value; }
 inline float widen(bf16 value) {
     uint32_t bits = uint32_t(value.bits) << 16;
@@ -63,22 +72,38 @@ inline Vec load(const float* source) {
     return result;
 }
 inline Vec load(const bf16* source) {
+#if defined(__AVX512F__)
+    __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+    return Vec(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+#elif defined(__AVX2__) && defined(__FMA__)
+    __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+    return Vec(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+#else
     HalfVec half;
     std::memcpy(&half, source, sizeof half);
     return Vec(__builtin_convertvector(half, UintVec) << 16);
+#endif
 }
 
-// To bf16, nearest even; a NaN stays a (quiet) NaN.
-inline HalfVec narrow(Vec value) {
+// To the nearest bf16, ties to even, in the upper halves of the lanes; a NaN stays a (quiet) NaN.
+inline UintVec round_bf16(Vec value) {
     UintVec bits = UintVec(value);
-    UintVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    UintVec rounded = bits + 0x7fff + ((bits >> 16) & 1);
     UintVec is_nan = UintVec(value != value);
-    return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), HalfVec);
+    return (rounded & ~is_nan) | (is_nan & 0x7fc00000);
 }
 
 inline void store(float* target, Vec value) { std::memcpy(target, &value, sizeof value); }
 inline void store(bf16* target, Vec value) {
-    HalfVec half = narrow(value);
+    UintVec high = round_bf16(value) >> 16;
+#if defined(__AVX512F__)
+    __m256i half = _mm512_cvtepi32_epi16(__m512i(high));
+#elif defined(__AVX2__) && defined(__FMA__)
+    __m256i packed = _mm256_packus_epi32(__m256i(high), __m256i(high));
+    __m128i half = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+#else
+    HalfVec half = __builtin_convertvector(high, HalfVec);
+#endif
     std::memcpy(target, &half, sizeof half);
 }
 
@@ -104,23 +129,47 @@ template <>
 inline Vec round_to<float>(Vec value) { return value; }
 template <>
 inline Vec round_to<bf16>(Vec value) {
-    HalfVec half = narrow(value);
-    return Vec(__builtin_convertvector(half, UintVec) << 16);
+    return Vec(round_bf16(value) & 0xffff0000);
 }
 
+// Lane sums all follow one tree: halves of the vector are added until four lanes are left, then (0+2)+(1+3).
+typedef float Vec4 __attribute__((vector_size(16)));
+
+template <typename Combine>
+inline Vec4 fold(Vec value, Combine combine) {
+#if defined(__AVX512F__)
+    auto low = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7);
+    auto high = __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
+    auto half = combine(low, high);
+#else
+    auto half = value;
+#endif
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+    return combine(__builtin_shufflevector(half, half, 0, 1, 2, 3), __builtin_shufflevector(half, half, 4, 5, 6, 7));
+#else
+    return half;
+#endif
+}
+
+inline Vec4 fold_sum(Vec value) {
+    return fold(value, [](auto a, auto b) { return a + b; });
+}
 inline float sum_lanes(Vec value) {
-    float lanes[kWidth];
-    store(lanes, value);
-    for (int64_t half = kWidth / 2; half >= 1; half /= 2)
-        for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    return lanes[0];
+    Vec4 four = fold_sum(value);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+// The lane sums of four vectors side by side.
+inline Vec4 sum_lanes(Vec a, Vec b, Vec c, Vec d) {
+    Vec4 fa = fold_sum(a), fb = fold_sum(b), fc = fold_sum(c), fd = fold_sum(d);
+    Vec4 ab_low = __builtin_shufflevector(fa, fb, 0, 4, 1, 5), ab_high = __builtin_shufflevector(fa, fb, 2, 6, 3, 7);
+    Vec4 cd_low = __builtin_shufflevector(fc, fd, 0, 4, 1, 5), cd_high = __builtin_shufflevector(fc, fd, 2, 6, 3, 7);
+    Vec4 ab = ab_low + ab_high, cd = cd_low + cd_high;  // a0+a2, b0+b2, a1+a3, b1+b3
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 inline float max_lanes(Vec value) {
-    float lanes[kWidth];
-    store(lanes, value);
-    float result = lanes[0];
-    for (int64_t i = 1; i < kWidth; ++i) result = lanes[i] > result ? lanes[i] : result;
-    return result;
+    Vec4 four = fold(value, [](auto a, auto b) { return a > b ? a : b; });
+    float low = four[0] > four[2] ? four[0] : four[2], high = four[1] > four[3] ? four[1] : four[3];
+    return low > high ? low : high;
 }
 
 // e^x by range reduction to |r| <= ln2/2 and a degree-6 polynomial (Cephes); within 2 ulp.
