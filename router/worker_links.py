@@ -28,6 +28,7 @@ from router.registration import refusal
 logger = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 5.0
+SECOND_LOOK_S = 0.1
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class _Link:
     register: Register
     last_sign_at: float
     watch: asyncio.TimerHandle | None = None
+    suspected: bool = False  # silent at the last look; what it sent meanwhile may still be unread
 
 
 class WorkerLinks:
@@ -48,7 +50,7 @@ class WorkerLinks:
         *,
         block_size: int,
         heartbeat_interval_s: float,
-        missed_heartbeats: int = 3,
+        missed_heartbeats: int = 6,
     ) -> None:
         self._router = router
         self._feed = feed
@@ -154,13 +156,15 @@ class WorkerLinks:
         link.watch = loop.call_at(due, self._check, link, due)
 
     def _check(self, link: _Link, due: float) -> None:
+        """A silent worker gets a second look: if this process slept, its messages are read in between."""
         now = asyncio.get_running_loop().time()
         silent_s = now - link.last_sign_at
-        if now - due > self._heartbeat_interval_s:
-            # This process was the one that slept: what workers sent meanwhile is still to be read.
-            self._watch(link, self._heartbeat_interval_s)
-        elif silent_s >= self._silence_limit_s:
+        if silent_s < self._silence_limit_s:
+            link.suspected = False
+            self._watch(link, self._silence_limit_s - silent_s)
+        elif not link.suspected or now - due > SECOND_LOOK_S:
+            link.suspected = True
+            self._watch(link, SECOND_LOOK_S)
+        else:
             link.stream.abort()
             self._let_out(link, f"no sign of life for {silent_s:.1f} s")
-        else:
-            self._watch(link, self._silence_limit_s - silent_s)
