@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
 SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp")
-HEADERS = ("simd.h", "threads.h")
+HEADERS = ("attention_tiles.h", "simd.h", "threads.h")
 FLAGS = (
     "-std=c++17",
     "-O3",

@@ -84,36 +84,32 @@ void tile(const float* x, int64_t in_features, int64_t row, const W* panel, int6
         for (int v = 0; v < 2 * Panels; ++v) y.write(row + r, column + v * kWidth, sums[r][v]);
 }
 
-// `rows` rows against as many of the `panels_left` panels as keep every multiply-add pipe busy; returns how many.
+// Rows rows against as many of the `panels_left` panels as keep every multiply-add pipe busy; returns how many.
+template <int Rows, typename W, typename Y>
+int64_t tile_panels(int64_t panels_left, const float* x, int64_t in_features, int64_t row, const W* panel,
+                    int64_t column, const Output<Y>& y) {
+    constexpr int together = Rows == 1 ? 4 : Rows == 2 || (kWidth == 16 && Rows <= 4) ? 2 : 1;
+    if (panels_left >= together) {
+        tile<Rows, together>(x, in_features, row, panel, column, y);
+        return together;
+    }
+    tile<Rows, 1>(x, in_features, row, panel, column, y);
+    return 1;
+}
+
 template <typename W, typename Y>
 int64_t tile_rows(int64_t rows, int64_t panels_left, const float* x, int64_t in_features, int64_t row, const W* panel,
                   int64_t column, const Output<Y>& y) {
     switch (rows) {
-#define BATON_TILE(ROWS, PANELS)                                                  \
-    case ROWS:                                                                    \
-        if (PANELS > 1 && panels_left >= PANELS) {                                \
-            tile<ROWS, PANELS>(x, in_features, row, panel, column, y);            \
-            return PANELS;                                                        \
-        }                                                                         \
-        tile<ROWS, 1>(x, in_features, row, panel, column, y);                     \
-        return 1;
-        BATON_TILE(1, 4)
-        BATON_TILE(2, 2)
-        BATON_TILE(3, kWidth == 16 ? 2 : 1)
-        BATON_TILE(4, kWidth == 16 ? 2 : 1)
-        BATON_TILE(5, 1)
-        BATON_TILE(6, 1)
-#if defined(__AVX512F__)
-        BATON_TILE(7, 1)
-        BATON_TILE(8, 1)
-        BATON_TILE(9, 1)
-        BATON_TILE(10, 1)
-        BATON_TILE(11, 1)
-        BATON_TILE(12, 1)
+#define BATON_ROWS(ROWS) \
+    case ROWS: return tile_panels<ROWS>(panels_left, x, in_features, row, panel, column, y);
+        BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6)
+#if BATON_WIDTH == 16
+        BATON_ROWS(7) BATON_ROWS(8) BATON_ROWS(9) BATON_ROWS(10) BATON_ROWS(11) BATON_ROWS(12)
 #endif
-#undef BATON_TILE
+#undef BATON_ROWS
     }
-    __builtin_unreachable();
+    __builtin_unreachable();  // tiles have 1 to kRowTile rows
 }
 
 // Rows of a block, cut into tiles of about equal height, against panels [begin, end): each panel is read once.

@@ -1,4 +1,5 @@
-// One vector type, its width chosen when compiled: 16 floats with AVX-512, 8 with AVX2, 4 elsewhere.
+// One vector type, its width chosen when compiled: 16 floats with AVX-512, 8 with AVX2, 4 elsewhere. Where the
+// machine's own instructions do not fit the width (`-DBATON_WIDTH=16` on any machine), GCC's vectors do the same.
 //
 // Bits must not depend on which copy of a loop an element went through, so
 //  - a fused multiply-add is asked for by name (the build forbids contraction), never left to the compiler;
@@ -10,20 +11,27 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#ifndef BATON_WIDTH
+#if defined(__AVX512F__)
+#define BATON_WIDTH 16
+#elif defined(__AVX2__) && defined(__FMA__)
+#define BATON_WIDTH 8
+#else
+#define BATON_WIDTH 4
+#endif
+#endif
+
+#if defined(__AVX512F__) && BATON_WIDTH == 16
+#define BATON_AVX512
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__FMA__) && BATON_WIDTH == 8
+#define BATON_AVX2
 #include <immintrin.h>
 #endif
 
 namespace baton {
 
-#if defined(__AVX512F__)
-constexpr int64_t kWidth = 16;
-#elif defined(__AVX2__) && defined(__FMA__)
-constexpr int64_t kWidth = 8;
-#else
-constexpr int64_t kWidth = 4;
-#endif
-
+constexpr int64_t kWidth = BATON_WIDTH;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
@@ -38,9 +46,9 @@ struct bf16 {
 inline Vec splat(float value) { return value - Vec{}; }
 
 inline Vec fma(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
+#if defined(BATON_AVX512)
     return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(BATON_AVX2)
     return _mm256_fmadd_ps(a, b, c);
 #else
     return a * b + c;
@@ -72,10 +80,10 @@ inline Vec load(const float* source) {
     return result;
 }
 inline Vec load(const bf16* source) {
-#if defined(__AVX512F__)
+#if defined(BATON_AVX512)
     __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
     return Vec(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(BATON_AVX2)
     __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
     return Vec(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 #else
@@ -96,9 +104,9 @@ inline UintVec round_bf16(Vec value) {
 inline void store(float* target, Vec value) { std::memcpy(target, &value, sizeof value); }
 inline void store(bf16* target, Vec value) {
     UintVec high = round_bf16(value) >> 16;
-#if defined(__AVX512F__)
+#if defined(BATON_AVX512)
     __m256i half = _mm512_cvtepi32_epi16(__m512i(high));
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(BATON_AVX2)
     __m256i packed = _mm256_packus_epi32(__m256i(high), __m256i(high));
     __m128i half = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
 #else
@@ -136,15 +144,15 @@ inline Vec round_to<bf16>(Vec value) {
 typedef float Vec4 __attribute__((vector_size(16)));
 
 template <typename Combine>
-inline Vec4 fold(Vec value, Combine combine) {
-#if defined(__AVX512F__)
+inline Vec4 fold(Vec value, [[maybe_unused]] Combine combine) {
+#if BATON_WIDTH == 16
     auto low = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7);
     auto high = __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
     auto half = combine(low, high);
 #else
     auto half = value;
 #endif
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#if BATON_WIDTH >= 8
     return combine(__builtin_shufflevector(half, half, 0, 1, 2, 3), __builtin_shufflevector(half, half, 4, 5, 6, 7));
 #else
     return half;
