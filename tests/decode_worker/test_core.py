@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
-from cluster.engine.batch import StepOutput, StepPlan
+from cluster.engine.batch import StepPlan
 from cluster.ids import Attempt, PieceIndex, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
@@ -30,7 +29,7 @@ from cluster.wire.messages import (
     Tokens,
     WorkerState,
 )
-from cluster.worker_io import EdgeUp, FromPeer, FromRouter, RouterLost, StepDone, StepFailed, Tick, ToRouter
+from cluster.worker_io import EdgeUp, FromPeer, FromRouter, RouterLost, StepFailed, Tick, ToRouter
 from decode_worker.core import DecodeConfig, DecodeCore
 from tests.support.worker_messages import A1, R1, ROUTER, P, plan_of, reserve, step_done, to_peer, to_router
 
@@ -224,31 +223,3 @@ def test_drain_gives_up_after_the_grace_time_even_if_a_writer_stays_silent() -> 
     assert to_router(actions, Drained)
     assert blocks.counts().used == 4
     assert one.next_deadline() is None
-
-
-def test_a_step_of_64_sequences_costs_well_under_a_step() -> None:
-    one, _ = core(num_blocks=64 * 270, max_num_seqs=64, chunk_tokens=8192, mixed_chunk_tokens=8192)
-    for index in range(64):
-        prompt = [index + 1] * 1000
-        params = SamplingParams(max_tokens=60)
-        actions = one.handle(reserve(prompt, request=f"r{index}", local=True, params=params), 0.0)
-        assert to_router(actions, Grant)
-        plan = plan_of(actions)
-        if plan is not None:
-            running = plan
-    while not all(row.start >= 1000 for row in running.rows) or len(running.rows) < 64:
-        following = plan_of(one.handle(step_done(running), 0.0))
-        assert following is not None
-        running = following
-    best_s = 1.0
-    for _ in range(20):
-        output = StepOutput(tuple(TokenOutput(5) for _ in running.rows), 0.01)
-        started_s = time.perf_counter()
-        actions = one.handle(StepDone(output), 0.0)
-        best_s = min(best_s, time.perf_counter() - started_s)
-        following = plan_of(actions)
-        if following is None or len(following.rows) < 64:
-            break
-        running = following
-    print(f"handle(StepDone) at batch 64: {best_s * 1e6:.0f} us")
-    assert best_s < 0.002

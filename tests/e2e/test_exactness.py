@@ -106,7 +106,11 @@ def test_colocated_in_company_and_preempted(oracle: tuple[str, list[dict[str, An
     block_bytes = 30 * 2 * 16 * 3 * 64 * (2 if dtype == "bf16" else 4)
     settings = {"block_size": 16, "decode_kv_bytes": 40 * block_bytes, "local_chunk": 48}
     with local_cluster(dtype=dtype, prefill=0, **settings) as cluster:
-        together = cluster.complete_all(COMPANIONS[:12] + PROBES)
-        assert [answer(body) for body in together[12:]] == expected
-        assert cluster.worker("decode-0")["preemptions"] > 0, "the test needs preemptions"
+        growing = [
+            {"prompt": _prompt(200 + index, 10), "max_tokens": 90, "temperature": 0, "ignore_eos": True}
+            for index in range(8)
+        ]
+        together = cluster.complete_all(growing + PROBES)
+        assert [answer(body) for body in together[8:]] == expected
         cluster.wait_quiet()
+        assert cluster.worker("decode-0")["preemptions"] > 0, "the test needs preemptions"
