@@ -238,7 +238,7 @@ class NativeKernels:
 
 def _check(tensor: Tensor, num_dims: int | None, name: str) -> bool:
     """True for bf16, False for fp32."""
-    if tensor.device.type != "cpu" or (num_dims is not None and tensor.dim() != num_dims):
+    if not tensor.is_cpu or (num_dims is not None and tensor.dim() != num_dims):
         raise ValueError(f"`{name}` must have {num_dims} dimensions on the CPU: {tuple(tensor.shape)}")
     if tensor.dtype is torch.bfloat16:
         return True
@@ -248,7 +248,7 @@ def _check(tensor: Tensor, num_dims: int | None, name: str) -> bool:
 
 
 def _check_same_dtype(tensor: Tensor, other: Tensor, name: str) -> None:
-    if tensor.dtype is not other.dtype or tensor.device.type != "cpu":
+    if tensor.dtype is not other.dtype or not tensor.is_cpu:
         raise TypeError(f"`{name}` must be {other.dtype} on the CPU: {tensor.dtype} on {tensor.device}")
 
 
@@ -258,7 +258,7 @@ def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
 
 
 def _check_index(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
-    if tensor.dtype is not dtype or tensor.shape != shape or tensor.device.type != "cpu":
+    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
         raise ValueError(f"`{name}` must be {dtype} of shape {shape}: {tensor.dtype} {tuple(tensor.shape)}")
 
 
