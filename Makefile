@@ -22,11 +22,14 @@ $(STAMP): pyproject.toml
 serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
-test: $(STAMP)
-	$(BIN)/python -m pytest
+# Tests that start whole clusters want the machine for themselves; the others share the cores.
+CLUSTER_TESTS := tests/e2e tests/test_launch.py
+
+test: test-quick
+	$(BIN)/python -m pytest $(CLUSTER_TESTS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not ray"
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER_TESTS))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 
 from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.engine.gguf_source import GgufSource
-from cluster.engine.load import load_decoder
 from cluster.engine.model_source import DEMO, resolve_model
 from cluster.engine.model_spec import Dtype
 from cluster.engine.prepare import prepare_model
@@ -28,7 +25,7 @@ from tests.parity.varied_prompts import PROMPTS
 
 NUM_TOKENS = 64
 BLOCK_SIZE = 16
-NUM_THREADS = min(2, len(os.sched_getaffinity(0)))
+NUM_THREADS = 1  # the other cores run other tests
 TRANSFORMERS_BATCH = 40  # all prompts but the ten long ones
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -139,11 +136,3 @@ def test_greedy_ids_equal_transformers(
         if a != b
     ]
     assert differing == []
-
-
-def test_warm_load_takes_less_than_two_seconds(prepared: PreparedModel, backend: Backend) -> None:
-    started_s = time.perf_counter()
-    again = prepare_model(DEMO, Dtype.FP32, backend)
-    load_decoder(again, backend)
-    assert again == prepared
-    assert time.perf_counter() - started_s < 2.0
