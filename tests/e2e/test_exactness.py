@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -44,13 +45,17 @@ PROBES = [
 ]
 COMPANIONS = [
     {
-        "prompt": _prompt(100 + index, 3 + 9 * index % 150),
+        "prompt": _prompt(100 + index, 3 + 5 * index % 80),
         "max_tokens": 8 + index % 24,
         "temperature": index % 2,
         "seed": index,
         "ignore_eos": True,
     }
     for index in range(32)
+]
+GROWERS = [
+    _body(prompt=_prompt(200 + index, 4 + index), max_tokens=100, temperature=index % 2, seed=index)
+    for index in range(4)
 ]
 
 
@@ -60,57 +65,60 @@ def answer(body: dict[str, Any]) -> dict[str, Any]:
     return {key: choice[key] for key in ("text", "token_ids", "logprobs", "finish_reason")}
 
 
-def answers(cluster: LocalCluster) -> list[dict[str, Any]]:
-    return [answer(cluster.complete(**probe)) for probe in PROBES]
+def alone(cluster: LocalCluster, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [answer(cluster.complete(**body)) for body in bodies]
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp32"])
-def oracle(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+@dataclass(frozen=True)
+class Oracle:
+    """Each request alone."""
+
+    dtype: str
+    probes: list[dict[str, Any]]
+    growers: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def oracle(request: pytest.FixtureRequest) -> Iterator[Oracle]:
     with local_cluster(dtype=request.param, prefill=0) as cluster:
-        result = answers(cluster)
-        assert all(len(entry["token_ids"]) > 0 for entry in result)
-        yield request.param, result
+        yield Oracle(request.param, alone(cluster, PROBES), alone(cluster, GROWERS))
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("oracle", "settings"),
     [
-        {"kv_edge": "shm", "prefill_chunk": 512},
-        {"kv_edge": "shm", "prefill_chunk": 16},
-        {"kv_edge": "gloo", "prefill_chunk": 64},
+        ("bf16", {"kv_edge": "shm", "prefill_chunk": 512}),
+        ("bf16", {"kv_edge": "shm", "prefill_chunk": 16}),
+        ("bf16", {"kv_edge": "gloo", "prefill_chunk": 64}),
+        ("fp32", {"kv_edge": "shm", "prefill_chunk": 64}),
     ],
-    ids=["shm-512", "shm-16", "gloo-64"],
+    ids=["bf16-shm-512", "bf16-shm-16", "bf16-gloo-64", "fp32-shm-64"],
+    indirect=["oracle"],
 )
-def test_disaggregated_alone_again_and_in_company(
-    oracle: tuple[str, list[dict[str, Any]]], settings: dict[str, Any]
-) -> None:
+def test_disaggregated_alone_again_and_in_company(oracle: Oracle, settings: dict[str, Any]) -> None:
     """b052, b065, b022, b055: alone, with a prefix hit, and among 32 others."""
-    dtype, expected = oracle
-    with local_cluster(dtype=dtype, **settings) as cluster:
+    with local_cluster(dtype=oracle.dtype, **settings) as cluster:
         first = cluster.complete(**PROBES[3], timings=True)
         assert first["timings"]["prefill_worker"] == "prefill-0"
         assert first["timings"]["decode_worker"] == "decode-0"
-        assert answer(first) == expected[3]
-        assert answers(cluster) == expected
+        assert answer(first) == oracle.probes[3]
+        assert alone(cluster, PROBES) == oracle.probes
         again = cluster.complete(**PROBES[3])
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "the test needs a prefix hit"
-        assert answer(again) == expected[3]
+        assert answer(again) == oracle.probes[3]
         together = cluster.complete_all(COMPANIONS[:16] + PROBES + COMPANIONS[16:])
-        assert [answer(body) for body in together[16 : 16 + len(PROBES)]] == expected
+        assert [answer(body) for body in together[16 : 16 + len(PROBES)]] == oracle.probes
         cluster.wait_quiet()
 
 
-def test_colocated_in_company_and_preempted(oracle: tuple[str, list[dict[str, Any]]]) -> None:
-    """b050, b064: a pool too small for everyone forces preemption by recompute."""
-    dtype, expected = oracle
-    block_bytes = 30 * 2 * 16 * 3 * 64 * (2 if dtype == "bf16" else 4)
-    settings = {"block_size": 16, "decode_kv_bytes": 28 * block_bytes, "local_chunk": 48}
-    with local_cluster(dtype=dtype, prefill=0, **settings) as cluster:
-        growing = [
-            {"prompt": _prompt(200 + index, 4), "max_tokens": 160, "temperature": 0, "ignore_eos": True}
-            for index in range(4)
-        ]
-        together = cluster.complete_all(growing + PROBES)
-        assert [answer(body) for body in together[4:]] == expected
+@pytest.mark.parametrize("oracle", ["bf16", "fp32"], indirect=True)
+def test_colocated_and_preempted(oracle: Oracle) -> None:
+    """b050, b064: a pool in which two of them cannot grow to their end forces preemption by recompute."""
+    block_size, num_blocks = 8, 22
+    block_bytes = 30 * 2 * block_size * 3 * 64 * (2 if oracle.dtype == "bf16" else 4)
+    settings = {"block_size": block_size, "decode_kv_bytes": num_blocks * block_bytes, "local_chunk": 48}
+    with local_cluster(dtype=oracle.dtype, prefill=0, **settings) as cluster:
+        together = cluster.complete_all(GROWERS)
+        assert [answer(body) for body in together] == oracle.growers
         cluster.wait_quiet()
         assert cluster.worker("decode-0")["preemptions"] > 0, "the test needs preemptions"
