@@ -100,7 +100,9 @@ def _run(
     signals: _Signals,
 ) -> Finish:
     report.phase("Ray")
-    preparation = Preparation(command or prepare_command(config), config.cache_dir, report.progress)
+    preparation = Preparation(
+        command or prepare_command(config), config.cache_dir, report.progress, report.say
+    )
     try:
         session, specs = _start_ray(config, runtime_dir, entries)
         signals.install()  # Ray has put its own handler in place

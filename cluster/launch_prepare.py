@@ -1,7 +1,7 @@
 """The model is converted in a process of its own: the launcher needs no torch, and Ray starts meanwhile.
 
 1. `Preparation` starts `python -m cluster.engine.prepare --json` and follows its standard output, one JSON
-   object per line: {"phase": "converting", "done_bytes": n, "total_bytes": n}, ...
+   object per line: {"phase": "converting", "done_bytes": n, "total_bytes": n} or {"notice": sentence}, ...
 2. The last line is {"directory": path} or {"error": sentence}; either ends up in the future `directory`.
 """
 
@@ -22,7 +22,7 @@ import msgspec
 from cluster.config import ClusterConfig
 from cluster.errors import ModelError
 
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0: not known)
+Progress = Callable[[str, int, int], None]  # phase ("": it ended), bytes done, bytes in all (0: not known)
 
 MODULE: Final = "cluster.engine.prepare"
 
@@ -31,6 +31,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase: str = ""
     done_bytes: int = 0
     total_bytes: int = 0
+    notice: str | None = None
     directory: str | None = None
     error: str | None = None
 
@@ -44,11 +45,14 @@ def prepare_command(config: ClusterConfig) -> list[str]:
 
 
 class Preparation:
-    """One conversion under way. `progress` is called from a thread of its own."""
+    """One conversion under way. `progress` and `say` are called from a thread of its own."""
 
-    def __init__(self, command: Sequence[str], cache_dir: str, progress: Progress) -> None:
+    def __init__(
+        self, command: Sequence[str], cache_dir: str, progress: Progress, say: Callable[[str], None]
+    ) -> None:
         self.directory: Future[str] = Future()  # or the `ModelError` why there is none
         self._progress = progress
+        self._say = say
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
             command,
@@ -86,7 +90,10 @@ class Preparation:
                 raise ModelError(line.error)
             if line.directory is not None:
                 return line.directory
-            self._progress(line.phase, line.done_bytes, line.total_bytes)
+            if line.notice is not None:
+                self._say(line.notice)
+            else:
+                self._progress(line.phase, line.done_bytes, line.total_bytes)
         status = self._process.wait()
         self._errors.seek(0)
         last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]

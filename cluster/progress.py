@@ -22,6 +22,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.status import Status
 
 from cluster.clock import Clock
 
@@ -56,7 +57,10 @@ class ConversionProgress:
         self._bars.stop()
 
     def report(self, phase: str, done_bytes: int, total_bytes: int) -> None:
-        """`total_bytes` 0: not known, only the phase is shown."""
+        """`total_bytes` 0: not known, only the phase is shown. Phase "": the one before has ended."""
+        if not phase:
+            self._end(0)
+            return
         if phase != self._phase:
             self._begin(phase, total_bytes)
         if self._task is not None:
@@ -66,6 +70,7 @@ class ConversionProgress:
 
     def _begin(self, phase: str, total_bytes: int) -> None:
         self._phase, self._started_s = phase, time.monotonic()
+        self._remove_bar()
         self._task = self._bars.add_task(phase, total=total_bytes or None)
         if not self._console.is_terminal:
             size = f" {total_bytes / GIGABYTE:.2f} GB" if total_bytes else ""
@@ -73,8 +78,15 @@ class ConversionProgress:
 
     def _end(self, total_bytes: int) -> None:
         seconds = time.monotonic() - self._started_s
-        self._console.print(f"{self._phase}: {total_bytes / GIGABYTE:.2f} GB in {seconds:.1f} s")
-        self._phase, self._task = "", None
+        size = f"{total_bytes / GIGABYTE:.2f} GB in " if total_bytes else ""
+        self._console.print(f"{self._phase}: {size}{seconds:.1f} s")
+        self._remove_bar()
+        self._phase = ""
+
+    def _remove_bar(self) -> None:
+        if self._task is not None:
+            self._bars.remove_task(self._task)
+        self._task = None
 
 
 class TerminalReport:
@@ -89,6 +101,7 @@ class TerminalReport:
         self._ready_text = ready_text
         self._started_at = clock.now()
         self._phase: tuple[str, float] | None = None
+        self._status: Status | None = None  # on a terminal, while a phase lasts and no bar is shown
         self._conversion: ConversionProgress | None = None
         self._lock = threading.Lock()
 
@@ -96,15 +109,20 @@ class TerminalReport:
         with self._lock:
             self._end_phase()
             self._phase = (name, self._clock.now())
+            if not self._console.is_terminal:
+                self._console.print(f"{name} ...")
+            self._start_status()
 
     def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         with self._lock:
             if self._conversion is None:
+                self._stop_status()
                 self._conversion = ConversionProgress(self._console)
                 self._conversion.__enter__()
             self._conversion.report(phase, done_bytes, total_bytes)
-            if 0 < total_bytes <= done_bytes:
+            if not phase or 0 < total_bytes <= done_bytes:
                 self._end_conversion()
+                self._start_status()
 
     def say(self, text: str) -> None:
         with self._lock:
@@ -118,8 +136,20 @@ class TerminalReport:
     def close(self) -> None:
         with self._lock:
             self._end_conversion()
+            self._stop_status()
+
+    def _start_status(self) -> None:
+        if self._console.is_terminal and self._phase is not None and self._conversion is None:
+            self._status = self._console.status(self._phase[0])
+            self._status.start()
+
+    def _stop_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+        self._status = None
 
     def _end_phase(self) -> None:
+        self._stop_status()
         if self._phase is not None:
             name, started_at = self._phase
             self._console.print(f"[green]✓[/] {name} [dim]{self._clock.now() - started_at:.1f} s[/]")

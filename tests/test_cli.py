@@ -218,7 +218,10 @@ def test_progress_shows_phases_with_seconds_and_gigabytes() -> None:
         Console(file=output, width=100), clock, lambda seconds: f"ready in {seconds:.1f} s"
     )
     report.phase("Ray")
+    assert output.getvalue() == "Ray ...\n"
     clock.advance(3.5)
+    report.progress("compiling the kernels", 0, 0)
+    report.progress("", 0, 0)
     report.progress("converting", 0, 2_000_000_000)
     report.progress("converting", 2_000_000_000, 2_000_000_000)
     report.phase("model")
@@ -227,5 +230,13 @@ def test_progress_shows_phases_with_seconds_and_gigabytes() -> None:
     report.ready()
     report.close()
     text = output.getvalue()
-    for part in ("Ray 3.5 s", "2.00 GB in", "model 1.0 s", "! a [b] c", "ready in 4.5 s"):
+    for part in (
+        "Ray 3.5 s",
+        "compiling the kernels ...",
+        "compiling the kernels: 0.0 s",
+        "2.00 GB in",
+        "model 1.0 s",
+        "! a [b] c",
+        "ready in 4.5 s",
+    ):
         assert part in text

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from cluster.errors import ConfigError
 from kernels.cpu.backend import CpuBackend
+from kernels.cpu.build import library_path
 from kernels.ops import Backend
 from kernels.reference import ReferenceBackend
 
 NAMES = ("cpu", "reference")
+
+
+def must_compile(name: str) -> bool:
+    """Whether `make_backend` will first compile for some seconds."""
+    return name == "cpu" and not library_path().exists()
 
 
 def make_backend(name: str, num_threads: int) -> Backend:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from cluster.engine.backends import NAMES, make_backend
+from cluster.engine.backends import NAMES, make_backend, must_compile
 from cluster.engine.file_lock import file_lock
 from cluster.engine.gguf_source import GgufSource
 from cluster.engine.model_source import ModelSource, resolve_model
@@ -40,7 +41,7 @@ from cluster.progress import ConversionProgress
 from cluster.tokenizer import export_gguf_tokenizer
 from kernels.ops import Backend
 
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0 = not known)
+Progress = Callable[[str, int, int], None]  # phase ("": it ended), bytes done, bytes in all (0: not known)
 
 CACHE_VARIABLE = "BATON_CACHE_DIR"
 LOCK_TIMEOUT_S = 3600.0
@@ -175,7 +176,8 @@ def _write_weights(
     def on_read(num_bytes: int) -> None:
         nonlocal done_bytes
         done_bytes += num_bytes
-        progress("converting", done_bytes, weights.total_bytes)
+        if done_bytes < weights.total_bytes:  # the end is told once, when everything is written
+            progress("converting", done_bytes, weights.total_bytes)
 
     progress("converting", 0, weights.total_bytes)
     digest = write_weights(directory, packed_tensors(weights, spec, dtype, backend, on_read))
@@ -187,11 +189,22 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
+class _Notices(logging.Handler):
+    """Warnings as notices: nobody reads the standard error of this process while all goes well."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(notice=record.getMessage())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: prints the prepared directory, or one sentence and status 1.
 
     With `--json`, standard output has one object per line: `{"phase", "done_bytes", "total_bytes"}` while it
-    works, at the end `{"directory"}` or `{"error"}`.
+    works, `{"notice"}` for what is logged as a warning, at the end `{"directory"}` or `{"error"}`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m cluster.engine.prepare", description="Convert a model once."
@@ -206,20 +219,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def tell(**facts: object) -> None:
         print(json.dumps(facts), flush=True)
 
-    try:
+    def prepare(progress: Progress) -> PreparedModel:
         torch.set_num_threads(options.threads)
-        backend = make_backend(options.backend, options.threads)
+        if must_compile(options.backend):
+            progress("compiling the kernels", 0, 0)
+            backend = make_backend(options.backend, options.threads)
+            progress("", 0, 0)
+        else:
+            backend = make_backend(options.backend, options.threads)
+        return prepare_model(options.model, Dtype(options.dtype), backend, progress)
+
+    notices = _Notices(tell)
+    try:
         if options.json:
-            prepared = prepare_model(
-                options.model,
-                Dtype(options.dtype),
-                backend,
-                lambda phase, done, total: tell(phase=phase, done_bytes=done, total_bytes=total),
+            logging.getLogger().addHandler(notices)
+            prepared = prepare(
+                lambda phase, done, total: tell(phase=phase, done_bytes=done, total_bytes=total)
             )
             tell(directory=str(prepared.directory))
         else:
             with ConversionProgress() as display:
-                prepared = prepare_model(options.model, Dtype(options.dtype), backend, display.report)
+                prepared = prepare(display.report)
             print(prepared.directory)
     except BatonError as error:
         if options.json:
@@ -227,6 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"error: {error}", file=sys.stderr)
         return 1
+    finally:
+        logging.getLogger().removeHandler(notices)
     return 0
 
 

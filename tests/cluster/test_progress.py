@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from cluster.progress import ConversionProgress
+from cluster.clock import MonotonicClock
+from cluster.progress import ConversionProgress, TerminalReport
 
 
 def test_a_log_gets_one_line_per_start_and_end_of_a_phase() -> None:
@@ -17,6 +18,31 @@ def test_a_log_gets_one_line_per_start_and_end_of_a_phase() -> None:
     assert lines[:2] == ["reading ...", "converting 2.50 GB ..."]
     assert lines[2].startswith("converting: 2.50 GB in 0.")
     assert len(lines) == 3
+
+
+def test_a_terminal_shows_the_phase_the_bar_and_the_phase_again() -> None:
+    output = io.StringIO()
+    console = Console(
+        file=output,
+        width=100,
+        force_terminal=True,
+        force_interactive=True,
+        highlight=False,
+        color_system=None,
+    )
+    report = TerminalReport(console, MonotonicClock(), lambda seconds: "ready")
+    report.phase("first")
+    report.progress("compiling", 0, 0)
+    report.phase("second")  # while a bar is shown
+    report.progress("", 0, 0)
+    report.progress("converting", 0, 1_000_000_000)
+    report.progress("converting", 1_000_000_000, 1_000_000_000)
+    report.phase("third")
+    report.ready()
+    report.close()
+    text = output.getvalue()
+    for part in ("first", "second", "compiling: 0.", "converting: 1.00 GB in 0.", "third", "ready"):
+        assert part in text
 
 
 def test_a_terminal_gets_a_bar_in_bytes() -> None:

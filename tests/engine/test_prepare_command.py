@@ -43,8 +43,30 @@ def test_json_lines_for_the_launcher(checkpoint: Any, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert command(model, "--json") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["done_bytes"] == line["total_bytes"] for line in lines[:-1]].count(
+        True
+    ) == 2  # reading: 0 of 0
     assert {frozenset(line) for line in lines[:-1]} == {frozenset({"phase", "done_bytes", "total_bytes"})}
     assert lines[-2]["done_bytes"] == lines[-2]["total_bytes"] > 0
     assert (Path(lines[-1]["directory"]) / MANIFEST).is_file()
     assert command(model / "nowhere", "--json") == 1
     assert list(json.loads(capsys.readouterr().out)) == ["error"]
+
+
+@pytest.mark.parametrize("compiler", [None, "no-such-compiler"])
+def test_the_launcher_hears_of_the_compiler(
+    checkpoint: Any,
+    compiler: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = checkpoint("llama").directory
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    capsys.readouterr()
+    assert main(["--model", str(model), "--dtype", "fp32", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["phase"] == "compiling the kernels"
+    notices = [line["notice"] for line in lines if "notice" in line]
+    assert len(notices) == (1 if compiler else 0)
+    assert all("running slower in torch: no C++ compiler" in notice for notice in notices)

@@ -191,7 +191,7 @@ class LocalCluster:
 
     def _prepared(self) -> str:
         command = prepare_command(self._config)
-        preparation = Preparation(command, self._config.cache_dir, lambda phase, done, total: None)
+        preparation = Preparation(command, self._config.cache_dir, lambda phase, done, total: None, print)
         try:
             return preparation.directory.result(self._start_timeout_s)
         finally:
