@@ -28,6 +28,8 @@ EdgeKind = Literal["auto", "shm", "gloo"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
+KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
+
 _AtLeastOne = Annotated[int, Meta(ge=1)]
 
 _BYTES: Final = {"unit": "bytes"}  # marks fields that also take "512MiB"
@@ -165,7 +167,9 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     epoch: Epoch
     router_addresses: tuple[str, ...]
     model: str  # as the user named it; the worker finds it in the cache
-    kv_address: str | None  # where a decode worker listens for KV (tcp port 0: any); None on prefill workers
+    # Where a decode worker listens for KV: an address (tcp port 0: any), or `KV_ADDRESS_BY_ROUTE`; None on
+    # prefill workers.
+    kv_address: str | None
     runtime_dir: str
     dtype: DtypeName = "bf16"
     backend: BackendName = "cpu"

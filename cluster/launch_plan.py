@@ -10,7 +10,14 @@ from typing import Final, Literal
 
 import msgspec
 
-from cluster.config import ClusterConfig, LogConfig, RouterConfig, WorkerConfig, threads_per_worker
+from cluster.config import (
+    KV_ADDRESS_BY_ROUTE,
+    ClusterConfig,
+    LogConfig,
+    RouterConfig,
+    WorkerConfig,
+    threads_per_worker,
+)
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.messages import Role
 
@@ -139,7 +146,7 @@ def _worker_config(
     name = f"{role.value}-{index}"
     is_decode = role is Role.DECODE
     is_one_host = site.router_host is None
-    kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else "tcp:0.0.0.0:0"
+    kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
     edge: Literal["shm", "gloo", "local"]
     edge = ("shm" if is_one_host else "gloo") if config.kv_edge == "auto" else config.kv_edge
     local_chunk = config.local_chunk or (LOCAL_CHUNK if config.prefill else COLOCATED_CHUNK)
@@ -179,4 +186,11 @@ def _environment(config: ClusterConfig, num_threads: int) -> Mapping[str, str]:
     """Thread counts must be set before numeric libraries load: they read them once."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))
     cache_dir = str(Path(config.cache_dir).expanduser())
-    return MappingProxyType(threads | {"TOKENIZERS_PARALLELISM": "false", "BATON_CACHE_DIR": cache_dir})
+    others = {
+        # Waiting threads sleep after some microseconds instead of milliseconds: the cores are shared with
+        # the other roles.
+        "GOMP_SPINCOUNT": "20000",
+        "TOKENIZERS_PARALLELISM": "false",
+        "BATON_CACHE_DIR": cache_dir,
+    }
+    return MappingProxyType(threads | others)

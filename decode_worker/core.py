@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from cluster.engine.batch import StepOutput
 from cluster.engine.prefill_order import PrefillOrder
+from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
 from cluster.ids import Attempt, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
@@ -71,7 +72,7 @@ from decode_worker.admission import IntakeConfig, attempt_failed, nack
 from decode_worker.intake import Intake
 from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Generated
 
-SMOOTHING = 0.2  # weight of the newest step in the smoothed rates
+SMOOTHING = 0.2  # weight of the newest step in the smoothed step time
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class DecodeConfig:
 class _Gauges:
     steps: int = 0
     stale_messages: int = 0
-    prefill_tokens_per_s: float = 0.0
+    prefill_rate: RateMeter = field(default_factory=RateMeter)
     decode_step_s: float = 0.0
 
 
@@ -160,7 +161,7 @@ class DecodeCore:
             preemptions=self._scheduler.num_preemptions,
             leases=self._intake.num_leases,
             stale_messages=self._gauges.stale_messages + self._intake.num_stale,
-            prefill_tokens_per_s=self._gauges.prefill_tokens_per_s,
+            prefill_tokens_per_s=self._gauges.prefill_rate.tokens_per_s,
             decode_step_s=self._gauges.decode_step_s,
             kv_bytes_received=self._intake.num_bytes,
         )
@@ -355,8 +356,7 @@ class DecodeCore:
         if self._scheduler.step_is_pure_decode:
             gauges.decode_step_s = _smooth(gauges.decode_step_s, output.compute_s)
         else:
-            rate = self._scheduler.num_step_tokens / output.compute_s
-            gauges.prefill_tokens_per_s = _smooth(gauges.prefill_tokens_per_s, rate)
+            gauges.prefill_rate.add(self._scheduler.num_step_tokens, output.compute_s)
 
     def _stale(self) -> list[Action]:
         self._gauges.stale_messages += 1

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
-from cluster.config import WorkerConfig
+from cluster.config import KV_ADDRESS_BY_ROUTE, WorkerConfig
 from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edges import edge_kind, make_pool, make_receiver
 from cluster.kv.layout import single_edge
-from cluster.wire.address import TcpAddress, parse_address
+from cluster.wire.address import TcpAddress, own_host_towards, parse_address
 from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
 from cluster.worker_driver import WorkerDriver
 from decode_worker.core import DecodeConfig, DecodeCore
@@ -70,8 +70,11 @@ async def run(
             worker=config.worker, epoch=config.epoch, geometry=geometry, endpoint=receiver.endpoint()
         )
 
+    kv_address = config.kv_address
+    if kv_address == KV_ADDRESS_BY_ROUTE:
+        kv_address = str(TcpAddress(own_host_towards(config.router_addresses[0]), 0))
     # Network edges listen where the KV stream listens; beside a unix socket that is this host only.
-    address = parse_address(config.kv_address)
+    address = parse_address(kv_address)
     edge_host = address.host if isinstance(address, TcpAddress) else "127.0.0.1"
 
     def receiver_for(hello: EdgeHello) -> KVReceiver:
@@ -97,7 +100,7 @@ async def run(
             max_model_len=engine.max_model_len,
             max_num_seqs=config.max_num_seqs,
             geometry=geometry,
-            kv_address=await edges.start(config.kv_address),
+            kv_address=await edges.start(kv_address),
         )
         if on_ready is not None:
             on_ready()

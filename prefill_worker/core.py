@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from cluster.engine.fence import AttemptFence
 from cluster.engine.prefill_order import PrefillOrder
+from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
 from cluster.ids import RouterId
 from cluster.kv.block_manager import BlockManager
@@ -56,8 +57,6 @@ from prefill_worker.handoff import Handoff, HandoffConfig
 from prefill_worker.scheduler import PrefillScheduler, PrefillSchedulerConfig
 from prefill_worker.transfers import Transfers
 
-SMOOTHING = 0.2  # weight of the newest step in the smoothed rates
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
@@ -75,7 +74,7 @@ class PrefillConfig:
 class _Gauges:
     steps: int = 0
     stale_messages: int = 0
-    prefill_tokens_per_s: float = 0.0
+    prefill_rate: RateMeter = field(default_factory=RateMeter)
 
 
 @dataclass(slots=True)
@@ -132,7 +131,7 @@ class PrefillCore:
             blocks_free=counts.free,
             steps=self._gauges.steps,
             stale_messages=self._gauges.stale_messages + self._transfers.num_stale,
-            prefill_tokens_per_s=self._gauges.prefill_tokens_per_s,
+            prefill_tokens_per_s=self._gauges.prefill_rate.tokens_per_s,
             kv_bytes_sent=self._transfers.num_bytes,
         )
 
@@ -158,10 +157,7 @@ class PrefillCore:
                 return self._transfers.from_peer(peer, message, now)
             case StepDone(output):
                 self._gauges.steps += 1
-                if output.compute_s > 0:
-                    rate = self._scheduler.num_step_tokens / output.compute_s
-                    old = self._gauges.prefill_tokens_per_s
-                    self._gauges.prefill_tokens_per_s = old + SMOOTHING * (rate - old) if old else rate
+                self._gauges.prefill_rate.add(self._scheduler.num_step_tokens, output.compute_s)
                 return self._step_done(self._scheduler.account(output), now)
             case StepFailed(message):
                 self._gauges.steps += 1

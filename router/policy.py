@@ -141,7 +141,7 @@ class LeastTtft:
     ) -> tuple[WorkerView, PrefillEstimate, float]:
         """(worker, its estimate, the estimate with the harm done to the requests decoding there)."""
         rates = [rate for worker in view.prefill if (rate := prefill_rate(worker)) is not None]
-        assumed = min(rates) * self.config.unmeasured_local_rate if rates else None
+        assumed = max(rates) * self.config.unmeasured_local_rate if rates else None
 
         def cost(worker: WorkerView) -> float:
             estimate = self._estimate(worker, request, assumed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,3 +47,24 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
         if host and port.isascii() and port.isdigit() and int(port) <= 65535:
             return TcpAddress(host, int(port))
     raise ConfigError(f"not an address, expected `unix:/path` or `tcp:host:port`: {text}")
+
+
+def own_host_towards(address: str) -> str:
+    """This machine's address on the way to `address`: where a process there can reach us. No packet is sent.
+
+    Raises:
+        ConfigError: the host is not known here, or there is no way to it.
+    """
+    target = parse_address(address)
+    if isinstance(target, UnixAddress):
+        return "127.0.0.1"
+    try:
+        family, kind, protocol, _, name = socket.getaddrinfo(
+            target.host, target.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(name)
+            host: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"no way to {address}: {error.strerror or error}") from error
+    return host
