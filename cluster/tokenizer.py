@@ -46,6 +46,8 @@ _TEMPLATE_ERRORS = (
     RecursionError,
 )
 
+_LONG_TEXT = 2**12  # characters; a shorter text is encoded in about a millisecond
+
 # llama.cpp's names of byte-level pre-tokenizers that isolate every digit before GPT-2's split.
 # transformers' GGUF conversion does not know them and would leave GPT-2's split alone.
 _SINGLE_DIGIT_PRE_TOKENIZERS = frozenset(
@@ -132,7 +134,7 @@ class Tokenizer:
             InvalidRequest: the text is not valid Unicode (a lone surrogate); `param` is the field it names.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = self._encoding(text, add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest(
                 "the text is not valid Unicode: it has a lone surrogate", param=param
@@ -140,6 +142,12 @@ class Tokenizer:
         if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
             return ids[1:]
         return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        """`encode` holds the interpreter's lock throughout: a long text would stop every other thread."""
+        if len(text) < _LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The id sequences that spell each word, at the start of a text and after a space."""

@@ -149,6 +149,6 @@ class AttemptTable:
             return
         if self._scheduler.in_step(sequence) or self._attempts.pop(sequence.key, None) is None:
             return
-        if self._newest[sequence.request] is attempt:
+        if self._newest.get(sequence.request) is attempt:  # a newer one may have come, and gone before it
             del self._newest[sequence.request]
         sequence.release(self._blocks)

@@ -2,7 +2,7 @@
 
 1. A JSON null counts as "not sent", everywhere.
 2. A field of the schema goes on to be validated.
-3. Bookkeeping that asks for nothing (`BOOKKEEPING`) is accepted.
+3. Bookkeeping that asks for nothing (`BOOKKEEPING`) is accepted if it has its type.
 4. A known field that is not served (`UNSUPPORTED`) is accepted only at the value that asks for nothing, and
    otherwise refused with what to do instead.
 5. `INTERNAL` names belong to transfers inside a cluster; no client sets them.
@@ -18,10 +18,15 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 
-# Labels for the client's own use; they cannot change an answer.
-BOOKKEEPING = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "session_id"}
-)
+# Labels for the client's own use, and the type each must have; they cannot change an answer.
+BOOKKEEPING: dict[str, tuple[type, str]] = {
+    "user": (str, "a string"),
+    "metadata": (dict, "an object"),
+    "safety_identifier": (str, "a string"),
+    "prompt_cache_key": (str, "a string"),
+    "parallel_tool_calls": (bool, "a boolean"),
+    "session_id": (str, "a string"),
+}
 
 INTERNAL = frozenset(
     {
@@ -127,7 +132,9 @@ def screen_fields(raw: dict[str, Any], served: Collection[str]) -> dict[str, Any
             if value is not None:
                 kept[name] = value
         elif name in BOOKKEEPING:
-            continue
+            kind, described = BOOKKEEPING[name]
+            if value is not None and type(value) is not kind:
+                raise InvalidRequest(f"`{name}` must be {described}.", param=name)
         elif name in UNSUPPORTED:
             if value is not None:
                 _refuse_unless_neutral(name, value, UNSUPPORTED[name])

@@ -73,11 +73,11 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-def _drop_nulls(value: Any) -> Any:
+def _parse_stream_options(value: Any) -> Any:
     """Nested nulls, too, count as "not sent"."""
-    return (
-        {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
-    )
+    if not isinstance(value, dict):
+        raise InvalidRequest("`stream_options` must be an object.", param="stream_options")
+    return {key: item for key, item in value.items() if item is not None}
 
 
 class GenerationRequest(BaseModel):
@@ -109,7 +109,7 @@ class GenerationRequest(BaseModel):
     truncation_side: Literal["left", "right"] = "left"
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_parse_logit_bias)] = ()
     stream: bool = False
-    stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()
+    stream_options: Annotated[StreamOptions, BeforeValidator(_parse_stream_options)] = StreamOptions()
     cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
     return_token_ids: bool = False
     timings: bool = False

@@ -14,11 +14,14 @@ import errno
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
+import httptools
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.errors import ConfigError
 from router.asgi import Receive, Scope, Send
 from router.generation import InFlight
+from router.openai_errors import error_body, http_error
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -31,6 +34,64 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, but an offered upgrade (Java's client offers h2c with every request) is declined as HTTP
+    says, by serving the request; uvicorn would drop its body. What is not HTTP gets an error of our shape."""
+
+    _resuming = False
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._decline_upgrade()
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request.")
+                return
+
+    def on_message_begin(self) -> None:
+        if not self._resuming:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._resuming:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._resuming:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self._resuming:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        body = error_body(http_error(400, msg))
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
+
+    def _decline_upgrade(self) -> None:
+        """The parser stopped after the headers: a new one takes up the body, with the same framing."""
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [b"%b: %b\r\n" % item for item in self.headers if item[0] in framing]
+        self.parser = httptools.HttpRequestParser(self)
+        self._resuming = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(lines))
+        self.parser.feed_data(b"\r\n")
+        self._resuming = False
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -81,7 +142,7 @@ async def serve_http(
         access_log=False,
         lifespan="off",
         server_header=False,
-        http="httptools",
+        http=_Protocol,
         ws="none",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_CLOSE_WITHIN_S,

@@ -13,7 +13,7 @@ import asyncio
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster.clock import MonotonicClock
@@ -60,10 +60,11 @@ async def run(
     listener = await listen(config.control_address, config.token, WorkerToRouter, driver.links.on_stream)
     logger.info("workers dial %s", listener.address)
     ending = asyncio.Event()  # of the HTTP server: asked to stop, or broken
+    listening = asyncio.Event()
     watches = [
         asyncio.create_task(_end(stop, driver, ending)),
         asyncio.create_task(_end(driver.broken, driver, ending)),
-        asyncio.create_task(_announce(driver, on_ready)),
+        asyncio.create_task(_announce((driver.became_ready, listening), on_ready)),
     ]
     try:
         tokenizer = await asyncio.to_thread(_load_tokenizer, Path(config.model_dir))
@@ -78,6 +79,11 @@ async def run(
             version=version,
             clock=clock,
         )
+
+        def on_listening(host: str, port: int) -> None:
+            logger.info("serving %s on %s port %d", model.name, host, port)
+            listening.set()
+
         finished = await serve_http(
             app,
             app.state.in_flight,
@@ -85,7 +91,7 @@ async def run(
             config.port,
             stop=ending,
             grace_s=config.drain_grace_s,
-            on_listening=lambda host, port: logger.info("serving %s on %s port %d", model.name, host, port),
+            on_listening=on_listening,
         )
         if not finished:
             logger.warning("drained: some requests did not finish within %g s", config.drain_grace_s)
@@ -105,8 +111,10 @@ async def _end(cause: asyncio.Event, driver: ConductorDriver, ending: asyncio.Ev
     ending.set()
 
 
-async def _announce(driver: ConductorDriver, on_ready: Callable[[], None] | None) -> None:
-    await driver.became_ready.wait()
+async def _announce(needed: Iterable[asyncio.Event], on_ready: Callable[[], None] | None) -> None:
+    """Workers that are there already can be ready before the HTTP server is."""
+    for event in needed:
+        await event.wait()
     if on_ready is not None:
         on_ready()
 

@@ -1,6 +1,9 @@
+import itertools
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,34 @@ def edit(directory: Path, file_name: str, **changes):
 
 
 # ---- text and ids --------------------------------------------------------------------------------
+
+
+def test_a_long_text_does_not_stop_other_threads(plain):
+    text = "word and 漢字 " * 60_000
+    times = [time.monotonic()]
+    done = threading.Event()
+
+    def tick():
+        while not done.wait(0.005):
+            times.append(time.monotonic())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    ids = plain.encode(text)
+    took_s = time.monotonic() - times[0]
+    done.set()
+    ticker.join()
+    assert bytes(ids) == text.encode()
+    assert max(after - before for before, after in itertools.pairwise(times)) < took_s / 2
+
+
+def test_a_long_text_has_the_ids_of_its_parts(tmp_path):
+    tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path, add_bos=True))
+    text = "é <|eos|>" * 1000
+    assert tokenizer.encode(text) == [BOS, *tokenizer.encode("é <|eos|>", False) * 1000]
+    assert tokenizer.encode("<|bos|>" + text) == tokenizer.encode(text)
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode(text + "\ud800")
 
 
 @pytest.mark.parametrize("add_bos", [False, True])

@@ -18,6 +18,7 @@ from cluster.wire.messages import (
     KvClosed,
     KvCommit,
     KvCommitted,
+    KvOffer,
     KvOpen,
     KvOpened,
     KvRefused,
@@ -330,6 +331,30 @@ def test_a_newer_attempt_ends_the_older_one() -> None:
     assert again is not None
     assert again.rows[0].attempt == 2
     assert blocks.counts().used == 1
+
+
+def test_an_older_attempt_may_outlive_the_newer_one() -> None:
+    """Its decode worker hangs with an offer unanswered, while the next attempt is through elsewhere."""
+    one, blocks = core()
+    plan = plan_of(one.handle(prefill([1, 2, 3], params=SamplingParams(max_tokens=9)), 0.0))
+    assert plan is not None
+    one.handle(EdgeUp(D, False), 0.0)
+    one.handle(opened(1), 0.0)
+    offer = only(one.handle(step_done(plan), 0.0), ToPeer).message
+    assert isinstance(offer, KvOffer)
+    one.handle(abort(), 0.0)
+    second, other = Attempt(2), Peer(WorkerId("decode-1"), Epoch(1))
+    plan = plan_of(one.handle(prefill([1, 2, 3], attempt=2, decode=other), 0.0))
+    assert plan is not None
+    one.handle(EdgeUp(other, True), 0.0)
+    one.handle(FromPeer(other, KvOpened(request=R1, attempt=second, block_ids=[BlockId(1)])), 0.0)
+    finish_sends(one, one.handle(step_done(plan), 0.0))
+    one.handle(FromPeer(other, KvCommitted(request=R1, attempt=second)), 0.0)
+    assert blocks.counts().used == 1
+    refused = KvRefused(request=R1, attempt=A1, piece=offer.piece, reason="the lease is over")
+    assert to_peer(one.handle(FromPeer(D, refused), 1.0), KvClosed)
+    assert blocks.counts().used == 0
+    assert one.quiet()
 
 
 def test_pieces_in_flight_are_bounded_per_edge_and_in_order_of_arrival() -> None:

@@ -68,11 +68,12 @@ SHARED: list[tuple[str, list[Any], list[Any]]] = [
     ("bootstrap_host", [], ["10.0.0.1"]),
     ("data_parallel_rank", [], [0]),
     ("tp_size", [], [10**9]),
-    ("user", ["someone"], []),
-    ("metadata", [{"a": "b"}], []),
-    ("safety_identifier", ["x"], []),
-    ("prompt_cache_key", ["x"], []),
-    ("parallel_tool_calls", [True, False], []),
+    ("user", ["someone"], [5, ["someone"], {}]),
+    ("metadata", [{"a": "b"}], ["x", ["a"], True]),
+    ("safety_identifier", ["x"], [1]),
+    ("prompt_cache_key", ["x"], [1.5]),
+    ("session_id", ["x"], [7]),
+    ("parallel_tool_calls", [True, False], ["yes", 1]),
 ]
 CHAT_ONLY: list[tuple[str, list[Any], list[Any]]] = [
     ("logprobs", [True, False], [1, "true"]),
@@ -171,6 +172,13 @@ def test_b164_internal_fields_are_never_taken(gateway: RunningGateway, route: st
     message = check_error(response, 400, param=name, code="internal_parameter")
     assert "10.0.0.1" not in message
     assert not gateway.cluster.streams
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_b165_a_complaint_names_no_class(gateway: RunningGateway, route: str) -> None:
+    for value in ("x", [], 5):
+        message = check_error(gateway.post(route, **BASE[route], stream_options=value), 400)
+        assert message == "`stream_options` must be an object."
 
 
 @pytest.mark.parametrize("value", [20, 21, VOCAB_SIZE - 1, VOCAB_SIZE, 10**9, -1])

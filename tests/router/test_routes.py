@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import string
@@ -112,6 +113,52 @@ def test_body_limit(tokenizer_dir: Path) -> None:
                 headers = {"content-type": "application/json"}
                 check_error(client.post(path, content=parts(), headers=headers), 413, code="body_too_large")
         gateway.check_alive()
+
+
+def exchange(gateway: RunningGateway, *parts: bytes) -> bytes:
+    """What comes back on a connection of its own, until the server closes it."""
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(0.02)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def offer(protocol: bytes, body: bytes, *, last: bool, chunked: bool = False) -> tuple[bytes, bytes]:
+    """Head and body of a request that offers to change the protocol."""
+    close = b", close" if last else b""
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(body)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"HTTP2-Settings: AAM\r\nConnection: Upgrade, HTTP2-Settings%b\r\nUpgrade: %b\r\n%b\r\n\r\n"
+        % (close, protocol, framing)
+    )
+    return head, (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_an_offered_upgrade_is_declined_by_serving_the_request(
+    gateway: RunningGateway, protocol: bytes, whole: bool, chunked: bool
+) -> None:
+    gateway.cluster.script = Script(tuple(b"ab"))
+    body = b'{"prompt": "Hi", "max_tokens": 2}'
+    parts = [
+        *offer(protocol, body, last=False, chunked=chunked),
+        *offer(protocol, body, last=True, chunked=chunked),
+    ]
+    answer = exchange(gateway, b"".join(parts)) if whole else exchange(gateway, *parts)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert answer.count(b'"text":"ab"') == 2
+
+
+def test_what_is_not_http_gets_an_error_of_our_shape(gateway: RunningGateway) -> None:
+    for sent in (b"\x16\x03\x01 hello\r\n\r\n", b"FOO / HTTP/1.1\r\n\r\n"):
+        head, _, body = exchange(gateway, sent).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    gateway.check_alive()
 
 
 def test_a_long_prompt_does_not_stop_other_streams(gateway: RunningGateway) -> None:

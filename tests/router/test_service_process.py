@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,10 +16,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from cluster.config import RouterConfig, dump_config
+from cluster.config import RouterConfig, dump_config, load_config
 from cluster.ids import RouterId
 from cluster.sampling import FinishReason, SamplingParams, finish_reason
+from cluster.tokenizer import Tokenizer
 from cluster.wire.messages import Register, Role
+from router import service
 from tests.router.conductor_peers import BLOCK_SIZE, make_register, scripted_token
 from tests.router.service_peers import TOKEN, Host, LiveWorker
 from tests.support.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
@@ -131,6 +134,36 @@ async def test_b135_from_nothing_to_an_answer(router: RouterProcess) -> None:
         ("d0", "ready"),
         ("p0", "ready"),
     ]
+
+
+async def test_b135_not_announced_before_http_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted router finds its workers there: they are warm before its tokenizer is loaded."""
+    load_tokenizer = service._load_tokenizer
+
+    def load_slowly(directory: Path) -> Tokenizer:
+        time.sleep(1.0)
+        return load_tokenizer(directory)
+
+    monkeypatch.setattr(service, "_load_tokenizer", load_slowly)
+    port = free_port()
+    config = load_config(write_config(tmp_path, port).read_bytes())
+    assert isinstance(config, RouterConfig)
+    stop, announced = asyncio.Event(), asyncio.Event()
+    serving = asyncio.create_task(service.run(config, stop=stop, on_ready=announced.set))
+    host = Host(config.control_address)
+    async with asyncio.timeout(START_S):
+        while not (tmp_path / "control").exists():
+            await asyncio.sleep(0.01)
+        await host.start(make_register("p0", Role.PREFILL, 1))
+        await host.start(make_register("d0", Role.DECODE, 1))
+        await announced.wait()
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{port}/ready")).status_code == 200
+        stop.set()
+        await serving
+    await host.close()
 
 
 async def test_killed_decode_worker_in_a_stream(router: RouterProcess) -> None:
