@@ -15,7 +15,7 @@ class PolicyConfig(_Config, frozen=True, kw_only=True):
     ttft_floor_s: float = 0.005  # what a prefill costs beside its tokens
     default_prefill_tokens_per_s: float = 1000.0  # where nothing is measured: only ratios matter then
     unmeasured_local_rate: float = (
-        0.5  # a decode worker that never prefilled, against the fastest prefill worker
+        0.5  # a decode worker that never prefilled, against the mean prefill worker
     )
     local_gain: float = 0.8  # local prefill must be predicted below this part of the remote TTFT ...
     local_min_gain_s: float = 0.02  # ... and sooner by at least this

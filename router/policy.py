@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from statistics import mean
 from typing import Protocol
 
 from cluster.ids import BlockHash, WorkerId
@@ -141,7 +142,7 @@ class LeastTtft:
     ) -> tuple[WorkerView, PrefillEstimate, float]:
         """(worker, its estimate, the estimate with the harm done to the requests decoding there)."""
         rates = [rate for worker in view.prefill if (rate := prefill_rate(worker)) is not None]
-        assumed = max(rates) * self.config.unmeasured_local_rate if rates else None
+        assumed = mean(rates) * self.config.unmeasured_local_rate if rates else None
 
         def cost(worker: WorkerView) -> float:
             estimate = self._estimate(worker, request, assumed)

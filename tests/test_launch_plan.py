@@ -7,7 +7,14 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import ClusterConfig, RouterConfig, WorkerConfig, dump_config, load_config
+from cluster.config import (
+    KV_ADDRESS_BY_ROUTE,
+    ClusterConfig,
+    RouterConfig,
+    WorkerConfig,
+    dump_config,
+    load_config,
+)
 from cluster.launch_plan import Site, plan_roles
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.messages import Role
@@ -56,11 +63,15 @@ def test_any_shape_gives_unique_names_and_addresses_that_parse(
     assert [spec.role for spec in specs] == ["router"] + ["prefill"] * prefill + ["decode"] * decode
     workers = [spec.config for spec in specs if isinstance(spec.config, WorkerConfig)]
     kind = TcpAddress if is_joined else UnixAddress
-    listening = [worker.kv_address for worker in workers if worker.kv_address is not None]
-    assert len(listening) == decode
-    for address in (*listening, *(address for worker in workers for address in worker.router_addresses)):
+    kv_addresses = [worker.kv_address for worker in workers if worker.kv_address is not None]
+    assert len(kv_addresses) == decode
+    if is_joined:
+        assert set(kv_addresses) == {KV_ADDRESS_BY_ROUTE}
+    else:
+        assert len(set(kv_addresses)) == decode
+        assert all(isinstance(parse_address(address), UnixAddress) for address in kv_addresses)
+    for address in (address for worker in workers for address in worker.router_addresses):
         assert isinstance(parse_address(address), kind)
-    assert is_joined or len(set(listening)) == decode
     assert {worker.kv_edge for worker in workers} == {
         ("gloo" if is_joined else "shm") if edge == "auto" else edge
     }

@@ -17,5 +17,5 @@ def test_own_host_towards_an_unknown_host_says_so(monkeypatch: pytest.MonkeyPatc
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigError, match="no way to tcp:host.invalid:4000"):
+    with pytest.raises(ConfigError, match=r"no way to tcp:host\.invalid:4000"):
         own_host_towards("tcp:host.invalid:4000")
