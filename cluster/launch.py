@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,7 @@ from cluster import preflight
 from cluster.clock import MonotonicClock
 from cluster.cluster_token import resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
+from cluster.engine.prepared_index import find_prepared
 from cluster.launch_driver import Driver, Report
 from cluster.launch_guard import Guard
 from cluster.launch_plan import ENTRIES, RoleSpec, Site, plan_roles, private_ray_environment
@@ -100,9 +102,7 @@ def _run(
     signals: _Signals,
 ) -> Finish:
     report.phase("Ray")
-    preparation = Preparation(
-        command or prepare_command(config), config.cache_dir, report.progress, report.say
-    )
+    directory, give_up = _prepare(config, report, command)
     try:
         session, specs = _start_ray(config, runtime_dir, entries)
         signals.install()  # Ray has put its own handler in place
@@ -114,19 +114,37 @@ def _run(
                 drain_grace_s=config.drain_grace_s,
             )
             driver = Driver(session, specs, supervisor, report, MonotonicClock())
-            return asyncio.run(_drive(driver, preparation, signals))
+            return asyncio.run(_drive(driver, directory, signals))
         finally:
             signals.on_signal = lambda: None
             session.close()
     finally:
-        preparation.close()
+        give_up()
 
 
-async def _drive(driver: Driver, preparation: Preparation, signals: _Signals) -> Finish:
+def _prepare(
+    config: ClusterConfig, report: Report, command: Sequence[str] | None
+) -> tuple[Future[str], Callable[[], None]]:
+    """The prepared model's directory to come, and how to end the preparation early."""
+    found = None
+    if command is None:
+        models = Path(config.cache_dir).expanduser() / "models"
+        found = find_prepared(config.model, config.dtype, config.backend, models)
+    if found is not None:
+        done: Future[str] = Future()
+        done.set_result(str(found))
+        return done, lambda: None
+    preparation = Preparation(
+        command or prepare_command(config), config.cache_dir, report.progress, report.say
+    )
+    return preparation.directory, preparation.close
+
+
+async def _drive(driver: Driver, directory: Future[str], signals: _Signals) -> Finish:
     loop = asyncio.get_running_loop()
     signals.on_signal = lambda: loop.call_soon_threadsafe(driver.request_stop)
     try:
-        return await driver.run(preparation.directory)
+        return await driver.run(directory)
     finally:
         signals.on_signal = lambda: None
         driver.kill_all()

@@ -28,17 +28,15 @@ import torch
 
 from cluster.engine.backends import NAMES, make_backend, must_compile
 from cluster.engine.file_lock import file_lock
-from cluster.engine.gguf_source import GgufSource
 from cluster.engine.model_source import ModelSource, resolve_model
 from cluster.engine.model_spec import Dtype, ModelSpec
+from cluster.engine.prepared_index import note_prepared
 from cluster.engine.prepared_model import FORMAT_VERSION, MANIFEST, PreparedModel, read_json
 from cluster.engine.weights import WeightSource, check_weights
 from cluster.engine.weights_file import write_weights
 from cluster.engine.weights_pack import packed_tensors
-from cluster.engine.weights_safetensors import SafetensorsSource
 from cluster.errors import BatonError, ModelError
 from cluster.progress import ConversionProgress
-from cluster.tokenizer import export_gguf_tokenizer
 from kernels.ops import Backend
 
 Progress = Callable[[str, int, int], None]  # phase ("": it ended), bytes done, bytes in all (0: not known)
@@ -79,7 +77,9 @@ def prepare_model(
         ) from error
     except OSError as error:
         raise ModelError(f"cannot write the weight cache {root}: {error}") from error
-    return PreparedModel.open(target, runtime)
+    prepared = PreparedModel.open(target, runtime)
+    note_prepared(source, dtype.value, backend.name, target)
+    return prepared
 
 
 def default_cache_dir() -> Path:
@@ -136,6 +136,8 @@ def _convert(source: ModelSource, dtype: Dtype, backend: Backend, target: Path, 
 def _open(source: ModelSource) -> tuple[WeightSource, dict[str, Any]]:
     """The weights and the configuration in Hugging Face terms, end-of-sequence ids resolved."""
     if source.is_gguf:
+        from cluster.engine.gguf_source import GgufSource  # only a conversion pays for these imports
+
         gguf_source = GgufSource(source.path)
         return gguf_source, gguf_source.config
     config = read_json(source.path / "config.json")
@@ -143,6 +145,8 @@ def _open(source: ModelSource) -> tuple[WeightSource, dict[str, Any]]:
     if generation.is_file():
         eos = read_json(generation).get("eos_token_id")
         config |= {"eos_token_id": eos} if eos is not None else {}
+    from cluster.engine.weights_safetensors import SafetensorsSource
+
     # the architecture is looked at before the weights: the more helpful complaint of the two
     ModelSpec.from_hf_config(config, str(source.path / "config.json"))
     return SafetensorsSource(source.path), config
@@ -151,6 +155,8 @@ def _open(source: ModelSource) -> tuple[WeightSource, dict[str, Any]]:
 def _write_texts(source: ModelSource, spec: ModelSpec, dtype: Dtype, directory: Path) -> None:
     _write_json(directory / "config.json", spec.to_hf_config(dtype))
     if source.is_gguf:
+        from cluster.tokenizer import export_gguf_tokenizer
+
         export_gguf_tokenizer(source.path, directory)
     else:
         for name in _COPIED:
