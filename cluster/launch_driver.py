@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.clock import Clock
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import BatonError
 from cluster.launch_plan import RoleSpec
 from cluster.launch_supervisor import (
     Action,
@@ -70,6 +70,7 @@ class Driver:
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._placed: dict[str, PlacedRole] = {}  # placed before their first start
+        self._loads: dict[str, asyncio.Task[str]] = {}  # theirs: "" or why it cannot serve
         self._alive: dict[tuple[str, int], PlacedRole] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._start_up: asyncio.Task[str] | None = None
@@ -101,33 +102,24 @@ class Driver:
         return finish
 
     def kill_all(self) -> None:
+        for load in self._loads.values():
+            load.cancel()
+        self._loads.clear()
         for placed in (*self._placed.values(), *self._alive.values()):
             placed.kill()
         self._placed.clear()
         self._alive.clear()
 
     async def _place_all(self, prepared: asyncio.Future[str]) -> str:
-        """The model's directory, once every role has its process.
+        """The model's directory, once it is known. Every role's process starts meanwhile and goes on to serve
+        as soon as it is up; a process that cannot be placed is found out by its `_live`.
 
         Raises:
-            BatonError: the model cannot be prepared, or a process cannot be placed.
+            BatonError: the model cannot be prepared.
         """
         self._placed = {name: self._session.place(spec) for name, spec in self._specs.items()}
-
-        async def load(name: str, placed: PlacedRole) -> None:
-            cause = await placed.load()
-            if cause:
-                raise ConfigError(f"{name} did not start: {cause}")
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for name, placed in self._placed.items():
-                    group.create_task(load(name, placed))
-                directory = group.create_task(_wait(prepared))
-        except* BatonError as errors:
-            error = errors.exceptions[0]
-            raise error from None
-        return directory.result()
+        self._loads = {name: asyncio.create_task(placed.load()) for name, placed in self._placed.items()}
+        return await prepared
 
     async def _loop(self, group: asyncio.TaskGroup, model_dir: str) -> Finish:
         actions = self._supervisor.start(self._clock.now())
@@ -170,11 +162,13 @@ class Driver:
         """From its start to its end."""
         spec = self._specs[name].started(epoch, model_dir)
         placed = self._placed.pop(name, None)
-        cause = ""
         if placed is None:
-            placed = self._alive[name, epoch] = self._session.place(spec)
-            cause = await placed.load()
+            placed = self._session.place(spec)
+            load = asyncio.create_task(placed.load())
+        else:
+            load = self._loads.pop(name)
         self._alive[name, epoch] = placed
+        cause = await load
         if not cause:
             ready = asyncio.create_task(self._await_ready(placed, name, epoch))
             cause = await placed.run(spec) or "it ended by itself"
@@ -191,7 +185,3 @@ class Driver:
         task = group.create_task(work)
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
-
-
-async def _wait(future: asyncio.Future[str]) -> str:
-    return await future

@@ -29,6 +29,8 @@ _SYSTEM_CONFIG: Final = {
     # Idle Python workers cost seconds of CPU at start, and every role gets a process of its own anyway.
     "prestart_worker_first_driver": False,
     "enable_worker_prestart": False,
+    # Ray's own daemons must not outrun the processes that serve: by default those are at nice 15.
+    "worker_niceness": 0,
     # Ray would kill a worker of ours when something else fills the machine's memory.
     "memory_monitor_refresh_ms": 0,
 }
