@@ -10,6 +10,7 @@ shape, also those that FastAPI raises itself. The one owner of fastapi.
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from typing import Any
@@ -206,6 +207,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str) -> None:
                 "state": "draining" if gateway.in_flight.draining else snapshot.state,
                 "queued": snapshot.queued,
                 "in_flight": len(gateway.in_flight),
+                "router_pid": os.getpid(),
                 "workers": [_worker(worker) for worker in snapshot.workers],
             }
         )
