@@ -28,25 +28,25 @@ def _body(**fields: Any) -> dict[str, Any]:
 
 
 PROBES = [
-    _body(prompt=_prompt(1, 5), max_tokens=40),
-    _body(prompt=_prompt(2, 64), max_tokens=24),  # a whole number of blocks
-    _body(prompt=_prompt(3, 65), max_tokens=24, temperature=1.0, seed=7),
-    _body(prompt=_prompt(4, 300), max_tokens=16, temperature=1.0, seed=8, top_p=0.9, top_k=50, min_p=0.01),
+    _body(prompt=_prompt(1, 5), max_tokens=20),
+    _body(prompt=_prompt(2, 64), max_tokens=12),  # a whole number of blocks
+    _body(prompt=_prompt(3, 65), max_tokens=12, temperature=1.0, seed=7),
+    _body(prompt=_prompt(4, 300), max_tokens=8, temperature=1.0, seed=8, top_p=0.9, top_k=50, min_p=0.01),
     _body(
         prompt=_prompt(5, 130),
-        max_tokens=32,
+        max_tokens=16,
         temperature=0.7,
         seed=9,
         presence_penalty=0.5,
         frequency_penalty=0.5,
         repetition_penalty=1.2,
     ),
-    _body(prompt="The capital of France is", max_tokens=32),
+    _body(prompt="The capital of France is", max_tokens=16),
 ]
 COMPANIONS = [
     {
-        "prompt": _prompt(100 + index, 3 + 5 * index % 80),
-        "max_tokens": 8 + index % 24,
+        "prompt": _prompt(100 + index, 2 + index),
+        "max_tokens": 4 + index % 12,
         "temperature": index % 2,
         "seed": index,
         "ignore_eos": True,
@@ -54,7 +54,7 @@ COMPANIONS = [
     for index in range(32)
 ]
 GROWERS = [
-    _body(prompt=_prompt(200 + index, 4 + index), max_tokens=100, temperature=index % 2, seed=index)
+    _body(prompt=_prompt(200 + index, 4 + index), max_tokens=72, temperature=index % 2, seed=index)
     for index in range(4)
 ]
 
@@ -85,17 +85,19 @@ def oracle(request: pytest.FixtureRequest) -> Iterator[Oracle]:
 
 
 @pytest.mark.parametrize(
-    ("oracle", "settings"),
+    ("oracle", "settings", "companions"),
     [
-        ("bf16", {"kv_edge": "shm", "prefill_chunk": 512}),
-        ("bf16", {"kv_edge": "shm", "prefill_chunk": 16}),
-        ("bf16", {"kv_edge": "gloo", "prefill_chunk": 64}),
-        ("fp32", {"kv_edge": "shm", "prefill_chunk": 64}),
+        ("bf16", {"kv_edge": "shm", "prefill_chunk": 512}, COMPANIONS),
+        ("bf16", {"kv_edge": "shm", "prefill_chunk": 16}, []),
+        ("bf16", {"kv_edge": "gloo", "prefill_chunk": 64}, COMPANIONS),
+        ("fp32", {"kv_edge": "shm", "prefill_chunk": 64}, []),
     ],
     ids=["bf16-shm-512", "bf16-shm-16", "bf16-gloo-64", "fp32-shm-64"],
     indirect=["oracle"],
 )
-def test_disaggregated_alone_again_and_in_company(oracle: Oracle, settings: dict[str, Any]) -> None:
+def test_disaggregated_alone_again_and_in_company(
+    oracle: Oracle, settings: dict[str, Any], companions: list[dict[str, Any]]
+) -> None:
     """b052, b065, b022, b055: alone, with a prefix hit, and among 32 others."""
     with local_cluster(dtype=oracle.dtype, **settings) as cluster:
         first = cluster.complete(**PROBES[3], timings=True)
@@ -106,15 +108,16 @@ def test_disaggregated_alone_again_and_in_company(oracle: Oracle, settings: dict
         again = cluster.complete(**PROBES[3])
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "the test needs a prefix hit"
         assert answer(again) == oracle.probes[3]
-        together = cluster.complete_all(COMPANIONS[:16] + PROBES + COMPANIONS[16:])
-        assert [answer(body) for body in together[16 : 16 + len(PROBES)]] == oracle.probes
+        half = len(companions) // 2
+        together = cluster.complete_all(companions[:half] + PROBES + companions[half:])
+        assert [answer(body) for body in together[half : half + len(PROBES)]] == oracle.probes
         cluster.wait_quiet()
 
 
 @pytest.mark.parametrize("oracle", ["bf16", "fp32"], indirect=True)
 def test_colocated_and_preempted(oracle: Oracle) -> None:
     """b050, b064: a pool in which two of them cannot grow to their end forces preemption by recompute."""
-    block_size, num_blocks = 8, 22
+    block_size, num_blocks = 8, 19
     block_bytes = 30 * 2 * block_size * 3 * 64 * (2 if oracle.dtype == "bf16" else 4)
     settings = {"block_size": block_size, "decode_kv_bytes": num_blocks * block_bytes, "local_chunk": 48}
     with local_cluster(dtype=oracle.dtype, prefill=0, **settings) as cluster:
