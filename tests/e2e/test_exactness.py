@@ -117,7 +117,7 @@ def test_disaggregated_alone_again_and_in_company(
 @pytest.mark.parametrize("oracle", ["bf16", "fp32"], indirect=True)
 def test_colocated_and_preempted(oracle: Oracle) -> None:
     """b050, b064: a pool in which two of them cannot grow to their end forces preemption by recompute."""
-    block_size, num_blocks = 8, 19
+    block_size, num_blocks = 8, 18
     block_bytes = 30 * 2 * block_size * 3 * 64 * (2 if oracle.dtype == "bf16" else 4)
     settings = {"block_size": block_size, "decode_kv_bytes": num_blocks * block_bytes, "local_chunk": 48}
     with local_cluster(dtype=oracle.dtype, prefill=0, **settings) as cluster:

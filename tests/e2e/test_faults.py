@@ -37,6 +37,13 @@ def cluster(tiny: Path) -> Iterator[LocalCluster]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def lasting(tiny: Path) -> Iterator[LocalCluster]:
+    """A cluster for tests that leave every process alive."""
+    with local_cluster(tiny, **POOLS) as running:
+        yield running
+
+
 def body(num_prompt: int, max_tokens: int, **fields: Any) -> dict[str, Any]:
     rng = random.Random(num_prompt * 1000 + max_tokens)
     return {
@@ -94,14 +101,14 @@ class BackgroundStream:
 
 @pytest.mark.parametrize("wait_for_token", [False, True], ids=["in-prefill", "in-decode"])
 def test_b084_b085_client_that_leaves_frees_both_workers_within_a_second(
-    cluster: LocalCluster, wait_for_token: bool
+    lasting: LocalCluster, wait_for_token: bool
 ) -> None:
     for repeat in range(5):
         request = body(1500 + repeat, 500, stream=True)
-        with cluster.client() as client, client.stream("POST", "/v1/completions", json=request) as reply:
+        with lasting.client() as client, client.stream("POST", "/v1/completions", json=request) as reply:
             if wait_for_token:
                 next(line for line in reply.iter_lines() if line)
-        assert cluster.wait_quiet(timeout_s=3.0) < 1.5  # a second, and a heartbeat to tell of it
+        assert lasting.wait_quiet(timeout_s=3.0) < 1.5  # a second, and a heartbeat to tell of it
 
 
 def test_b082_prefill_worker_killed_in_mid_prefill(cluster: LocalCluster) -> None:
@@ -166,21 +173,21 @@ def test_b130_hung_prefill_worker_is_given_up_and_fenced(cluster: LocalCluster) 
     cluster.wait_quiet()
 
 
-def test_b060_request_that_can_never_fit(cluster: LocalCluster) -> None:
-    tokens = cluster.worker("decode-0")["kv_blocks"]["total"] * 16
-    with cluster.client() as client:
+def test_b060_request_that_can_never_fit(lasting: LocalCluster) -> None:
+    tokens = lasting.worker("decode-0")["kv_blocks"]["total"] * 16
+    with lasting.client() as client:
         too_long = client.post("/v1/completions", json=body(1900, 500))
         assert too_long.status_code == 400
         assert too_long.json()["error"]["code"] == "context_length_exceeded"
     assert tokens > 0
-    assert len(ids(cluster.complete(**body(20, 3)))) == 3
-    cluster.wait_quiet()
+    assert len(ids(lasting.complete(**body(20, 3)))) == 3
+    lasting.wait_quiet()
 
 
-def test_a_thousand_requests_with_random_aborts_leave_nothing(cluster: LocalCluster) -> None:
+def test_a_thousand_requests_with_random_aborts_leave_nothing(lasting: LocalCluster) -> None:
     """b099: 30 % leave at random moments; afterwards no block is used and the books balance."""
     rng = random.Random(5)
-    before = cluster.metric("baton_request_total")
+    before = lasting.metric("baton_request_total")
 
     async def one(client: httpx.AsyncClient, index: int) -> str:
         request = body(rng.randrange(1, 200), rng.randrange(1, 40), stream=True, seed=index, temperature=1)
@@ -200,20 +207,20 @@ def test_a_thousand_requests_with_random_aborts_leave_nothing(cluster: LocalClus
 
     async def run() -> list[str]:
         limits = httpx.Limits(max_connections=48)
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=lasting.url, timeout=120, limits=limits) as client:
             return list(await asyncio.gather(*(one(client, index) for index in range(1000))))
 
     outcomes = asyncio.run(run())
     assert outcomes.count("done") > 600
     assert outcomes.count("left") > 100
-    cluster.wait_quiet()
-    assert cluster.metric("baton_request_total") - before <= 1000
-    assert cluster.metric("baton_requests_running") == 0
+    lasting.wait_quiet()
+    assert lasting.metric("baton_request_total") - before <= 1000
+    assert lasting.metric("baton_requests_running") == 0
     for name in ("prefill-0", "decode-0"):
-        blocks = cluster.worker(name)["kv_blocks"]
+        blocks = lasting.worker(name)["kv_blocks"]
         assert blocks["used"] == 0
         assert blocks["cached"] + blocks["free"] == blocks["total"]
-    assert len(ids(cluster.complete(**body(20, 3)))) == 3
+    assert len(ids(lasting.complete(**body(20, 3)))) == 3
 
 
 def test_b132_termination_drains(cluster: LocalCluster) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cluster.cluster_token import write_private
 from cluster.config import ClusterConfig, RouterConfig, dump_config, num_available_cores
+from cluster.engine.prepared_index import find_prepared
 from cluster.launch_plan import RoleSpec, Site, plan_roles
 from cluster.launch_prepare import Preparation, prepare_command
 from cluster.runtime_dir import RuntimeDir
@@ -190,6 +191,10 @@ class LocalCluster:
             role.wait_ready(max(0.0, deadline - time.monotonic()))
 
     def _prepared(self) -> str:
+        root = Path(self._config.cache_dir).expanduser() / "models"
+        found = find_prepared(self._config.model, self._config.dtype, self._config.backend, root)
+        if found is not None:
+            return str(found)
         command = prepare_command(self._config)
         preparation = Preparation(command, self._config.cache_dir, lambda phase, done, total: None, print)
         try:
