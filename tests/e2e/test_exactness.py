@@ -6,8 +6,9 @@ The oracle is each request alone on a colocated server: no transfer, no companio
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +79,19 @@ class Oracle:
     growers: list[dict[str, Any]]
 
 
+def _measure(dtype: str) -> Oracle:
+    with local_cluster(dtype=dtype, prefill=0) as cluster:
+        return Oracle(dtype, alone(cluster, PROBES), alone(cluster, GROWERS))
+
+
 @pytest.fixture(scope="module")
-def oracle(request: pytest.FixtureRequest) -> Iterator[Oracle]:
-    with local_cluster(dtype=request.param, prefill=0) as cluster:
-        yield Oracle(request.param, alone(cluster, PROBES), alone(cluster, GROWERS))
+def oracle_of() -> Callable[[str], Oracle]:
+    """The oracle of a dtype, measured once."""
+    return functools.cache(_measure)
 
 
 @pytest.mark.parametrize(
-    ("oracle", "settings", "companions"),
+    ("dtype", "settings", "companions"),
     [
         ("bf16", {"kv_edge": "shm", "prefill_chunk": 512}, COMPANIONS),
         ("bf16", {"kv_edge": "shm", "prefill_chunk": 16}, []),
@@ -93,12 +99,15 @@ def oracle(request: pytest.FixtureRequest) -> Iterator[Oracle]:
         ("fp32", {"kv_edge": "shm", "prefill_chunk": 64}, []),
     ],
     ids=["bf16-shm-512", "bf16-shm-16", "bf16-gloo-64", "fp32-shm-64"],
-    indirect=["oracle"],
 )
 def test_disaggregated_alone_again_and_in_company(
-    oracle: Oracle, settings: dict[str, Any], companions: list[dict[str, Any]]
+    oracle_of: Callable[[str], Oracle],
+    dtype: str,
+    settings: dict[str, Any],
+    companions: list[dict[str, Any]],
 ) -> None:
     """b052, b065, b022, b055: alone, with a prefix hit, and among 32 others."""
+    oracle = oracle_of(dtype)
     with local_cluster(dtype=oracle.dtype, **settings) as cluster:
         first = cluster.complete(**PROBES[3], timings=True)
         assert first["timings"]["prefill_worker"] == "prefill-0"
@@ -114,9 +123,10 @@ def test_disaggregated_alone_again_and_in_company(
         cluster.wait_quiet()
 
 
-@pytest.mark.parametrize("oracle", ["bf16", "fp32"], indirect=True)
-def test_colocated_and_preempted(oracle: Oracle) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_colocated_and_preempted(oracle_of: Callable[[str], Oracle], dtype: str) -> None:
     """b050, b064: a pool in which two of them cannot grow to their end forces preemption by recompute."""
+    oracle = oracle_of(dtype)
     block_size, num_blocks = 8, 18
     block_bytes = 30 * 2 * block_size * 3 * 64 * (2 if oracle.dtype == "bf16" else 4)
     settings = {"block_size": block_size, "decode_kv_bytes": num_blocks * block_bytes, "local_chunk": 48}
