@@ -18,6 +18,7 @@ from cluster.config import WorkerConfig
 from cluster.engine.backends import make_backend
 from cluster.engine.batch import Runner
 from cluster.engine.model_spec import Dtype
+from cluster.engine.parallel import SINGLE_RANK, kv_geometry
 from cluster.engine.prepare import prepare_model
 from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
@@ -70,9 +71,7 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
     dtype = Dtype(config.dtype)
     prepared = prepare_model(config.model, dtype, backend)
     spec = prepared.spec
-    block_bytes = (
-        spec.num_layers * 2 * config.block_size * spec.num_kv_heads * spec.head_dim * dtype.num_bytes
-    )
+    block_bytes = spec.kv_block_bytes(config.block_size, dtype)
     num_blocks = config.kv_bytes // block_bytes
     if num_blocks < 2:
         raise ConfigError(
@@ -80,17 +79,13 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
             f"{block_bytes / 2**20:.1f} MiB; "
             "give workers of this role more, or use a smaller block size"
         )
+    geometry = kv_geometry(
+        spec, SINGLE_RANK, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype
+    )
     return WorkerEngine(
         prepared=prepared,
         backend=backend,
-        layout=KVLayout(
-            layers=range(spec.num_layers),
-            heads=range(spec.num_kv_heads),
-            head_dim=spec.head_dim,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            dtype=dtype.wire_name,
-        ),
+        layout=KVLayout.from_geometry(geometry),
         max_model_len=config.max_model_len or spec.max_context_len,
         num_threads=config.num_threads,
     )
