@@ -1,0 +1,70 @@
+"""What became of one offered request: moments as its client read them, and nothing computed.
+
+Times are seconds since the run's start on one monotonic clock (all client processes share it). A request that
+never left, or never came back, has a record too: nothing offered is lost.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class Status(Enum):
+    """How an offered request ended. Only OK can be good; all count as offered."""
+
+    OK = "ok"
+    REFUSED = "refused"  # an HTTP status other than 200
+    ERROR = "error"  # an error event after 200, or an answer that is not what the protocol says
+    CONNECTION = "connection"  # could not connect, or the server went away
+    TIMEOUT = "timeout"
+    INCOMPLETE = "incomplete"  # the stream ended without finish_reason or [DONE]
+    CANCELLED = "cancelled"  # the run was interrupted while it was in flight
+    SKIPPED = "skipped"  # never sent: an earlier turn failed, or the run was interrupted before
+
+
+class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    index: int
+    scheduled_s: float  # when it should have been sent; latencies count from here
+    status: Status
+    sent_s: float | None = None  # when its last byte was handed to the kernel; None: never sent
+    connected_s: float | None = None
+    headers_s: float | None = None  # status line and headers read
+    chunk_times_s: list[float] = []  # moments of the chunks with content, at the socket read that brought them
+    chunk_tokens: list[int] = []  # tokens in each chunk, if the server says (continuous usage, token_ids); else empty
+    end_s: float | None = None  # last byte, or the moment it failed
+    input_tokens: int | None = None  # usage.prompt_tokens
+    cached_tokens: int | None = None  # usage.prompt_tokens_details.cached_tokens
+    output_tokens: int | None = None  # usage.completion_tokens
+    finish_reason: str | None = None
+    planned_input_tokens: int | None = None
+    planned_output_tokens: int | None = None
+    http_status: int | None = None
+    error: str | None = None  # one sentence; for statuses other than OK
+    text: str = ""  # what was generated; kept only if asked
+    timings: dict[str, float | int | str] = {}  # the server's own account ("timings" of the last chunk), if it sent one
+    session: int | None = None
+    turn: int = 0
+    prefix_group: int | None = None
+    process: int = 0  # client process
+
+
+class ClientReport(msgspec.Struct, kw_only=True):
+    """One client process about itself."""
+
+    process: int
+    cpu_s: float  # user + system, from run start to end
+    wall_s: float
+    max_loop_lag_s: float = 0.0
+
+
+class RunRecord(msgspec.Struct, kw_only=True):
+    """All of a run, as offered: one record per planned request, in plan order."""
+
+    records: list[RequestRecord]
+    clients: list[ClientReport]
+    start_unix_s: float  # wall clock at the run's start
+    wall_s: float  # until the last record
+    is_complete: bool  # False: interrupted, or a client process died
+    notes: list[str] = []  # why it is not complete, one sentence each
