@@ -1,8 +1,9 @@
 """Wakes the event loop at a moment of the `perf_counter_ns` clock.
 
-An event loop's own timers round to a millisecond; a late request is a false latency. Linux has timers that are file
-descriptors and ring on time (some 0.1 ms on a quiet machine) without a spinning core, which would be taken from a
-server on the same machine. Elsewhere the loop's timers must do; the lag is reported in any case.
+An event loop's own timers round to a millisecond; a late request is a false latency. Linux has timers that
+are file descriptors and ring on time (some 0.1 ms on a quiet machine) without a spinning core, which would
+be taken from a server on the same machine. Elsewhere the loop's timers must do; the lag is reported in any
+case.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """What the events of an answer mean: which chunks carry content, how it ended, what the server counted.
 
 1. Each event is JSON with `choices`; a chunk has content when any choice has text: `text` (completions),
-   `delta.content`, `delta.reasoning_content`, `delta.reasoning` or a part of a tool call (chat). A role alone or an
-   empty string is no content.
-2. A chunk with content keeps the moment of the read that brought it, and its number of tokens where the server says:
-   from `token_ids` of the choices, else from the growth of `usage.completion_tokens` since the last such chunk.
-   Tokens of chunks without content (held-back text) count with the next chunk that has some.
-3. `[DONE]`, an `error` object or the end of the body ends it. It is whole when `[DONE]` came or every choice seen
-   gave its `finish_reason`.
+   `delta.content`, `delta.reasoning_content`, `delta.reasoning` or a part of a tool call (chat). A role
+   alone or an empty string is no content.
+2. A chunk with content keeps the moment of the read that brought it, and its number of tokens where the
+   server says: from `token_ids` of the choices, else from the growth of `usage.completion_tokens` since the
+   last such chunk. Tokens of chunks without content (held-back text) count with the next chunk that has
+   some.
+3. `[DONE]`, an `error` object or the end of the body ends it. It is whole when `[DONE]` came or every
+   choice seen gave its `finish_reason`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Answer:
 
     @property
     def chunk_tokens(self) -> list[int]:
-        """Per moment; empty unless the server told it for every chunk of a single choice, or gave token ids."""
+        """Per moment; empty unless token ids came, or a usage with every chunk of a single choice."""
         is_one_count = self._uncounted_ids is not None or len(self._seen_choices) == 1
         return self.token_counts if self._tokens_known and is_one_count else []
 
@@ -161,8 +162,8 @@ class Answer:
 
 
 def event_error(event: dict[str, Any]) -> str | None:
-    """The message of an error object: `{"error": {"message"}}`, `{"error": "…"}`, `{"object": "error", "message"}`
-    or FastAPI's `{"detail"}`."""
+    """The message of an error object: `{"error": {"message"}}`, `{"error": "…"}`, `{"object": "error",
+    "message"}` or FastAPI's `{"detail"}`."""
     error = event.get("error")
     if isinstance(error, dict):
         return str(error.get("message") or error)

@@ -1,8 +1,9 @@
-"""How many streamed tokens per second one client process on one core can read, and how late it sends meanwhile.
+"""How many streamed tokens per second one client process on one core reads, and how late it sends meanwhile.
 
-`python -m bench.load.capacity`: a mock server on one core, one client process on another. Streams of one token per
-event of about 250 bytes, each event a write of its own, at rising rates until one is not sustained: the client got
-less than 97 % of the offered tokens, or its send lag's p99 reached 5 ms. Prints JSON.
+`python -m bench.load.capacity`: a mock server on one core, one client process on another. Streams of one
+token per event of about 250 bytes, each event a write of its own, at rising rates until one is not
+sustained: the client got less than 97 % of the offered tokens, or its send lag's p99 reached 5 ms. Prints
+JSON.
 
 The mock has one core, too: `server_cpu` near 1 says that a row shows the mock's limit and not the client's.
 """
@@ -49,7 +50,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def flood_plan(tokens_per_s: float, duration_s: float) -> Plan:
-    """Requests at a constant rate whose streams add up to `tokens_per_s` once `TOKENS_PER_REQUEST * ITL_S` passed."""
+    """Requests at a constant rate whose streams add up to `tokens_per_s` after the first stream's time."""
     rate = tokens_per_s / TOKENS_PER_REQUEST
     body = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": TOKENS_PER_REQUEST}
     requests = tuple(

@@ -1,7 +1,7 @@
-"""The JSON a request carries: made before the run, but for the history of a chat, which is spliced in as bytes.
+"""The JSON a request carries: made before the run, but for a chat's history, which is spliced in as bytes.
 
-A later turn's messages follow all earlier messages and answers of its session; only the answer's text is encoded
-while the run goes on.
+A later turn's messages follow all earlier messages and answers of its session; only the answer's text is
+encoded while the run goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Chats:
         return b'{"messages":[%b]%b%b' % (messages, b"," if len(job.body) > len(b"{}") else b"", job.body[1:])
 
     def answered(self, job: Job, text: str) -> None:
-        """The answer's text is part of what the next turn sends; after the last turn the history is let go."""
+        """The answer's text is part of what the next turn sends; the last turn lets the history go."""
         if job.session is None or job.messages is None:
             return
         if job.has_next_turn:

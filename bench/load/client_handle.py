@@ -1,9 +1,9 @@
-"""One client process as the parent holds it: start it, give it its work, follow it to its end. Never waits forever.
+"""One client process as the parent holds it: start it, give it work, follow it to its end, always by a limit.
 
 1. Spawned in a session of its own: the terminal's interrupt reaches the parent only.
 2. `load` sends setup and jobs and waits for `Ready`.
-3. `follow` reads ticks until `Finished`. A process that dies, or says nothing for `SILENCE_S`, is lost: killed if need
-   be, noted, and its requests get their records.
+3. `follow` reads ticks until `Finished`. A process that dies, or says nothing for `SILENCE_S`, is lost:
+   killed if need be, noted, and its requests get their records.
 """
 
 from __future__ import annotations

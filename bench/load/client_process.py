@@ -1,11 +1,14 @@
-"""One client process: `python -m bench.load.client_process`, frames on stdin and stdout. Light to import, no numpy.
+"""One client process: `python -m bench.load.client_process`, frames on stdin and stdout. Light to import.
 
-1. Read the setup and all jobs; look the host up; freeze what was loaded, so that the garbage collector never walks it.
+1. Read the setup and all jobs; look the host up; freeze what was loaded, so that the garbage collector
+   never walks it.
 2. Say `Ready`; at `Start` the load client begins. `Tick` ten times a second, with the records of what ended.
-3. When every job has its record, send the last `Tick` and `Finished`, and go. When stdin ends, the parent is gone: go.
+3. When every job has its record, send the last `Tick` and `Finished`, and go. When stdin ends, the parent
+   is gone: go.
 
-While the run goes on, the collector runs only at ticks, and only over what is new since the last one (well under a
-millisecond): never in the middle of a read. Interrupts of the terminal do not come here: the parent says `Stop`.
+While the run goes on, the collector runs only at ticks, and only over what is new since the last one (well
+under a millisecond): never in the middle of a read. Interrupts of the terminal do not come here: the parent
+says `Stop`.
 """
 
 from __future__ import annotations

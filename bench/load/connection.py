@@ -1,9 +1,9 @@
 """Connections of one client process: opened when a request needs one, kept alive, used again when idle.
 
-1. A request takes the connection that became idle last; with none idle, a new one is opened. Opening is part of the
-   request's latency.
-2. What a socket read brings is stamped at once and put into the inbox; it is parsed after all sockets that are ready
-   have been read, so that parsing one answer does not date the next.
+1. A request takes the connection that became idle last; with none idle, a new one is opened. Opening is
+   part of the request's latency.
+2. What a socket read brings is stamped at once and put into the inbox; it is parsed after all sockets that
+   are ready have been read, so that parsing one answer does not date the next.
 3. The inbox is emptied a bounded number of reads at a time: a due request does not wait for a flood.
 4. After the message's end a connection is idle; one that the server closes, or that is idle for longer than
    `MAX_IDLE_S`, is let go.
@@ -66,8 +66,8 @@ class Connection(asyncio.Protocol):
         self._on_sent: Callable[[int], None] | None = None
 
     def send(self, payload: bytes, on_sent: Callable[[int], None]) -> None:
-        """`on_sent(moment_ns)` is called when the last byte was handed to the kernel (with TLS: to its record layer),
-        at once if the kernel takes all of it."""
+        """`on_sent(moment_ns)` is called when the last byte was handed to the kernel (with TLS: to its
+        record layer), at once if the kernel takes all of it."""
         transport = self._transport
         assert transport is not None
         transport.write(payload)
@@ -151,8 +151,9 @@ class Connections:
     def dial(self) -> Dialled:
         """Begin to connect to the address that accepted last.
 
-        On one machine a TCP connection stands within the system call, so the request can go out at once, without
-        waiting for turns of the event loop. One that is refused is not connected; `open` finds out why.
+        On one machine a TCP connection stands within the system call, so the request can go out at once,
+        without waiting for turns of the event loop. One that is refused is not connected; `open` finds out
+        why.
 
         Raises:
             OSError: no more sockets may be opened.

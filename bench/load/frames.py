@@ -1,7 +1,7 @@
-"""What the parent and its client processes say to each other: MessagePack frames with a length prefix, over pipes.
+"""What the parent and its client processes tell each other: MessagePack frames with a length prefix.
 
-Parent: `Setup`, then `Jobs` until all of them are there, later `Start`; `Stop` at any time. Client: `Ready` once all is
-loaded, `Tick` several times a second (it is also the sign of life), `Finished` last.
+Parent: `Setup`, then `Jobs` until all of them are there, later `Start`; `Stop` at any time. Client: `Ready`
+once all is loaded, `Tick` several times a second (it is also the sign of life), `Finished` last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MAX_FRAME_BYTES = 1 << 30
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """A planned request, ready to be sent: its JSON is made before the run starts.
 
-    The request's body is `body`, with `"messages": [history…, messages…]` put first when `messages` is not None.
+    The request's body is `body`, with `"messages": [history…, messages…]` put first when `messages` is not
+    None.
     """
 
     index: int

@@ -21,7 +21,7 @@ RECENT_S = 5.0
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The run at a glance; `recent_*` are over what ended within the last `RECENT_S` seconds, None without any."""
+    """The run at a glance; `recent_*` are over what ended within the last `RECENT_S` seconds."""
 
     elapsed_s: float
     num_planned: int

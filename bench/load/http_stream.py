@@ -1,10 +1,11 @@
 """One HTTP answer from bytes: when its headers came, what its events were, and how it ended. No IO, no clock.
 
-1. `feed` gets what one socket read brought, with the moment of that read; `eof` gets the end of the connection.
+1. `feed` gets what one socket read brought, with the moment of that read; `eof` gets the end of the
+   connection.
 2. The head decides: status 200 with an event stream is read event by event; other bodies are collected.
-3. The verdict falls once: at `[DONE]`, at an error event, at the end of the body, or when the bytes are wrong.
-   Bytes that follow `[DONE]` (the last chunk of a chunked body) are read, so that the connection can be used again,
-   but change nothing.
+3. The verdict falls once: at `[DONE]`, at an error event, at the end of the body, or when the bytes are
+   wrong. Bytes that follow `[DONE]` (the last chunk of a chunked body) are read, so that the connection can
+   be used again, but change nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class ResponseStream:
-    """Reads one answer. `verdict` is None until it is known; `is_message_over` says that HTTP's own framing ended."""
+    """Reads one answer. `verdict` is None until it falls; `is_message_over`: HTTP's own framing ended."""
 
     def __init__(self, keep_text: bool) -> None:
         self.answer = Answer(keep_text)
@@ -82,7 +83,7 @@ class ResponseStream:
             self._end(Status.CONNECTION, f"the server closed the connection {self._progress()}")
 
     def close(self) -> None:
-        """No more bytes will come. Parser and stream hold each other; the collector does not run to part them."""
+        """No more bytes will come: part stream and parser, which hold each other."""
         self._parser = None
 
     def _progress(self) -> str:
@@ -114,8 +115,8 @@ class ResponseStream:
         elif answer.is_whole:
             self._end(Status.OK)
         else:
-            num_chunks = len(answer.moments_ns)
-            error = f"the stream ended without finish_reason or [DONE], after {count(num_chunks, 'chunk')} with content"
+            chunks = count(len(answer.moments_ns), "chunk")
+            error = f"the stream ended without finish_reason or [DONE], after {chunks} with content"
             self._end(Status.INCOMPLETE, error)
 
     def _take_events(self, events: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""From a plan to what each client process is given: JSON made ready, chats kept together, rates kept smooth."""
+"""From a plan to each client process's share: JSON made ready, chats kept together, rates kept smooth."""
 
 from __future__ import annotations
 

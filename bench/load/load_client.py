@@ -1,9 +1,11 @@
-"""Sends what is due and follows every request to its end. One per client process; all of it in one event loop.
+"""Sends what is due and follows every request to its end: one per client process, in one event loop.
 
 1. The alarm rings at the moment the next request is due; it is sent on an idle connection or a fresh one.
 2. Reads come stamped out of the inbox into the request's `ResponseStream`.
-3. With the verdict the request's record is made; what its end makes due (a slot, a next turn) is sent at once.
-4. A reused connection that broke before any byte came back was stale: the request goes out once more on a fresh one.
+3. With the verdict the request's record is made; what its end makes due (a slot, a next turn) is sent at
+   once.
+4. A reused connection that broke before any byte came back was stale: the request goes out once more on a
+   fresh one.
 5. A request without an end within `timeout_s`, or without a byte for `stall_s`, ends as `timeout`.
 6. `stop` cancels what is in flight and gives up what is not; then, or when all has ended, `is_over`.
 """
@@ -134,7 +136,8 @@ class LoadClient:
             self._watch()
 
     def _open(self, flight: Flight) -> None:
-        """On a fresh connection. The request goes out before this returns, if the connection stands at once."""
+        """On a fresh connection. The request goes out before this returns, if the connection stands at
+        once."""
         try:
             dialled = self.connections.dial()
         except OSError as error:

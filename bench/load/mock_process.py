@@ -1,7 +1,7 @@
 """The mock server as a process: `python -m bench.load.mock_process`, and how to run one beside a test.
 
-It prints one JSON line, `{"url": "http://…"}`, once it listens, and serves until it is interrupted or its stdin, when
-that is a pipe of the parent's, ends.
+It prints one JSON line, `{"url": "http://…"}`, once it listens, and serves until it is interrupted or its
+stdin, when that is a pipe of the parent's, ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a mock answer says and when: a script becomes a list of timed pieces of the body. No IO, no clock.
 
-A script comes from the `mock` field of a request's body, over the server's default. Prompts are counted by a rule
-that a test can state: a list of ids has its length, a text has as many tokens as words (whatever whitespace parts).
-Every generated token is the word `" mock"`, so a text's words are its tokens there, too.
+A script comes from the `mock` field of a request's body, over the server's default. Prompts are counted by
+a rule that a test can state: a list of ids has its length, a text has as many tokens as words (whatever
+whitespace parts). Every generated token is the word `" mock"`, so a text's words are its tokens there, too.
 """
 
 from __future__ import annotations

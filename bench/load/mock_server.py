@@ -3,7 +3,8 @@
 1. A request is read; its script is the `mock` field of its body over the server's default.
 2. With `capacity` C, at most C requests are served at once and the others wait in order: a slow server.
 3. Its pieces are written when they are due. The moment right before each write is kept on the clock the load
-   client uses: what the client reports can be held against what happened, not against what was meant to happen.
+   client uses: what the client reports can be held against what happened, not against what was meant to
+   happen.
 4. `GET /mock/truth` tells those moments; in the same process they are `MockServer.truths`.
 
 Also answers `/v1/models`, `/tokenize` (tokens are words), `/version` and `/health`.
@@ -157,7 +158,8 @@ class _Connection(asyncio.Protocol):
         self._script = script
         framing = b"transfer-encoding: chunked\r\n" if script.framing == "chunked" else b""
         self._write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n%b%b\r\n"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            b"cache-control: no-cache\r\n%b%b\r\n"
             % (framing, b"" if self._stays_open else b"connection: close\r\n")
         )
 

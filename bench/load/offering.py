@@ -3,9 +3,10 @@
 A chain is a chat's turns in order, or one request alone.
 
 1. Open loop: the first request of every chain is due at its planned moment.
-2. Closed loop: as many chains as there are slots are due at 0; when a chain ends, the next one, in plan order, is due at
-   that moment. A chat keeps its slot while it thinks: a slot is one user.
-3. The next turn of a chain is due `think_s` after the last answer's end. If that failed, the rest is never sent.
+2. Closed loop: as many chains as there are slots are due at 0; when a chain ends, the next one, in plan
+   order, is due at that moment. A chat keeps its slot while it thinks: a slot is one user.
+3. The next turn of a chain is due `think_s` after the last answer's end. If that failed, the rest is never
+   sent.
 """
 
 from __future__ import annotations

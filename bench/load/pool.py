@@ -1,11 +1,11 @@
 """Offers a plan: splits it over client processes, starts them at one moment, and brings every record home.
 
-1. Spawn the client processes; each gets its share and says when it is ready. A process that cannot start is an error:
-   nothing was measured yet.
+1. Spawn the client processes; each gets its share and says when it is ready. A process that cannot start is
+   an error: nothing was measured yet.
 2. One start moment, a little ahead, on the clock that all processes share.
 3. Ticks come in; `on_progress` is called a few times a second.
-4. An interrupt (SIGINT or SIGTERM, or `StopSwitch.stop`) ends the run with what was measured; a second one ends the
-   client processes at once.
+4. An interrupt (SIGINT or SIGTERM, or `StopSwitch.stop`) ends the run with what was measured; a second one
+   ends the client processes at once.
 5. The run ends when every process has finished or is lost: then every planned request has its record.
 """
 
@@ -196,7 +196,8 @@ async def _stop_when_told(
 
 @contextmanager
 def _signals_to(loop: asyncio.AbstractEventLoop, switch: StopSwitch) -> Iterator[None]:
-    """While the run goes on, signals mean: stop. Elsewhere than in the main thread they go their usual way."""
+    """While the run goes on, signals mean: stop. Elsewhere than in the main thread they go their usual
+    way."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

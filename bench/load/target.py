@@ -1,8 +1,8 @@
 """The server under test: its address, and what it says about itself before the first request.
 
 1. `parse_target` reads a URL: `http://host:port`, with or without a base path and a trailing `/v1`.
-2. `probe` asks `/v1/models`, then `/version`; a wrong URL, a refused connection, a wrong key or a server that serves
-   another model is one clear sentence before anything is offered.
+2. `probe` asks `/v1/models`, then `/version`; a wrong URL, a refused connection, a wrong key or a server
+   that serves another model is one clear sentence before anything is offered.
 3. `Target.head` is what every request of a run begins with.
 """
 
@@ -102,7 +102,7 @@ def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIM
         cards: dict[str, dict[str, Any]] = {card["id"]: card for card in orjson.loads(body)["data"]}
     except (orjson.JSONDecodeError, KeyError, TypeError):
         raise BatonError(
-            f"`{target.url}/v1/models` does not list models: is this the address of an OpenAI-compatible server?"
+            f"`{target.url}/v1/models` does not list models: is this an OpenAI-compatible server?"
         ) from None
     if not cards:
         raise BatonError(f"`{target.url}` serves no model")
