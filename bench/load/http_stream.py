@@ -46,14 +46,14 @@ class ResponseStream:
         self._is_framed = (
             False  # content-length or chunked: the end of the connection is not the end of the body
         )
+        self._keeps_alive = False
         self._location = ""
         self._moment_ns = 0
 
     @property
     def can_reuse(self) -> bool:
         """The connection may carry another request."""
-        is_clean = self.is_message_over and self._is_framed and not self.has_garbage
-        return is_clean and self._parser is not None and bool(self._parser.should_keep_alive())
+        return self.is_message_over and self._keeps_alive and not self.has_garbage
 
     def feed(self, data: bytes, moment_ns: int) -> None:
         assert self._parser is not None
@@ -161,7 +161,9 @@ class ResponseStream:
     def on_message_complete(self) -> None:
         if self.headers_ns is None:
             return
+        assert self._parser is not None
         self.is_message_over = True
+        self._keeps_alive = bool(self._parser.should_keep_alive())  # the parser forgets with the next byte
         self._close()
 
 
