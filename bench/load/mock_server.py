@@ -56,6 +56,7 @@ class Truth(msgspec.Struct, kw_only=True):
     """What truly happened to one request, on the `perf_counter_ns` clock."""
 
     label: str
+    connection: int  # number of the connection that brought it, from 1
     received_ns: int  # the whole request was read
     admitted_ns: int | None = None
     chunk_ns: list[int] = []  # right before each chunk with content was written
@@ -68,7 +69,9 @@ class _Serving:
     """One request being answered."""
 
     def __init__(self, server: MockServer, connection: _Connection, call: Call, request_id: str) -> None:
-        self.truth = Truth(label=call.script.label, received_ns=time.perf_counter_ns())
+        self.truth = Truth(
+            label=call.script.label, connection=connection.number, received_ns=time.perf_counter_ns()
+        )
         self._server = server
         self._connection = connection
         self._call = call
@@ -141,6 +144,7 @@ class _Connection(asyncio.Protocol):
     """One client connection: reads requests, writes bytes."""
 
     def __init__(self, server: MockServer) -> None:
+        self.number = 0
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -209,7 +213,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(0)  # each write goes out at once
-        self._server.connections.add(self)
+        self.number = self._server.connected(self)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -245,6 +249,7 @@ class MockServer:
         self.truths: list[Truth] = []
         self.connections: set[_Connection] = set()
         self.host, self.port = host, port
+        self._num_connections = 0
         self._num_served = 0
         self._num_requests = 0
         self._queue: deque[_Serving] = deque()
@@ -287,6 +292,12 @@ class MockServer:
             return None
         connection.reply(200, msgspec.json.encode(plain[path](body)))
         return None
+
+    def connected(self, connection: _Connection) -> int:
+        """Its number."""
+        self.connections.add(connection)
+        self._num_connections += 1
+        return self._num_connections
 
     def served(self, serving: _Serving) -> None:
         """A request left the server: the next one may enter."""

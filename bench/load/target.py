@@ -147,7 +147,8 @@ def call(
     except ssl.SSLError as error:
         raise BatonError(f"no TLS connection to `{target.url}`: {error.reason or error}") from None
     except http.client.HTTPException as error:
-        raise BatonError(f"`{target.url}` does not speak HTTP: {error or type(error).__name__}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise BatonError(f"`{target.url}` does not speak HTTP: {reason}") from None
     except OSError as error:
         raise BatonError(f"cannot reach `{target.url}`: {error.strerror or error}") from None
     finally:
