@@ -43,6 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_failed: int
     client_cpu: float  # share of one core
+    client_us_per_token: float  # CPU time; its inverse is what a core could read if it did nothing else
     server_cpu: float
     send_lag_p50_ms: float
     send_lag_p99_ms: float
@@ -83,6 +84,7 @@ def make_row(run: RunRecord, tokens_per_s: float, duration_s: float, server_cpu_
     lags_s = sorted(record.sent_s - record.scheduled_s for record in run.records if record.sent_s is not None)
     p99_s = lags_s[min(len(lags_s) - 1, int(len(lags_s) * 0.99))]
     num_failed = sum(record.status is not Status.OK for record in run.records)
+    num_tokens = sum(len(record.chunk_times_s) for record in run.records)
     [client] = run.clients
     return Row(
         offered_tokens_per_s=tokens_per_s,
@@ -91,6 +93,7 @@ def make_row(run: RunRecord, tokens_per_s: float, duration_s: float, server_cpu_
         num_requests=len(run.records),
         num_failed=num_failed,
         client_cpu=round(client.cpu_s / client.wall_s, 3),
+        client_us_per_token=round(client.cpu_s / num_tokens * 1e6, 1),
         server_cpu=round(server_cpu_s / client.wall_s, 3),
         send_lag_p50_ms=round(statistics.median(lags_s) * 1000, 3),
         send_lag_p99_ms=round(p99_s * 1000, 3),

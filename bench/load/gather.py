@@ -110,10 +110,8 @@ class Gathering:
             recent_tokens_per_s=(num_tokens - before) / (elapsed_s - since_s) if elapsed_s > since_s else 0.0,
         )
 
-    def run_record(self, start_unix_s: float) -> RunRecord:
-        """
-        Every client process must have finished or been lost.
-        """
+    def run_record(self, start_unix_s: float, start_ns: int) -> RunRecord:
+        """Every client process must have finished or been lost."""
         records = [self._records[job.index] for share in self._shares for job in share]
         records.sort(key=lambda record: record.index)
         if not self._notes and len(records) != len(self._records):
@@ -122,6 +120,7 @@ class Gathering:
             records=records,
             clients=[self._reports[process] for process in sorted(self._reports)],
             start_unix_s=start_unix_s,
+            start_ns=start_ns,
             wall_s=max((record.end_s for record in records if record.end_s is not None), default=0.0),
             is_complete=not self._notes,
             notes=list(self._notes),

@@ -172,7 +172,7 @@ async def _offer(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return gathering.run_record(start_unix_s)
+    return gathering.run_record(start_unix_s, start_ns)
 
 
 async def _stop_when_told(

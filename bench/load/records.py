@@ -66,6 +66,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     records: list[RequestRecord]
     clients: list[ClientReport]
     start_unix_s: float  # wall clock at the run's start
+    start_ns: int = 0  # the same moment on the machine's `perf_counter_ns` clock
     wall_s: float  # until the last record
     is_complete: bool  # False: interrupted, or a client process died
     notes: list[str] = []  # why it is not complete, one sentence each

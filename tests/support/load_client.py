@@ -27,7 +27,14 @@ def request(index: int, scheduled_s: float = 0.0, *, max_tokens: int = 4, **scri
 
 
 def turn(
-    index: int, session: int, number: int, text: str, *, scheduled_s: float = 0.0, think_s: float = 0.0, **script: Any
+    index: int,
+    session: int,
+    number: int,
+    text: str,
+    *,
+    scheduled_s: float = 0.0,
+    think_s: float = 0.0,
+    **script: Any,
 ) -> PlannedRequest:
     """One turn of a chat."""
     messages = [{"role": "user", "content": text}]
@@ -54,7 +61,9 @@ def plan(
     )
 
 
-def make_setup(target: Target, offered: Plan, *, timeout_s: float = 10.0, stall_s: float | None = None) -> Setup:
+def make_setup(
+    target: Target, offered: Plan, *, timeout_s: float = 10.0, stall_s: float | None = None
+) -> Setup:
     [slots] = share_slots(offered.arrival.closed_loop, 1)
     return Setup(
         process=0,

@@ -28,7 +28,12 @@ def usage(number: int, **extra: Any) -> dict[str, Any]:
 
 def test_a_role_alone_and_empty_texts_are_no_content() -> None:
     answer = take(
-        delta(role="assistant", content=""), delta(content=None), delta(content="a"), delta(content=""), text("b"), text("")
+        delta(role="assistant", content=""),
+        delta(content=None),
+        delta(content="a"),
+        delta(content=""),
+        text("b"),
+        text(""),
     )
     assert answer.moments_ns == [2, 4]
     assert answer.text_parts == ["a", "b"]
@@ -76,7 +81,11 @@ def test_every_choice_must_finish() -> None:
 
 
 def test_usage_and_timings_of_the_last_chunk() -> None:
-    last = {"choices": [], "usage": usage(2, prompt_tokens_details={"cached_tokens": 3}), "timings": {"queue_ms": 1.5}}
+    last = {
+        "choices": [],
+        "usage": usage(2, prompt_tokens_details={"cached_tokens": 3}),
+        "timings": {"queue_ms": 1.5},
+    }
     answer = take(text("a") | {"usage": None}, last)
     assert answer.usage == last["usage"]
     assert answer.timings == {"queue_ms": 1.5}
@@ -96,7 +105,10 @@ def test_tokens_of_chunks_from_continuous_usage() -> None:
 
 def test_tokens_of_chunks_from_token_ids() -> None:
     answer = take(
-        text("a", token_ids=[7]), text("", token_ids=[8]), text("bc", token_ids=[9, 10]), {"choices": [], "usage": usage(4)}
+        text("a", token_ids=[7]),
+        text("", token_ids=[8]),
+        text("bc", token_ids=[9, 10]),
+        {"choices": [], "usage": usage(4)},
     )
     assert answer.chunk_tokens == [1, 3]
 
@@ -143,7 +155,15 @@ def test_what_is_not_json_is_an_error_that_quotes_it(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"[]", b"3", b'{"choices":3}', b'{"choices":[3]}', b'{"choices":[{"delta":"x"}]}', b'{"choices":[{"text":"a"}],"usage":{"x":1}}']
+    "data",
+    [
+        b"[]",
+        b"3",
+        b'{"choices":3}',
+        b'{"choices":[3]}',
+        b'{"choices":[{"delta":"x"}]}',
+        b'{"choices":[{"text":"a"}],"usage":{"x":1}}',
+    ],
 )
 def test_what_is_no_chunk_is_an_error(data: bytes) -> None:
     answer = take(data)

@@ -1,4 +1,4 @@
-"""The load client against the mock, both in this loop: every way a request can end, and what its record says."""
+"""The load client and the mock in one loop: every way a request can end, and what its record says."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ async def one(server: MockServer, *, limits: dict[str, Any] | None = None, **scr
 
 
 async def test_a_record_holds_every_moment_in_order(server: MockServer) -> None:
-    record = await one(server, max_tokens=3, ttft_s=0.01, itl_s=0.01, cached_tokens=2, timings={"queue_ms": 1.5, "at": "d0"})
+    record = await one(
+        server, max_tokens=3, ttft_s=0.01, itl_s=0.01, cached_tokens=2, timings={"queue_ms": 1.5, "at": "d0"}
+    )
     assert record.status is Status.OK
     assert record.error is None
     moments = [
@@ -127,7 +129,12 @@ FAULTS: list[tuple[dict[str, Any], Status, str, int]] = [
     ({"cut_after": 1, "framing": "close"}, Status.INCOMPLETE, "after 1 chunk with content", 1),
     ({"http_status": 503, "message": "no room"}, Status.REFUSED, "HTTP 503: no room", 0),
     ({"http_status": 400, "error_shape": "flat", "message": "bad"}, Status.REFUSED, "HTTP 400: bad", 0),
-    ({"http_status": 502, "error_shape": "text", "message": "gate way"}, Status.REFUSED, "HTTP 502: gate way", 0),
+    (
+        {"http_status": 502, "error_shape": "text", "message": "gate way"},
+        Status.REFUSED,
+        "HTTP 502: gate way",
+        0,
+    ),
     ({"http_status": 500, "error_shape": "empty"}, Status.REFUSED, "HTTP 500: no reason given", 0),
 ]
 
@@ -181,7 +188,9 @@ async def test_nothing_listens() -> None:
         port = listener.getsockname()[1]
     records, _ = await offer(Target(host="127.0.0.1", port=port), plan([request(i) for i in range(3)]))
     assert {record.status for record in records} == {Status.CONNECTION}
-    assert {record.error for record in records} == {f"cannot connect to `127.0.0.1:{port}`: Connection refused"}
+    assert {record.error for record in records} == {
+        f"cannot connect to `127.0.0.1:{port}`: Connection refused"
+    }
     assert {record.sent_s for record in records} == {None}
 
 
@@ -203,9 +212,7 @@ async def test_an_idle_connection_is_used_again(server: MockServer) -> None:
 
 async def test_a_stale_connection_is_replaced_once_without_a_trace_of_failure() -> None:
     """A server that closes after each answer without saying so: the next request meets a dead connection."""
-    answer = (
-        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-    )
+    answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
     body = b'{"choices":[{"index":0,"text":"x","finish_reason":"stop"}]}'
     num_connections = 0
 
@@ -242,7 +249,7 @@ async def test_a_fresh_connection_that_fails_is_not_tried_again() -> None:
 
 
 async def test_open_loop_keeps_its_schedule_when_the_server_is_slow() -> None:
-    """Coordinated omission: the waiting shows in the latency from the scheduled time, not in a later schedule."""
+    """Coordinated omission: waiting shows in the latency from the scheduled time, not in a later schedule."""
     async with MockServer(MockSettings(capacity=1)) as server:
         requests = [request(index, index * 0.01, ttft_s=0.05, max_tokens=1) for index in range(8)]
         records, _ = await offer(parse_target(server.url), plan(requests))
@@ -262,7 +269,9 @@ async def test_closed_loop_times_count_from_the_moment_the_slot_was_free(server:
     for record in records[2:]:
         assert record.scheduled_s in ends
     for record in records:
-        at_once = [r for r in records if r.scheduled_s < (record.end_s or 0) and (r.end_s or 0) > record.scheduled_s]
+        at_once = [
+            r for r in records if r.scheduled_s < (record.end_s or 0) and (r.end_s or 0) > record.scheduled_s
+        ]
         assert len(at_once) <= 4  # two slots: itself, its neighbour, and whoever meets them at an edge
 
 
@@ -294,7 +303,13 @@ async def test_a_failed_turn_skips_the_rest_of_its_chat_only(server: MockServer)
 
 
 async def test_a_stop_cancels_what_flies_and_skips_the_rest(server: MockServer) -> None:
-    requests = [request(0), request(1, stall_after=2), request(2, 60.0), turn(3, 1, 0, "x", scheduled_s=70.0), turn(4, 1, 1, "y")]
+    requests = [
+        request(0),
+        request(1, stall_after=2),
+        request(2, 60.0),
+        turn(3, 1, 0, "x", scheduled_s=70.0),
+        turn(4, 1, 1, "y"),
+    ]
     offered = plan(requests)
     [jobs] = split_plan(offered, 1)
     run = Run(make_setup(parse_target(server.url), offered), jobs)
@@ -335,7 +350,10 @@ async def test_a_large_request_is_stamped_when_its_last_byte_left() -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]))
         body = b'{"choices":[{"index":0,"text":"x","finish_reason":"stop"}]}'
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
         await writer.drain()
 
     async with serving(slow) as target:

@@ -11,7 +11,12 @@ def job(index: int, scheduled_s: float = 0.0, turn: int = 0) -> Job:
 
 def ok(index: int, end_s: float, *times: float, tokens: int | None = None) -> RequestRecord:
     return RequestRecord(
-        index=index, scheduled_s=0.0, status=Status.OK, end_s=end_s, chunk_times_s=list(times), output_tokens=tokens
+        index=index,
+        scheduled_s=0.0,
+        status=Status.OK,
+        end_s=end_s,
+        chunk_times_s=list(times),
+        output_tokens=tokens,
     )
 
 
@@ -21,10 +26,12 @@ def test_records_come_home_in_plan_order_from_all_processes() -> None:
     gathering.take_tick(1, Tick([(1, 0.0)], 0, 0, [ok(1, 2.0)]))
     for process in (1, 0):
         gathering.take_report(ClientReport(process=process, cpu_s=1.0, wall_s=3.0))
-    run = gathering.run_record(1234.5)
+    run = gathering.run_record(1234.5, 77)
     assert [record.index for record in run.records] == [0, 1, 2]
     assert [client.process for client in run.clients] == [0, 1]
-    assert (run.start_unix_s, run.wall_s, run.is_complete, run.notes) == (1234.5, 3.0, True, [])
+    assert (run.start_unix_s, run.start_ns, run.wall_s) == (1234.5, 77, 3.0)
+    assert run.is_complete
+    assert run.notes == []
 
 
 def test_a_lost_process_loses_no_request() -> None:
@@ -32,7 +39,7 @@ def test_a_lost_process_loses_no_request() -> None:
     gathering.take_tick(0, Tick([(0, 0.0), (1, 0.2)], 1, 3, [ok(0, 1.0)]))
     gathering.take_tick(1, Tick([(4, 0.0)], 0, 0, [ok(4, 1.0)]))
     gathering.lost(0, "was killed by SIGKILL", 2.0)
-    run = gathering.run_record(0.0)
+    run = gathering.run_record(0.0, 0)
     by_index = {record.index: record for record in run.records}
     assert len(by_index) == 5
     assert by_index[0].status is Status.OK
@@ -49,20 +56,25 @@ def test_a_lost_process_loses_no_request() -> None:
 
 def test_a_request_without_a_record_is_a_fault_of_ours() -> None:
     with pytest.raises(KeyError):
-        Gathering([[job(0)]]).run_record(0.0)
+        Gathering([[job(0)]]).run_record(0.0, 0)
 
 
 def test_a_note_is_kept_once() -> None:
     gathering = Gathering([[]])
     gathering.note("x")
     gathering.note("x")
-    assert gathering.run_record(0.0).notes == ["x"]
+    assert gathering.run_record(0.0, 0).notes == ["x"]
 
 
 def test_progress_counts_and_medians_of_what_ended_lately() -> None:
     gathering = Gathering([[job(index) for index in range(4)]])
     first = gathering.progress(0.0)
-    assert (first.num_planned, first.num_offered, first.recent_ttft_s, first.recent_itl_s) == (4, 0, None, None)
+    assert (first.num_planned, first.num_offered, first.recent_ttft_s, first.recent_itl_s) == (
+        4,
+        0,
+        None,
+        None,
+    )
     records = [ok(0, 1.0, 0.5, 0.6, 0.8, tokens=10), ok(1, 2.0, 1.5, 1.7)]
     gathering.take_tick(0, Tick([(0, 0.0), (1, 0.0), (2, 0.0)], 1, 7, records))
     progress = gathering.progress(2.0)

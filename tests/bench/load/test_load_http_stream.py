@@ -1,4 +1,4 @@
-"""Bytes and moments in, what a record holds out: nothing here waits or reads a clock, so the figures are exact."""
+"""Bytes and moments in, what a record holds out: nothing waits or reads a clock, so figures are exact."""
 
 import pytest
 
@@ -26,7 +26,12 @@ def chunk(data: bytes) -> bytes:
 
 
 def with_length(status: bytes, body: bytes, kind: bytes = b"application/json") -> bytes:
-    return b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (status, kind, len(body), body)
+    return b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+        status,
+        kind,
+        len(body),
+        body,
+    )
 
 
 WHOLE = {
@@ -84,9 +89,7 @@ def test_a_chunk_has_the_moment_of_the_read_that_completed_it() -> None:
     assert stream.can_reuse
 
 
-@pytest.mark.parametrize(
-    ("framing", "is_reusable"), [("chunked", True), ("length", True), ("close", False)]
-)
+@pytest.mark.parametrize(("framing", "is_reusable"), [("chunked", True), ("length", True), ("close", False)])
 def test_reuse_needs_a_framed_message(framing: str, is_reusable: bool) -> None:
     assert read(WHOLE[framing]).can_reuse is is_reusable
 
@@ -104,7 +107,10 @@ def test_an_end_without_done_is_whole_with_a_finish_reason_only() -> None:
     assert verdict(stream) == Verdict(Status.OK, 3)
     stream = read(CHUNKED, chunk(event("a")), b"0\r\n\r\n")
     assert verdict(stream).status is Status.INCOMPLETE
-    assert verdict(stream).error == "the stream ended without finish_reason or [DONE], after 1 chunk with content"
+    assert (
+        verdict(stream).error
+        == "the stream ended without finish_reason or [DONE], after 1 chunk with content"
+    )
 
 
 def test_the_close_ends_a_body_without_framing() -> None:
@@ -164,7 +170,8 @@ def test_an_interim_answer_is_not_the_answer() -> None:
 
 
 def test_json_with_200_is_an_answer_in_one_piece_or_an_error() -> None:
-    reply = b'{"choices":[{"index":0,"text":"abc","finish_reason":"stop"}],"usage":{"prompt_tokens":1,"completion_tokens":3}}'
+    choice = b'{"index":0,"text":"abc","finish_reason":"stop"}'
+    reply = b'{"choices":[%b],"usage":{"prompt_tokens":1,"completion_tokens":3}}' % choice
     stream = read(with_length(b"200 OK", reply))
     assert verdict(stream).status is Status.OK
     assert stream.answer.moments_ns == [0]

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import orjson
 import pytest
 from hypothesis import given
@@ -16,7 +18,13 @@ def test_requests_are_dealt_in_turn_so_that_rates_stay_smooth() -> None:
 
 
 def test_a_chat_stays_in_one_process() -> None:
-    requests = [turn(0, 5, 0, "a"), turn(1, 6, 0, "b"), turn(2, 5, 1, "c"), turn(3, 6, 1, "d"), turn(4, 5, 2, "e")]
+    requests = [
+        turn(0, 5, 0, "a"),
+        turn(1, 6, 0, "b"),
+        turn(2, 5, 1, "c"),
+        turn(3, 6, 1, "d"),
+        turn(4, 5, 2, "e"),
+    ]
     shares = split_plan(plan(requests, is_chat=True), 2)
     assert [[job.index for job in share] for share in shares] == [[0, 2, 4], [1, 3]]
     assert [job.has_next_turn for job in shares[0]] == [True, True, False]
@@ -76,7 +84,7 @@ def test_frames_do_not_depend_on_cuts(cuts: list[int]) -> None:
     data = b"".join(frames)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     reader = FrameReader()
-    read = [frame for start, end in zip(edges, edges[1:], strict=False) for frame in reader.feed(data[start:end])]
+    read = [frame for start, end in pairwise(edges) for frame in reader.feed(data[start:end])]
     assert read == [frame[4:] for frame in frames]
 
 

@@ -9,7 +9,16 @@ import orjson
 import pytest
 
 from bench.load.http_stream import ResponseStream
-from bench.load.mock_script import Act, Call, Script, answer_steps, count_tokens, end_s, read_call, read_script
+from bench.load.mock_script import (
+    Act,
+    Call,
+    Script,
+    answer_steps,
+    count_tokens,
+    end_s,
+    read_call,
+    read_script,
+)
 from bench.load.mock_server import MockServer, MockSettings
 from bench.load.records import Status
 from cluster.errors import ConfigError, InvalidRequest
@@ -42,7 +51,11 @@ def test_content_is_due_by_the_script() -> None:
 
 
 def test_several_tokens_per_chunk_and_a_rest() -> None:
-    steps = [step for step in answer_steps(call(max_tokens=7, tokens_per_chunk=3), "cmpl-1", "m") if step.num_tokens]
+    steps = [
+        step
+        for step in answer_steps(call(max_tokens=7, tokens_per_chunk=3), "cmpl-1", "m")
+        if step.num_tokens
+    ]
     assert [step.num_tokens for step in steps] == [3, 3, 1]
     assert b'"text":" mock mock mock"' in steps[0].data
 
@@ -57,7 +70,11 @@ def test_a_stream_is_what_a_server_sends(is_chat: bool, num_tokens: int) -> None
     request_id = b"chatcmpl-1" if is_chat else b"cmpl-1"
     result = check_stream(streamed.replace(b"cmpl-1", request_id), kind=kind, include_usage=True)
     assert result.text == " mock" * num_tokens
-    assert result.usage == {"prompt_tokens": 2, "completion_tokens": num_tokens, "total_tokens": 2 + num_tokens}
+    assert result.usage == {
+        "prompt_tokens": 2,
+        "completion_tokens": num_tokens,
+        "total_tokens": 2 + num_tokens,
+    }
 
 
 def test_usage_only_when_asked_and_wrong_when_told() -> None:
@@ -120,7 +137,10 @@ async def ask(server: MockServer, method: str, path: str, body: bytes = b"") -> 
     stream = ResponseStream(keep_text=True)
     async with asyncio.timeout(DEADLINE_S):
         reader, writer = await asyncio.open_connection(server.host, server.port)
-        writer.write(b"%b %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (method.encode(), path.encode(), len(body), body))
+        writer.write(
+            b"%b %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b"
+            % (method.encode(), path.encode(), len(body), body)
+        )
         while not stream.is_message_over and stream.verdict is None:
             data = await reader.read(65536)
             if not data:
@@ -134,7 +154,10 @@ async def ask(server: MockServer, method: str, path: str, body: bytes = b"") -> 
 
 async def raw(server: MockServer, path: str, body: bytes = b"") -> Any:
     reader, writer = await asyncio.open_connection(server.host, server.port)
-    writer.write(b"POST %b HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
+    writer.write(
+        b"POST %b HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+        % (path.encode(), len(body), body)
+    )
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     reply = await reader.readexactly(length)
@@ -193,7 +216,11 @@ async def test_capacity_serves_so_many_at_once_and_the_rest_in_order() -> None:
         truths = list(server.truths)
     assert len(truths) == 6
     for truth in truths[2:]:
-        before = [other for other in truths if other is not truth and (other.admitted_ns or 0) < (truth.admitted_ns or 0)]
+        before = [
+            other
+            for other in truths
+            if other is not truth and (other.admitted_ns or 0) < (truth.admitted_ns or 0)
+        ]
         still_served = [other for other in before if (other.end_ns or 0) > (truth.admitted_ns or 0)]
         assert len(still_served) < 2
     admitted = [truth.admitted_ns or 0 for truth in truths]
@@ -202,7 +229,9 @@ async def test_capacity_serves_so_many_at_once_and_the_rest_in_order() -> None:
 
 async def test_a_client_that_leaves_frees_its_place() -> None:
     async with MockServer(MockSettings(capacity=1)) as server:
-        body = orjson.dumps({"prompt": "a", "max_tokens": 2, "stream": True, "mock": {"stall_after": 0, "ttft_s": 60.0}})
+        body = orjson.dumps(
+            {"prompt": "a", "max_tokens": 2, "stream": True, "mock": {"stall_after": 0, "ttft_s": 60.0}}
+        )
         _, writer = await asyncio.open_connection(server.host, server.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         waiting = asyncio.create_task(ask(server, "POST", "/v1/completions", b'{"prompt":"a","stream":true}'))

@@ -7,7 +7,9 @@ from bench.load.offering import Due, Offering
 FOREVER = 1e9
 
 
-def job(index: int, scheduled_s: float = 0.0, session: int | None = None, turn: int = 0, think_s: float = 0.0) -> Job:
+def job(
+    index: int, scheduled_s: float = 0.0, session: int | None = None, turn: int = 0, think_s: float = 0.0
+) -> Job:
     return Job(index, scheduled_s, b"{}", session=session, turn=turn, think_s=think_s)
 
 

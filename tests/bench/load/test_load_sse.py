@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +7,9 @@ from hypothesis import strategies as st
 from bench.load.sse import MAX_LINE_BYTES, SseLines
 from cluster.errors import ProtocolError
 
-PAYLOADS = st.lists(st.binary(min_size=1, max_size=12).filter(lambda data: not set(data) & set(b"\r\n ")), max_size=6)
+PAYLOADS = st.lists(
+    st.binary(min_size=1, max_size=12).filter(lambda data: not set(data) & set(b"\r\n ")), max_size=6
+)
 NOISE = st.sampled_from([b"", b": ping", b"event: message", b"id: 7", b"retry: 1", b"unknown"])
 
 
@@ -13,7 +17,7 @@ def read_all(body: bytes, cuts: list[int]) -> list[bytes]:
     lines = SseLines()
     events: list[bytes] = []
     edges = [0, *sorted(cut % (len(body) + 1) for cut in cuts), len(body)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         events += lines.feed(body[start:end])
     return events + lines.finish()
 

@@ -129,10 +129,10 @@ def test_a_refused_connection() -> None:
 def test_a_server_that_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(BatonError, match="did not answer within 0.2 s"):
+        with pytest.raises(BatonError, match=r"did not answer within 0\.2 s"):
             probe(parse_target(url), timeout_s=0.2)
 
 
 def test_an_unknown_host() -> None:
-    with pytest.raises(BatonError, match="the host name `no-such-host.invalid` is not known"):
+    with pytest.raises(BatonError, match=r"the host name `no-such-host\.invalid` is not known"):
         probe(parse_target("http://no-such-host.invalid"))
