@@ -86,6 +86,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(0)  # resume_writing then means: all is written
+        if self.is_closed:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         moment_ns = time.perf_counter_ns()
@@ -166,8 +168,8 @@ class Connections:
             code = sock.connect_ex(address)
         return Dialled(sock, addresses, code in (0, errno.EISCONN))
 
-    async def open(self, inbox: Inbox, dialled: Dialled) -> Connection:
-        """A connection to the first address that accepts, beginning with what `dial` began.
+    async def open(self, connection: Connection, dialled: Dialled) -> None:
+        """Connect to the first address that accepts, beginning with what `dial` began.
 
         Raises:
             OSError: no address accepts, or the TLS handshake failed.
@@ -177,29 +179,28 @@ class Connections:
             sock = dialled.sock if position == 0 else new_socket(family)
             try:
                 await self._loop.sock_connect(sock, address)
-                connection = await self.attach(inbox, sock)
+                await self.attach(connection, sock)
             except OSError as error:
                 sock.close()
                 failure = error
             except asyncio.CancelledError:
-                sock.close()
+                sock.close()  # `dial`'s own is closed once more by who cancelled; that does no harm
                 raise
             else:
                 last = dialled.addresses[position]
                 self._addresses = (last, *(other for other in self._addresses if other != last))
-                return connection
+                return
         assert failure is not None
         raise failure
 
-    async def attach(self, inbox: Inbox, sock: socket.socket) -> Connection:
-        """Let the event loop read a connected socket."""
-        _, connection = await self._loop.create_connection(
-            lambda: Connection(inbox),
+    async def attach(self, connection: Connection, sock: socket.socket) -> None:
+        """Let the event loop read a connected socket; reads may come before this returns."""
+        await self._loop.create_connection(
+            lambda: connection,
             sock=sock,
             ssl=self.context,
             server_hostname=self._host if self.context is not None else None,
         )
-        return connection
 
 
 def new_socket(family: socket.AddressFamily) -> socket.socket:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
 import time
@@ -148,7 +149,7 @@ class LoadClient:
             flight.connected_ns = flight.last_ns = time.perf_counter_ns()
             unsent = self._send_now(flight, dialled.sock)
         flight.opening = self._loop.create_task(self._follow(flight, dialled, unsent))
-        flight.opening.add_done_callback(self._check_task)
+        flight.opening.add_done_callback(functools.partial(self._opened, dialled))
 
     def _send_now(self, flight: Flight, sock: socket.socket) -> bytes:
         """What the kernel did not take."""
@@ -162,28 +163,32 @@ class LoadClient:
 
     async def _follow(self, flight: Flight, dialled: Dialled, unsent: bytes | None) -> None:
         """Bring a fresh connection into the loop; `unsent` None: it does not stand yet."""
+        connection = flight.connection = Connection(self._inbox)
+        self._by_connection[connection] = flight  # before the loop knows it: the answer may be there already
         try:
             if unsent is None:
-                connection = await self.connections.open(self._inbox, dialled)
+                await self.connections.open(connection, dialled)
             else:
-                connection = await self.connections.attach(self._inbox, dialled.sock)
+                await self.connections.attach(connection, dialled.sock)
         except OSError as error:
+            self._by_connection.pop(connection, None)
             dialled.sock.close()
-            self._cannot_connect(flight, error)
+            if not flight.is_ended:
+                self._cannot_connect(flight, error)
             return
-        except asyncio.CancelledError:
-            dialled.sock.close()
-            raise
         flight.opening = None
         if flight.is_ended:
-            connection.close()
-        elif unsent is None:
+            return
+        if unsent is None:
             self._send(flight, connection)
-        else:
-            flight.connection = connection
-            self._by_connection[connection] = flight
-            if unsent:
-                connection.send(unsent, flight.note_sent)
+        elif unsent:
+            connection.send(unsent, flight.note_sent)
+
+    def _opened(self, dialled: Dialled, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            dialled.sock.close()
+        elif (fault := task.exception()) is not None:
+            self._on_fault(fault)
 
     def _cannot_connect(self, flight: Flight, error: OSError) -> None:
         where = f"`{self._setup.host}:{self._setup.port}`"
@@ -222,7 +227,7 @@ class LoadClient:
             stream.feed(data, moment_ns)
             if stream.is_message_over or stream.has_garbage:
                 del self._by_connection[connection]
-                if stream.can_reuse:
+                if stream.can_reuse and flight.sent_ns is not None:
                     self.connections.give_back(connection, moment_ns)
                 else:
                     connection.close()
@@ -299,7 +304,3 @@ class LoadClient:
                 error = f"no byte within the stall limit of {setup.stall_s:g} s, {flight.phase}"
             self._cut(flight, Status.TIMEOUT, error, now_ns)
         self._watch()
-
-    def _check_task(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (fault := task.exception()) is not None:
-            self._on_fault(fault)

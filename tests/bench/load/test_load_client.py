@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.load.connection import Connection, Connections
 from bench.load.jobs import split_plan
 from bench.load.mock_server import MockServer, MockSettings
 from bench.load.records import RequestRecord, Status
@@ -231,6 +232,45 @@ async def test_a_stale_connection_is_replaced_once_without_a_trace_of_failure() 
     for record in records:
         moments = [record.scheduled_s, record.started_s, record.connected_s, record.sent_s, record.headers_s]
         assert moments == sorted(moments)  # those of the fresh connection; the lost time counts
+
+
+async def test_an_answer_that_is_there_before_its_connection_is_known(
+    server: MockServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop may read a fresh connection before the task that opened it goes on."""
+    attach = Connections.attach
+
+    async def attach_late(self: Connections, connection: Connection, sock: socket.socket) -> None:
+        await attach(self, connection, sock)
+        while not any(truth.end_ns for truth in server.truths):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # whatever was written has been read by now
+
+    monkeypatch.setattr(Connections, "attach", attach_late)
+    record = await one(server)
+    assert record.status is Status.OK
+    assert len(record.chunk_times_s) == 4
+
+
+async def test_an_answer_to_half_a_request_ends_the_connection_not_the_next_request() -> None:
+    num_connections = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
+        await reader.readexactly(1 << 10)
+        while await reader.read(1 << 16):
+            pass
+
+    big = [request(index) for index in range(2)]
+    for planned in big:
+        planned.body["prompt"] = "x" * (32 << 20)
+    async with serving(refuse) as target:
+        records, _ = await offer(target, plan(big, closed_loop=1))
+    assert [record.error for record in records] == ["HTTP 413: no reason given"] * 2
+    assert num_connections == 2
 
 
 async def test_a_fresh_connection_that_fails_is_not_tried_again() -> None:
