@@ -90,7 +90,7 @@ def stacked_steps(
     width: float = WIDTH,
     height: float = HEIGHT,
 ) -> Markup:
-    """Layers upon one another from the x axis up; one invisible, focusable column per interval carries its tip."""
+    """Layers upon one another from the x axis up; an invisible column per interval carries its tip."""
     totals = [sum(layer.values[i] for layer in layers) for i in range(len(edges) - 1)]
     keys = [Key(layer.name, layer.colour) for layer in layers] if len(layers) > 1 else []
     frame = make_frame(x_axis, y_axis, edges, totals, width=width, height=height, keys=keys)

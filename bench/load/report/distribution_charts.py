@@ -13,7 +13,7 @@ from bench.load.records import RequestRecord, RunRecord, Status
 from bench.load.report.bars import histogram, make_bins
 from bench.load.report.frame import NUM_COLOURS, Axis, Mark
 from bench.load.report.scales import duration, quantity
-from bench.load.report.values import Block, Figure, Omitted, ReportRun, Table, number
+from bench.load.report.values import Block, Figure, Omitted, ReportRun, Table, common_slo, measured_span
 from bench.load.report.xy import Dot, Series, xy_chart
 
 MAX_CDF_POINTS = 400
@@ -24,12 +24,14 @@ _DOMAIN_MS = (1e-3, 1e9)
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
-Reading = Callable[[RunRecord], Floats]
+Reading = Callable[[ReportRun], Floats]
 
 
 def cdf_points(values: Floats, limit: int = MAX_CDF_POINTS) -> list[tuple[float, float]]:
-    """(value, percent at or below it) over sorted values, at most `limit` of them, a quarter of these in the slowest
-    5 %. First and last value are always among them."""
+    """(value, percent at or below it) of sorted values: at most `limit`, a quarter in the slowest 5 %.
+
+    First and last value are always among them.
+    """
     ordered = np.sort(values)
     num = len(ordered)
     if num == 0:
@@ -39,26 +41,42 @@ def cdf_points(values: Floats, limit: int = MAX_CDF_POINTS) -> list[tuple[float,
     else:
         tail = max(1, limit // 4)
         body = np.linspace(0, (num - 1) * _TAIL_FROM, limit - tail, endpoint=False)
-        ranks = np.unique(np.concatenate([body, np.linspace((num - 1) * _TAIL_FROM, num - 1, tail)]).astype(np.int64))
+        ranks = np.unique(
+            np.concatenate([body, np.linspace((num - 1) * _TAIL_FROM, num - 1, tail)]).astype(np.int64)
+        )
     return [(float(ordered[rank]), float(rank + 1) * 100.0 / num) for rank in ranks]
 
 
-def ttfts_ms(run: RunRecord) -> Floats:
+def ttfts_ms(run: ReportRun) -> Floats:
     """Of requests that ended OK."""
-    values = [derive(record).ttft_s for record in _done(run)]
+    values = [derive(record).ttft_s for record in measured(run)]
     return np.array([value for value in values if value is not None], dtype=np.float64) * 1e3
 
 
-def itls_ms(run: RunRecord) -> Floats:
+def itls_ms(run: ReportRun) -> Floats:
     """All gaps between chunks of requests that ended OK, pooled."""
-    pooled = [np.diff(record.chunk_times_s) for record in _done(run) if len(record.chunk_times_s) > 1]
+    pooled = [np.diff(record.chunk_times_s) for record in measured(run) if len(record.chunk_times_s) > 1]
     return (np.concatenate(pooled) if pooled else np.array([], dtype=np.float64)) * 1e3
+
+
+def measured(run: ReportRun) -> list[RequestRecord]:
+    """The requests behind the latencies of the result file: ended OK, scheduled in the window."""
+    span = measured_span(run.result)
+    done = _done(run.records) if run.records is not None else []
+    return [r for r in done if span is None or span[0] <= r.scheduled_s <= span[1]]
 
 
 def cdf_charts(runs: Sequence[ReportRun], names: Sequence[str]) -> list[Block]:
     return [
-        _cdf_chart(runs, names, "TTFT", "ttft", "requests that ended OK", ttfts_ms),
-        _cdf_chart(runs, names, "ITL", "itl", "gaps between chunks, pooled over requests that ended OK", itls_ms),
+        _cdf_chart(runs, names, "TTFT", "ttft", "measured requests that ended OK", ttfts_ms),
+        _cdf_chart(
+            runs,
+            names,
+            "ITL",
+            "itl",
+            "gaps between chunks, pooled over measured requests that ended OK",
+            itls_ms,
+        ),
     ]
 
 
@@ -66,29 +84,37 @@ def _cdf_chart(
     runs: Sequence[ReportRun], names: Sequence[str], metric: str, slo: str, of_what: str, reading: Reading
 ) -> Block:
     title = f"{metric} distribution"
-    seen = [(name, run.records) for name, run in zip(names, runs, strict=True) if run.records is not None]
+    seen = [(name, run) for name, run in zip(names, runs, strict=True) if run.records is not None]
     if not seen:
         return Omitted(title, "no per-request records at hand")
-    samples = [(name, values) for name, records in seen if len(values := reading(records))]
+    samples = [(name, values) for name, run in seen if len(values := reading(run))]
     if not samples:
         return Omitted(title, f"there are no {of_what}")
     shown = evenly(samples, MAX_CDF_RUNS)
     series = [_cdf_series(name, values, i) for i, (name, values) in enumerate(shown)]
-    bounds = {number(run.result, "slos_ms", slo) for run in runs}
-    bound_ms = next(iter(bounds)) if len(bounds) == 1 else None
+    bound_ms = common_slo(runs, slo)
     upright = [Mark(bound_ms, f"SLO {duration(bound_ms / 1e3)}", css="slo")] if bound_ms is not None else []
     y_axis = Axis("% at or below", lo=0.0, hi=100.0)
     chart = xy_chart(title, series, Axis("ms, log scale", is_log=True), y_axis, upright=upright)
     left_out = f" {len(shown)} of {len(samples)} runs are drawn." if len(shown) < len(samples) else ""
     headers = ["run", "n", *(f"p{p:g} (ms)" for p in _TOLD), "greatest (ms)"]
-    rows = [[name, f"{len(v):,}", *(quantity(float(q)) for q in [*np.percentile(v, _TOLD), v.max()])] for name, v in shown]
-    return Figure(title, f"Over {of_what}; points mark p50, p90 and p99.{left_out}", chart, Table(headers, rows))
+    rows = [
+        [name, f"{len(v):,}", *(quantity(float(q)) for q in [*np.percentile(v, _TOLD), v.max()])]
+        for name, v in shown
+    ]
+    return Figure(
+        title, f"Over {of_what}; points mark p50, p90 and p99.{left_out}", chart, Table(headers, rows)
+    )
 
 
 def _cdf_series(name: str, values: Floats, number_of_run: int) -> Series:
     line = [(min(max(x, _DOMAIN_MS[0]), _DOMAIN_MS[1]), y) for x, y in cdf_points(values)]
     dots = [
-        Dot(max(float(q), _DOMAIN_MS[0]), p, f"{name}: p{p:g} {duration(float(q) / 1e3)} (n = {len(values):,})")
+        Dot(
+            max(float(q), _DOMAIN_MS[0]),
+            p,
+            f"{name}: p{p:g} {duration(float(q) / 1e3)} (n = {len(values):,})",
+        )
         for p, q in zip(_TOLD, np.percentile(values, _TOLD), strict=True)
     ]
     return Series(name, line=line, dots=dots, colour=number_of_run, dash=number_of_run, shape=number_of_run)
@@ -123,7 +149,9 @@ def _lengths(title: str, values: Sequence[int], of_what: str, colour: int, reaso
         upright=[Mark(median, f"median {quantity(median)}")],
     )
     rows = [[name, f"{b.count:,}"] for name, b in zip(names, bins, strict=True) if b.count]
-    note = f"{len(values):,} {of_what}: mean {quantity(float(np.mean(values)))}, longest {max(values):,} tokens."
+    note = (
+        f"{len(values):,} {of_what}: mean {quantity(float(np.mean(values)))}, longest {max(values):,} tokens."
+    )
     return Figure(title, note, chart, Table(["tokens", "requests"], rows))
 
 

@@ -1,6 +1,6 @@
 """What every chart shares: axes, grid, legend, reference lines, and the room they need.
 
-1. A chart says its axes, the values it will draw and its legend; `make_frame` gives each its room and builds the scales.
+1. A chart says its axes, the values it will draw and its legend; `make_frame` gives each its room and scale.
 2. The chart draws its data with `frame.x` and `frame.y`.
 3. `axes`, `legend` and the reference lines go around it; the classes are those of `style.CSS`.
 """
@@ -22,7 +22,7 @@ NUM_COLOURS, NUM_DASHES = 6, 6
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`title` names quantity and unit. `lo`/`hi` fix an end that the data would not reach (or must not move)."""
+    """`title` names quantity and unit. `lo`/`hi`: what the axis reaches even if the data does not."""
 
     title: str
     is_log: bool = False

@@ -9,7 +9,6 @@ from enum import Enum
 from bench.load.report.frame import WIDE, Axis, Key, Mark, height_around, make_frame
 from bench.load.report.svg import Markup, line, marker, point, rect, svg
 
-
 _LEFT = 16.0
 
 
@@ -71,7 +70,14 @@ def gantt(
     moments = [moment for row in rows for s in row.segments for moment in (s.start, s.end)]
     moments += [row.failed_at for row in rows if row.failed_at is not None]
     frame = make_frame(
-        x_axis, Axis("", lo=0.0, hi=float(len(rows))), moments, [], width=width, height=height, keys=keys, left=_LEFT
+        x_axis,
+        Axis("", lo=0.0, hi=float(len(rows))),
+        moments,
+        [],
+        width=width,
+        height=height,
+        keys=keys,
+        left=_LEFT,
     )
     top = frame.bottom - pitch * len(rows)
     bar_px = max(pitch * 0.72, 2.5)
@@ -81,7 +87,9 @@ def gantt(
         shapes: list[Markup] = []
         for segment in row.segments:
             x = frame.x(segment.start)
-            shapes.append(rect(x, y, max(frame.x(segment.end) - x, 0.6), bar_px, f"fill {segment.phase.value}"))
+            shapes.append(
+                rect(x, y, max(frame.x(segment.end) - x, 0.6), bar_px, f"fill {segment.phase.value}")
+            )
         if row.first_token is not None:
             x = frame.x(row.first_token)
             shapes.append(line(x, y - 0.5, x, y + bar_px + 0.5, "ln p-first"))

@@ -1,7 +1,7 @@
 """Numbers to pixels, and the round numbers an axis shows.
 
 1. A chart finds the extent of its data and widens it to round ends (`LinearScale.nice`, `LogScale.nice`).
-2. The scale maps a value to a pixel; `ticks` are the values worth a grid line: 1, 2 or 5 times a power of ten.
+2. The scale maps a value to a pixel; `ticks` are the values worth a grid line: 1, 2, 5 times a power of ten.
 3. `tick_label` and `quantity` write numbers for axes and for people.
 """
 
@@ -138,7 +138,7 @@ def tick_label(value: float) -> str:
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """Three significant digits with thousands separators, as a person writes it: 0.0512, 4.21, 1,235 tok/s."""
+    """Three significant digits and thousands separators, as a person writes it: 0.0512, 4.21, 1,235 tok/s."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)

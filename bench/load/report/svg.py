@@ -1,6 +1,6 @@
 """Text of SVG and HTML, safely: every name and value is escaped here and nowhere else.
 
-Functions return `Markup`, a string known to be markup; a plain `str` handed in as a child is text and gets escaped.
+Functions return `Markup`, a string known to be markup; a plain `str` as a child is text and gets escaped.
 Coordinates are rounded to a tenth of a pixel, so equal data gives equal bytes.
 """
 
@@ -111,6 +111,13 @@ def marker(shape: int, x: float, y: float, css: str, size: float = 3.5) -> Marku
             corners = [(x, y + 1.3 * size), (x + 1.2 * size, y - size), (x - 1.2 * size, y - size)]
         case _:
             a, b = size * 0.35, size * 1.1  # half a stroke's width, and the reach of a tip from the centre
-            half = [(-b - a, -b + a), (-b + a, -b - a), (0.0, -2 * a), (b - a, -b - a), (b + a, -b + a), (2 * a, 0.0)]
+            half = [
+                (-b - a, -b + a),
+                (-b + a, -b - a),
+                (0.0, -2 * a),
+                (b - a, -b - a),
+                (b + a, -b + a),
+                (2 * a, 0.0),
+            ]
             corners = [(x + cx, y + cy) for cx, cy in half] + [(x - cx, y - cy) for cx, cy in half]
     return tag("polygon", {"points": " ".join(f"{px(cx)},{px(cy)}" for cx, cy in corners), "class": css})

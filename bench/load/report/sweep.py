@@ -1,8 +1,8 @@
 """Runs ordered as sweeps: points of one target at several loads, repeated over seeds.
 
 1. Runs with equal target names are one sweep; their load is the offered rate, or the requests in flight.
-2. `curve` turns a figure of the result files into a line through the means per load, the points measured, and the
-   spread between seeds.
+2. `curve` turns a figure of the result files into a line through the means per load, the points measured,
+   and the spread between seeds.
 3. `knee` names the highest load that still meets the SLOs.
 """
 
@@ -54,7 +54,15 @@ def means(points: Sequence[tuple[float, float, ReportRun]]) -> list[tuple[float,
 
 
 def curve(
-    sweep: Sweep, reading: Reading, name: str, load: Load, unit: str, *, colour: int | str, dash: int, shape: int
+    sweep: Sweep,
+    reading: Reading,
+    name: str,
+    load: Load,
+    unit: str,
+    *,
+    colour: int | str,
+    dash: int,
+    shape: int,
 ) -> Series | None:
     """None where no run has the figure."""
     points = measured(sweep, reading)

@@ -15,6 +15,7 @@ from bench.load.report.values import (
     ReportRun,
     Table,
     attainment,
+    common_slo,
     load_name,
     mapping,
     number,
@@ -23,8 +24,8 @@ from bench.load.report.values import (
 )
 from bench.load.report.xy import Dot, Series, xy_chart
 
-LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "End-to-end latency"}
-SLO_OF_METRIC = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2e"}
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "gap": "Worst gap", "e2el": "End-to-end latency"}
+SLO_OF_METRIC = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "gap": "gap", "e2el": "e2e"}
 PERCENTS = ("50", "90", "99")
 SHARES = (0.9, 0.99)
 _LOG_FROM = 30.0  # greatest over least from which an axis is logarithmic
@@ -40,14 +41,18 @@ def sweep_charts(runs: Sequence[ReportRun]) -> list[Block]:
             blocks += [goodput_chart(groups, load), attainment_chart(groups, load)]
     if not blocks:
         reason = "the runs are at one load only; a sweep over rates draws it"
-        titles = ("Latency against offered rate", "Goodput against offered rate", "SLO attainment against rate")
+        titles = (
+            "Latency against offered rate",
+            "Goodput against offered rate",
+            "SLO attainment against rate",
+        )
         blocks += [Omitted(title, reason) for title in titles]
     blocks.append(pareto_chart(runs))
     return blocks
 
 
 def latency_chart(groups: Sequence[Sweep], load: Load, metric: str) -> Block:
-    """One line per target and percentile: colour tells the target if there are several, else the percentile."""
+    """One line per target and percentile; colour tells targets apart if there are several, else percentiles."""
     title = f"{LATENCIES[metric]} against {load.value.partition(' (')[0]}"
     series: list[Series] = []
     for i, sweep in enumerate(groups):
@@ -58,28 +63,39 @@ def latency_chart(groups: Sequence[Sweep], load: Load, metric: str) -> Block:
             series += [one] if one is not None else []
     if not series:
         return Omitted(title, f"the result files have no {LATENCIES[metric]} percentiles")
-    bound_ms = _common_slo(groups, SLO_OF_METRIC[metric])
+    bound_ms = common_slo([run for sweep in groups for _, run in sweep.points], SLO_OF_METRIC[metric])
     across = [Mark(bound_ms, f"SLO {duration(bound_ms / 1e3)}", css="slo")] if bound_ms is not None else []
     span = extent(y for one in series for y in one.ys() if y > 0)
     is_log = span is not None and span[1] > _LOG_FROM * span[0]
     y_axis = Axis("ms, log scale" if is_log else "ms", is_log=is_log, lo=None if is_log else 0.0)
-    chart = xy_chart(
-        title, series, _load_axis(load), y_axis, across=across, label_ends=len(series) <= 6
-    )
+    chart = xy_chart(title, series, _load_axis(load), y_axis, across=across, label_ends=len(series) <= 6)
     note = "Counted from the scheduled send time over requests that ended OK; "
-    return Figure(title, note + "lines join means over seeds, bands span them.", chart, _table(series, load, "ms"))
+    return Figure(
+        title, note + "lines join means over seeds, bands span them.", chart, _table(series, load, "ms")
+    )
 
 
 def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
     """Good requests per second; at an open loop also what was offered, and the knee."""
     title = f"Goodput against {load.value.partition(' (')[0]}"
     series: list[Series] = []
-    has_slos = any(number(run.result, "request_goodput") is not None for sweep in groups for _, run in sweep.points)
+    has_slos = any(
+        number(run.result, "request_goodput") is not None for sweep in groups for _, run in sweep.points
+    )
     for i, sweep in enumerate(groups):
         suffix = "" if len(groups) == 1 else f" {sweep.target}"
-        good = curve(sweep, _figure("request_goodput"), f"goodput{suffix}", load, "req/s", colour=i, dash=0, shape=i)
+        good = curve(
+            sweep, _figure("request_goodput"), f"goodput{suffix}", load, "req/s", colour=i, dash=0, shape=i
+        )
         done = curve(
-            sweep, _figure("request_throughput"), f"completed{suffix}", load, "req/s", colour=i, dash=1, shape=i
+            sweep,
+            _figure("request_throughput"),
+            f"completed{suffix}",
+            load,
+            "req/s",
+            colour=i,
+            dash=1,
+            shape=i,
         )
         if done is not None and good is not None:
             done = Series(done.name, line=done.line, colour="muted" if len(groups) == 1 else i, dash=1)
@@ -92,8 +108,10 @@ def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
         series.append(Series("offered", line=[(end, end) for end in ends], colour="muted", dash=2))
     marks = [mark for sweep in groups for mark in _knees(sweep, len(groups) > 1)] if has_slos else []
     chart = xy_chart(title, series, _load_axis(load), Axis("req/s", lo=0.0), upright=marks)
-    note = "Requests per second that met every SLO. The knee is the highest load up to which every load measured had "
-    note += "90 % of its offered requests good."
+    note = (
+        "Requests per second that met every SLO. The knee is the highest load up to which every load measured "
+        "had 90 % of its offered requests good."
+    )
     if not has_slos:
         note = "No SLOs were set, so completed requests per second stand in for goodput."
     return Figure(title, note, chart, _table(series, load, "req/s"))
@@ -112,7 +130,9 @@ def attainment_chart(groups: Sequence[Sweep], load: Load) -> Block:
         for j, name in enumerate(() if lone else names, start=1):
             colour, dash = (j, j) if len(groups) == 1 else (i, j)
             reading = _percent_of("slo_attainment_by_metric", name)
-            one = curve(sweep, reading, _slo_name(name) + suffix, load, "%", colour=colour, dash=dash, shape=j)
+            one = curve(
+                sweep, reading, _slo_name(name) + suffix, load, "%", colour=colour, dash=dash, shape=j
+            )
             series += [one] if one is not None else []
         joint = curve(
             sweep, _percent_of("slo_attainment"), "all SLOs" + suffix, load, "%", colour=i, dash=0, shape=0
@@ -121,7 +141,9 @@ def attainment_chart(groups: Sequence[Sweep], load: Load) -> Block:
     if not series:
         return Omitted(title, "no SLOs were set")
     across = [Mark(share * 100, f"{share * 100:.0f} %") for share in SHARES]
-    chart = xy_chart(title, series, _load_axis(load), Axis("% of offered requests", lo=0.0, hi=100.0), across=across)
+    chart = xy_chart(
+        title, series, _load_axis(load), Axis("% of offered requests", lo=0.0, hi=100.0), across=across
+    )
     note = "Failed and unsent requests count as missed."
     return Figure(title, note, chart, _table(series, load, "%"))
 
@@ -150,14 +172,18 @@ def pareto_chart(runs: Sequence[ReportRun]) -> Block:
         )
         for i, (target, points) in enumerate(groups.items())
     ]
-    chart = xy_chart(title, series, Axis("tok/s per user (1 / median TPOT)", lo=0.0), Axis(f"output {unit}", lo=0.0))
+    chart = xy_chart(
+        title, series, Axis("tok/s per user (1 / median TPOT)", lo=0.0), Axis(f"output {unit}", lo=0.0)
+    )
     rows = [
         [target, load_name(run.result), quantity(x), quantity(y)]
         for target, points in groups.items()
         for x, y, run in points
     ]
     table = Table(["target", "load", "tok/s per user", f"output {unit}"], rows)
-    note = "Up and right is better; the line joins the runs that no other run of the target beats on both axes."
+    note = (
+        "Up and right is better; the line joins the runs that no other run of the target beats on both axes."
+    )
     return Figure(title, note, chart, table)
 
 
@@ -171,7 +197,8 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _pareto_tip(x: float, y: float, run: ReportRun, unit: str) -> str:
-    return f"{target_name(run.result)}, {load_name(run.result)}: {quantity(x)} tok/s per user, {quantity(y)} {unit}"
+    where = f"{target_name(run.result)}, {load_name(run.result)}"
+    return f"{where}: {quantity(x)} tok/s per user, {quantity(y)} {unit}"
 
 
 def _load_axis(load: Load) -> Axis:
@@ -196,12 +223,6 @@ def _percent_of(*keys: str) -> Reading:
 
 def _slo_name(name: str) -> str:
     return {"gap": "worst gap"}.get(name, name.upper() if len(name) <= 4 else name)
-
-
-def _common_slo(groups: Sequence[Sweep], name: str) -> float | None:
-    """The bound in ms if all runs share it."""
-    bounds = {number(run.result, "slos_ms", name) for sweep in groups for _, run in sweep.points}
-    return next(iter(bounds)) if len(bounds) == 1 else None
 
 
 def _knees(sweep: Sweep, is_named: bool) -> list[Mark]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.load.activity import Activity
 from bench.load.latency import derive, output_len
-from bench.load.records import RequestRecord, RunRecord, Status
+from bench.load.records import RequestRecord, Status
 from bench.load.report.bars import Layer, stacked_steps
 from bench.load.report.distribution_charts import evenly
 from bench.load.report.frame import Axis, Mark
@@ -34,7 +34,7 @@ def activity_charts(run: ReportRun, window: Sequence[Mark]) -> list[Block]:
     if end_s <= 0:
         return [Omitted(title, "no request was sent") for title in titles]
     width_s = max(nice_step(end_s, MAX_SLICES), MIN_SLICE_S)
-    edges_s = width_s * np.arange(int(np.ceil(end_s / width_s - 1e-9)) + 1)
+    edges_s = width_s * np.arange(int(np.ceil(end_s / width_s - 1e-9)) + 1, dtype=np.float64)
     activity = Activity.of(run.records.records, run.records.wall_s)
     counts, _ = np.histogram(activity.token_times_s, bins=edges_s, weights=activity.tokens)
     rates = [float(rate) for rate in counts / width_s]
@@ -56,7 +56,10 @@ def activity_charts(run: ReportRun, window: Sequence[Mark]) -> list[Block]:
     loads = stacked_steps(
         titles[1],
         edges,
-        [Layer("running (first token to last byte)", running, 2), Layer("waiting for the first token", waiting, 1)],
+        [
+            Layer("running (first token to last byte)", running, 2),
+            Layer("waiting for the first token", waiting, 1),
+        ],
         _TIME,
         Axis("requests", lo=0.0),
         [
@@ -80,8 +83,10 @@ def _thinned(spans: Sequence[str], every: int, columns: dict[str, list[float]]) 
 
 
 def timeline_chart(run: ReportRun, window: Sequence[Mark]) -> Block:
-    """One row per request by scheduled time. Where there are too many, up to half of the rows go to requests that
-    failed, and both kinds are taken evenly over the run."""
+    """One row per request by scheduled time.
+
+    Where there are too many, up to half of the rows go to requests that failed; both kinds are taken evenly.
+    """
     title = "Timeline of requests"
     if run.records is None or not run.records.records:
         return Omitted(title, "no per-request records at hand")
@@ -113,7 +118,9 @@ def timeline_row(record: RequestRecord) -> Row:
     """Segments in seconds; the server's account is cut off at the request's end."""
     end_s = record.end_s
     first_s = record.chunk_times_s[0] if record.chunk_times_s else None
-    last_s = end_s if end_s is not None else record.chunk_times_s[-1] if record.chunk_times_s else record.sent_s
+    last_s = (
+        end_s if end_s is not None else record.chunk_times_s[-1] if record.chunk_times_s else record.sent_s
+    )
     segments: list[Segment] = []
     if record.sent_s is not None and last_s is not None:
         segments.append(Segment(record.scheduled_s, record.sent_s, Phase.LAG))

@@ -1,14 +1,14 @@
 """What a report is made of, and how it reads a result file.
 
-A result file may be of an older version or of another tool that uses vLLM's keys, so every read says what it found
-or None; a value of the wrong kind counts as absent.
+A result file may be of an older version or of another tool that uses vLLM's keys, so every read says what it
+found or None; a value of the wrong kind counts as absent.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -131,6 +131,20 @@ def is_valid(result: Mapping[str, Any]) -> bool:
     return result.get("valid") is not False
 
 
+def common_slo(runs: Sequence[ReportRun], name: str) -> float | None:
+    """A bound in ms, if all runs share it."""
+    bounds = {number(run.result, "slos_ms", name) for run in runs}
+    return next(iter(bounds)) if len(bounds) == 1 else None
+
+
+def measured_span(result: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Start and end (s) of the window that was measured; None: the whole run."""
+    start_s, end_s = number(result, "window", "start_s"), number(result, "window", "end_s")
+    if start_s is None or end_s is None or mapping(result, "window").get("is_whole_run") is True:
+        return None
+    return (start_s, end_s) if start_s <= end_s else None
+
+
 def target_name(result: Mapping[str, Any]) -> str:
     """What was tested, in one name; runs with equal names are points of one sweep."""
     label = words(result, "label")
@@ -159,35 +173,15 @@ def run_names(runs: Sequence[ReportRun]) -> list[str]:
         seed = number(run.result, "arrival", "seed")
         is_shared = bases.count(base) > 1 and seed is not None
         names.append(f"{base} · seed {seed:.0f}" if is_shared else base)
-    return [f"{name} ({names[:i].count(name) + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
-
+    return [
+        f"{name} ({names[:i].count(name) + 1})" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class SearchProbe:
-    """One probe run of a max-goodput search."""
+class ReportSearch:
+    """A max-goodput search: what was searched, and `search.to_dict` of its end."""
 
     target: str
-    rate: float
-    seed: int
-    attainment: float
-    is_valid: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SearchAnswer:
-    """The highest rate (req/s) of a target with at least `attainment` of the requests good; None: not even the lowest
-    rate tried. The confidence interval is over seeds."""
-
-    target: str
-    attainment: float
-    rate: float | None
-    ci_low: float | None = None
-    ci_high: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SearchReport:
-    probes: Sequence[SearchProbe]
-    answers: Sequence[SearchAnswer]
-    notes: Sequence[str] = field(default_factory=tuple)
+    outcome: Mapping[str, Any]

@@ -67,13 +67,17 @@ def xy_chart(
     width: float = WIDTH,
     height: float = HEIGHT,
 ) -> Markup:
-    """`label_ends` writes each line's name at its right end instead of a legend; points that are not finite break
-    a line. Reference lines widen the axes as data does."""
+    """`label_ends` writes each line's name at its right end instead of a legend.
+
+    Points that are not finite are left out; reference lines widen the axes as data does.
+    """
     series = [_finite(one) for one in series]
     names = [shorten(one.name) for one in series]
     is_single = len(series) == 1
     keys = [
-        Key(shorten(one.name, 34), one.colour, one.dash if one.line else None, one.shape if one.dots else None)
+        Key(
+            shorten(one.name, 34), one.colour, one.dash if one.line else None, one.shape if one.dots else None
+        )
         for one in series
     ]
     frame = make_frame(
