@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel on a terminal, else a plain line every few seconds.
 
 1. `run_plan` calls `LiveProgress.update` a few times a second with how the run stands.
-2. On a terminal the panel is drawn anew in place; elsewhere (a log, CI) one line is written every `LINE_EVERY_S`.
+2. On a terminal the panel is drawn anew in place; elsewhere (a log, CI) there is a line every `LINE_EVERY_S`.
 3. Leaving the context takes the panel away and writes one last line, whatever ended the run.
 
 All of it goes to standard error: standard output is for results. A run is worth more than its display, so an
@@ -107,7 +107,7 @@ class Action(Protocol):
 
 
 def progress_line(progress: Progress) -> str:
-    """One line without markup: `12 s, offered 48 of 200, in flight 6, ok 41, failed 1 (timeout 1), 118 tok/s`."""
+    """One line without markup: `12 s, offered 48 of 200, in flight 6, ok 41, failed 1 (timeout 1), …`."""
     parts = [
         clock(progress.elapsed_s),
         f"offered {progress.num_offered:,} of {progress.num_planned:,}",

@@ -66,6 +66,7 @@ def histogram(
             bar = rect(x + 0.5, top, bar_px, frame.bottom - top, f"bar {colour_css(colour)}")
             parts.append(point(tip, bar))
     parts.append(frame.upright(upright))
+    parts.append(frame.upright_labels(upright))
     return svg(width, height, label, *parts)
 
 
@@ -94,7 +95,7 @@ def stacked_steps(
     totals = [sum(layer.values[i] for layer in layers) for i in range(len(edges) - 1)]
     keys = [Key(layer.name, layer.colour) for layer in layers] if len(layers) > 1 else []
     frame = make_frame(x_axis, y_axis, edges, totals, width=width, height=height, keys=keys)
-    parts = [frame.axes(x_axis.title, y_axis.title)]
+    parts = [frame.upright(upright), frame.axes(x_axis.title, y_axis.title)]
     below = [0.0] * len(totals)
     for layer in layers:
         above = [low + value for low, value in zip(below, layer.values, strict=True)]
@@ -102,12 +103,11 @@ def stacked_steps(
         parts.append(area(upper, _steps(frame, edges, below), f"layer {css}"))
         parts.append(path(upper, f"ln thin {css}"))
         below = above
-    parts.append(frame.upright(upright))
     for i, tip in enumerate(tips):
         x = frame.x(edges[i])
         column = rect(x, frame.top, frame.x(edges[i + 1]) - x, frame.bottom - frame.top, "hit")
         parts.append(point(tip, column))
-    parts.append(frame.legend())
+    parts += [frame.upright_labels(upright), frame.legend()]
     return svg(width, height, label, *parts)
 
 

@@ -13,7 +13,16 @@ from bench.load.records import RequestRecord, RunRecord, Status
 from bench.load.report.bars import histogram, make_bins
 from bench.load.report.frame import NUM_COLOURS, Axis, Mark
 from bench.load.report.scales import duration, quantity
-from bench.load.report.values import Block, Figure, Omitted, ReportRun, Table, common_slo, measured_span
+from bench.load.report.values import (
+    Block,
+    Figure,
+    Omitted,
+    ReportRun,
+    Table,
+    common_slo,
+    measured_span,
+    target_name,
+)
 from bench.load.report.xy import Dot, Series, xy_chart
 
 MAX_CDF_POINTS = 400
@@ -87,15 +96,29 @@ def _cdf_chart(
     seen = [(name, run) for name, run in zip(names, runs, strict=True) if run.records is not None]
     if not seen:
         return Omitted(title, "no per-request records at hand")
-    samples = [(name, values) for name, run in seen if len(values := reading(run))]
+    samples = [(name, run, values) for name, run in seen if len(values := reading(run))]
     if not samples:
         return Omitted(title, f"there are no {of_what}")
-    shown = evenly(samples, MAX_CDF_RUNS)
-    series = [_cdf_series(name, values, i) for i, (name, values) in enumerate(shown)]
+    by_target: dict[str, list[tuple[str, Floats]]] = {}
+    for name, run, values in samples:
+        by_target.setdefault(target_name(run.result), []).append((name, values))
+    each = max(1, MAX_CDF_RUNS // len(by_target))
+    chosen = [evenly(mine, each) for mine in by_target.values()]
+    shown = [one for mine in chosen for one in mine]
+    if len(by_target) == 1:
+        series = [_cdf_series(*one, colour=i, dash=i, shape=i) for i, one in enumerate(shown)]
+    else:
+        series = [
+            _cdf_series(*one, colour=i, dash=j, shape=i)
+            for i, mine in enumerate(chosen)
+            for j, one in enumerate(mine)
+        ]
     bound_ms = common_slo(runs, slo)
     upright = [Mark(bound_ms, f"SLO {duration(bound_ms / 1e3)}", css="slo")] if bound_ms is not None else []
     y_axis = Axis("% at or below", lo=0.0, hi=100.0)
-    chart = xy_chart(title, series, Axis("ms, log scale", is_log=True), y_axis, upright=upright)
+    chart = xy_chart(
+        title, series, Axis("ms, log scale", is_log=True), y_axis, upright=upright, is_label_low=True
+    )
     left_out = f" {len(shown)} of {len(samples)} runs are drawn." if len(shown) < len(samples) else ""
     headers = ["run", "n", *(f"p{p:g} (ms)" for p in _TOLD), "greatest (ms)"]
     rows = [
@@ -107,7 +130,7 @@ def _cdf_chart(
     )
 
 
-def _cdf_series(name: str, values: Floats, number_of_run: int) -> Series:
+def _cdf_series(name: str, values: Floats, *, colour: int, dash: int, shape: int) -> Series:
     line = [(min(max(x, _DOMAIN_MS[0]), _DOMAIN_MS[1]), y) for x, y in cdf_points(values)]
     dots = [
         Dot(
@@ -117,7 +140,7 @@ def _cdf_series(name: str, values: Floats, number_of_run: int) -> Series:
         )
         for p, q in zip(_TOLD, np.percentile(values, _TOLD), strict=True)
     ]
-    return Series(name, line=line, dots=dots, colour=number_of_run, dash=number_of_run, shape=number_of_run)
+    return Series(name, line=line, dots=dots, colour=colour, dash=dash, shape=shape)
 
 
 def length_charts(run: RunRecord) -> list[Block]:

@@ -28,6 +28,7 @@ class Axis:
     is_log: bool = False
     lo: float | None = None
     hi: float | None = None
+    is_tight: bool = False  # ends where the data ends, not at a round number
 
     def scale(self, values: Iterable[float], start_px: float, end_px: float, num_ticks: int) -> Scale:
         """Covers all finite `values`; a log axis without a positive value becomes a linear one."""
@@ -36,7 +37,8 @@ class Axis:
         if self.is_log and (span := extent([v for v in numbers + fixed if v > 0])):
             return LogScale.nice(*span, start_px, end_px)
         lo, hi = extent(numbers + fixed) or (0.0, 1.0)
-        if self.lo is not None and self.hi is not None and lo == self.lo < self.hi == hi:
+        is_fixed = self.lo is not None and self.hi is not None and lo == self.lo and self.hi == hi
+        if (is_fixed or self.is_tight) and lo < hi:
             return LinearScale(lo, hi, start_px, end_px)
         return LinearScale.nice(lo, hi, start_px, end_px, num_ticks)
 
@@ -49,6 +51,7 @@ class Key:
     colour: int | str  # number of the palette, or a class of its own
     dash: int | None = None
     shape: int | None = None
+    is_ring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,33 +105,44 @@ class Frame:
             if key.dash is not None:
                 parts.append(path([(x, y - 4), (x + 22, y - 4)], f"ln {css} d{key.dash % NUM_DASHES}"))
             if key.shape is not None:
-                parts.append(marker(key.shape, x + 11, y - 4, f"dot {css}", 3))
+                style = "hollow" if key.is_ring else "dot"
+                parts.append(marker(key.shape, x + 11, y - 4, f"{style} {css}", 5 if key.is_ring else 3))
             parts.append(text(x + (20 if key.dash is None and key.shape is None else 27), y, key.name, "key"))
         return join(parts)
 
     def across(self, marks: Sequence[Mark]) -> Markup:
-        """Horizontal reference lines, labelled above their right end."""
-        parts: list[Markup] = []
-        for mark in marks:
-            y = self.y(mark.at)
-            parts.append(line(self.left, y, self.right, y, mark.css))
-            parts.append(text(self.right - 2, y - 4, mark.label, "ref-label", "end"))
-        return join(parts)
+        """Horizontal reference lines; whoever draws them labels them in the right margin."""
+        return join(line(self.left, self.y(m.at), self.right, self.y(m.at), m.css) for m in marks)
 
     def upright(self, marks: Sequence[Mark]) -> Markup:
-        """Vertical reference lines and bands, labelled at the top on the side with room, one row each."""
+        """Vertical reference lines and bands, to be drawn behind the data."""
         parts: list[Markup] = []
-        for row, mark in enumerate(marks):
+        for mark in marks:
             x = self.x(mark.at)
             if mark.to is not None:
                 parts.append(rect(x, self.top, self.x(mark.to) - x, self.bottom - self.top, "band"))
             else:
                 parts.append(line(x, self.top, x, self.bottom, mark.css))
+        return join(parts)
+
+    def upright_labels(self, marks: Sequence[Mark], is_low: bool = False) -> Markup:
+        """Lines are labelled beside them in rows from the top, or the bottom if `is_low`; bands above the plot."""
+        parts: list[Markup] = []
+        row = 0
+        for mark in marks:
+            if not mark.label:
+                continue
+            x = self.x(mark.at)
+            if mark.to is not None:
+                middle = (x + self.x(mark.to)) / 2
+                parts.append(text(middle, self.top - 5, mark.label, "ref-label", "middle"))
+                continue
+            y = self.bottom - 8 - 15 * row if is_low else self.top + 12 + 15 * row
             is_left = x + 6 + len(mark.label) * CHAR_PX > self.right
-            place = x - 5 if is_left else x + 5
             parts.append(
-                text(place, self.top + 11 + 14 * row, mark.label, "ref-label", "end" if is_left else "start")
+                text(x - 5 if is_left else x + 5, y, mark.label, "ref-label", "end" if is_left else "start")
             )
+            row += 1
         return join(parts)
 
 

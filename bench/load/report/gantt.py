@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from bench.load.report.frame import WIDE, Axis, Key, Mark, height_around, make_frame
+from bench.load.report.frame import WIDTH, Axis, Key, Mark, height_around, make_frame
 from bench.load.report.svg import Markup, line, marker, point, rect, svg
 
 _LEFT = 16.0
+_MIN_SEGMENT_PX = 0.4
 
 
 class Phase(Enum):
@@ -26,7 +27,7 @@ class Phase(Enum):
 
 PHASE_NAMES = {
     Phase.LAG: "late sending",
-    Phase.WAIT: "waiting for the first token",
+    Phase.WAIT: "no token yet",
     Phase.QUEUE: "queue",
     Phase.PREFILL: "prefill",
     Phase.TRANSFER: "KV transfer",
@@ -51,12 +52,12 @@ class Row:
 
 
 def row_height_px(num_rows: int) -> float:
-    """Rows of 14 px while they are few, down to 4 px."""
-    return min(14.0, max(4.0, 560.0 / max(num_rows, 1)))
+    """Rows of 14 px while they are few, down to 3 px."""
+    return min(14.0, max(3.0, 520.0 / max(num_rows, 1)))
 
 
 def gantt(
-    label: str, rows: Sequence[Row], x_axis: Axis, *, upright: Sequence[Mark] = (), width: float = WIDE
+    label: str, rows: Sequence[Row], x_axis: Axis, *, upright: Sequence[Mark] = (), width: float = WIDTH
 ) -> Markup:
     """Rows from the top in the order given; the legend names only what occurs."""
     present = {segment.phase for row in rows for segment in row.segments}
@@ -80,22 +81,22 @@ def gantt(
         left=_LEFT,
     )
     top = frame.bottom - pitch * len(rows)
-    bar_px = max(pitch * 0.72, 2.5)
-    parts = [frame.axes(x_axis.title, None, num_x=12), frame.upright(upright)]
+    bar_px = pitch * 0.76
+    parts = [frame.axes(x_axis.title, None, num_x=8), frame.upright(upright)]
     for i, row in enumerate(rows):
         y = top + pitch * i + (pitch - bar_px) / 2
         shapes: list[Markup] = []
         for segment in row.segments:
             x = frame.x(segment.start)
-            shapes.append(
-                rect(x, y, max(frame.x(segment.end) - x, 0.6), bar_px, f"fill {segment.phase.value}")
-            )
+            width_px = frame.x(segment.end) - x
+            if width_px >= _MIN_SEGMENT_PX:
+                shapes.append(rect(x, y, width_px, bar_px, f"fill {segment.phase.value}"))
         if row.first_token is not None:
             x = frame.x(row.first_token)
-            shapes.append(line(x, y - 0.5, x, y + bar_px + 0.5, "ln p-first"))
+            shapes.append(line(x, y - 0.5, x, y + bar_px + 0.5, "first p-first"))
         if row.failed_at is not None:
-            cross = min(4.0, max(2.5, bar_px * 0.6))
+            cross = min(4.0, max(2.2, bar_px * 0.6))
             shapes.append(marker(5, frame.x(row.failed_at), y + bar_px / 2, "dot p-failed", cross))
         parts.append(point(row.tip, *shapes))
-    parts.append(frame.legend())
+    parts += [frame.upright_labels(upright), frame.legend()]
     return svg(width, height, label, *parts)

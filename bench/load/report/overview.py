@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from bench.load.report.blocks import element, scrolling, tiles
-from bench.load.report.scales import duration, quantity
-from bench.load.report.svg import Markup, join, tag
+from bench.load.report.scales import aligned, duration, quantity
+from bench.load.report.svg import Markup, escape, join, tag
 from bench.load.report.values import (
     ReportRun,
     in_flight,
@@ -162,7 +163,9 @@ def _slos(result: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "requests that met every SLO"
 
 
-_COLUMNS = (  # header, key, percent of a metric if it is one, factor, unit
+Column = tuple[str, str, str | None, float]  # header, key or metric, percent of a metric, factor
+
+_COLUMNS: tuple[Column, ...] = (
     ("goodput req/s", "request_goodput", None, 1.0),
     ("in all SLOs %", "slo_attainment", None, 100.0),
     ("TTFT p50 ms", "ttft", "50", 1.0),
@@ -180,29 +183,22 @@ def runs_table(runs: Sequence[ReportRun]) -> Markup:
     """One row per run. Where several targets ran at one load, each figure also stands as a ratio to the first
     target's at that load."""
     targets = list(dict.fromkeys(target_name(run.result) for run in runs))
+    has_targets = len(targets) > 1
     columns = [c for c in _COLUMNS if any(_cell(run.result, c) is not None for run in runs)]
-    first_at: dict[str, ReportRun] = {}
-    for run in runs:
-        if target_name(run.result) == targets[0]:
-            first_at.setdefault(load_name(run.result), run)
-    headers = [*(["target"] if len(targets) > 1 else []), "load", "seed", *(c[0] for c in columns), "valid"]
-    head = tag("tr", None, *(tag("th", {"scope": "col"}, header) for header in headers))
+    figures = [_figures(runs, column, targets[0]) for column in columns]
+    headers = [*(["target"] if has_targets else []), "load", "seed", *(c[0] for c in columns), "valid"]
     rows: list[Markup] = []
-    for run in runs:
-        base = first_at.get(load_name(run.result)) if target_name(run.result) != targets[0] else None
-        seed = number(run.result, "arrival", "seed")
-        cells = [*([target_name(run.result)] if len(targets) > 1 else []), load_name(run.result)]
-        cells.append("–" if seed is None else f"{seed:.0f}")
-        cells += [_figure_with_ratio(run.result, base.result if base else None, c) for c in columns]
-        valid = run.result.get("valid")
-        cells.append({True: "yes", False: "NO"}.get(valid, "?") if isinstance(valid, bool) else "?")
-        rows.append(tag("tr", None, *(tag("td", None, cell) for cell in cells)))
+    for run, *cells in zip(runs, *figures, strict=True):
+        seed, valid = number(run.result, "arrival", "seed"), run.result.get("valid")
+        start = [*([target_name(run.result)] if has_targets else []), load_name(run.result)]
+        start.append("–" if seed is None else f"{seed:.0f}")
+        end = "yes" if valid is True else "NO" if valid is False else "?"
+        row = [tag("td", None, cell) for cell in (*start, *cells, end)]
+        rows.append(tag("tr", {"class": "invalid" if valid is False else None}, *row))
+    head = tag("tr", None, *(tag("th", {"scope": "col"}, header) for header in headers))
     whole = tag("table", None, tag("thead", None, head), tag("tbody", None, *rows))
-    note = f"Small figures: ratio to {targets[0]} at the same load." if len(targets) > 1 else ""
-    return element("div", "card", scrolling(whole), *([element("p", "mark", note)] if note else []))
-
-
-Column = tuple[str, str, str | None, float]
+    note = f"Small figures: ratio to {targets[0]} at the same load (the mean over its seeds)."
+    return element("div", "card", scrolling(whole), *([element("p", "mark", note)] if has_targets else []))
 
 
 def _cell(result: Mapping[str, Any], column: Column) -> float | None:
@@ -211,12 +207,22 @@ def _cell(result: Mapping[str, Any], column: Column) -> float | None:
     return None if value is None else value * factor
 
 
-def _figure_with_ratio(result: Mapping[str, Any], base: Mapping[str, Any] | None, column: Column) -> Markup:
-    value = _cell(result, column)
-    if value is None:
-        return Markup("–")
-    parts = [tag("span", {"class": "num"}, quantity(value))]
-    reference = None if base is None else _cell(base, column)
-    if reference:
-        parts.append(element("span", "ratio", f"×{value / reference:.2f}"))
-    return join(parts)
+def _figures(runs: Sequence[ReportRun], column: Column, first_target: str) -> list[Markup]:
+    """A column of the table, each figure of another target with its ratio to the first one's."""
+    values = [_cell(run.result, column) for run in runs]
+    bases: dict[str, list[float]] = {}
+    for run, value in zip(runs, values, strict=True):
+        if value is not None and target_name(run.result) == first_target:
+            bases.setdefault(load_name(run.result), []).append(value)
+    cells: list[Markup] = []
+    for run, value, written in zip(runs, values, aligned(values), strict=True):
+        base = bases.get(load_name(run.result))
+        reference = fmean(base) if base and target_name(run.result) != first_target else 0.0
+        has_ratio = value is not None and reference > 0
+        ratio = (
+            element("span", "ratio", f"×{value / reference:.2f}")
+            if has_ratio and value is not None
+            else Markup("")
+        )
+        cells.append(join([escape(written), ratio]))
+    return cells

@@ -24,10 +24,12 @@ from bench.load.report.search_charts import search_chart, search_tiles
 from bench.load.report.style import CSS, SCRIPT
 from bench.load.report.svg import Markup, join, tag
 from bench.load.report.sweep_charts import sweep_charts
-from bench.load.report.time_charts import activity_charts, timeline_chart
+from bench.load.report.time_charts import activity_charts
+from bench.load.report.timeline import timeline_charts
 from bench.load.report.values import Block, Omitted, ReportRun, ReportSearch, measured_span, run_names
 
 MAX_DETAILED_RUNS = 12
+MAX_ROWS_OF_MANY = 100  # of a timeline, where there are several runs
 
 
 def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = ()) -> str:
@@ -66,7 +68,7 @@ def _per_run(runs: Sequence[ReportRun], names: Sequence[str]) -> list[tuple[str,
     """One run: its parts as sections. Several: one fold per run, evenly chosen where there are very many."""
     if len(runs) == 1:
         run, window = runs[0], _window(runs[0])
-        over_time: list[Block] = [*activity_charts(run, window), timeline_chart(run, window)]
+        over_time = [*activity_charts(run, window), *timeline_charts(run, window)]
         return [
             ("time", "Over time", charts(over_time)),
             ("lengths", "Lengths", charts(_lengths(run))),
@@ -83,7 +85,7 @@ def _per_run(runs: Sequence[ReportRun], names: Sequence[str]) -> list[tuple[str,
 
 def _all_of(run: ReportRun) -> list[Markup]:
     window = _window(run)
-    blocks: list[Block] = [*activity_charts(run, window), timeline_chart(run, window), *_lengths(run)]
+    blocks = [*activity_charts(run, window), *timeline_charts(run, window, MAX_ROWS_OF_MANY), *_lengths(run)]
     return [
         headline(run.result),
         tag("h3", None, "Charts"),

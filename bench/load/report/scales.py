@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -129,12 +129,12 @@ def extent(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 def tick_label(value: float) -> str:
-    """Short and exact enough for an axis: 0.05, 1.5, 200, 20k, 3M."""
+    """Short and exact enough for an axis: 0.05, 1.5, 200, 20,000, 3M."""
     size = abs(value)
-    for limit, divisor, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+    for limit, suffix in ((1e9, "G"), (1e6, "M")):
         if limit <= size < limit * 1e4:
-            return f"{value / divisor:.4g}{suffix}"
-    return f"{value:.6g}"
+            return f"{value / limit:.4g}{suffix}"
+    return f"{value:,.0f}" if 1e3 <= size < 1e6 and value == round(value) else f"{value:.6g}"
 
 
 def quantity(value: float, unit: str = "") -> str:
@@ -152,6 +152,17 @@ def quantity(value: float, unit: str = "") -> str:
     if unit == "%":
         return f"{text} %"
     return f"{text} {unit}" if unit else text
+
+
+def aligned(values: Sequence[float | None]) -> list[str]:
+    """A column of numbers with equally many decimals, as few as its greatest value allows; "–" for None."""
+    present = [value for value in values if value is not None and math.isfinite(value)]
+    greatest = max((abs(value) for value in present), default=0.0)
+    is_whole = all(value == round(value) for value in present)
+    decimals = 0 if is_whole or greatest >= 1e3 else 1 if greatest >= 10 else 2 if greatest >= 1 else 3
+    return [
+        "–" if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}" for value in values
+    ]
 
 
 def duration(seconds: float) -> str:

@@ -55,6 +55,7 @@ def search_chart(searches: Sequence[ReportSearch]) -> Block:
         Axis("% of offered requests inside all SLOs", lo=0.0, hi=100.0),
         across=[Mark(share * 100, f"{quantity(share * 100)} %") for share in shares],
         upright=[mark for search, answer in answers for mark in _marks(search, answer, len(searches) > 1)],
+        is_label_low=True,
         width=WIDE,
         height=380,
     )

@@ -91,9 +91,8 @@ def area(upper: list[tuple[float, float]], lower: list[tuple[float, float]], css
 
 
 def point(tip: str, *shapes: str) -> Markup:
-    """A data point that can be focused and that tells itself: `tip` is tooltip and accessible name."""
-    attributes: dict[str, AttributeValue] = {"class": "pt", "tabindex": "0", "role": "img", "aria-label": tip}
-    return tag("g", attributes, tag("title", None, tip), *shapes)
+    """A data point that can be focused; `tip`, its title, is its tooltip and its accessible name."""
+    return tag("g", {"class": "pt", "tabindex": "0", "role": "img"}, tag("title", None, tip), *shapes)
 
 
 def marker(shape: int, x: float, y: float, css: str, size: float = 3.5) -> Markup:

@@ -12,8 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from bench.load.report.scales import quantity
-from bench.load.report.values import Load, ReportRun, attainment, is_valid, number, offered_load, target_name
+from bench.load.report.frame import Axis
+from bench.load.report.scales import aligned, quantity
+from bench.load.report.values import (
+    Load,
+    ReportRun,
+    Table,
+    attainment,
+    is_valid,
+    number,
+    offered_load,
+    target_name,
+)
 from bench.load.report.xy import Dot, Series
 
 Reading = Callable[[ReportRun], float | None]
@@ -96,3 +106,20 @@ def knee(sweep: Sweep, share: float) -> float | None:
             break
         best = load
     return best
+
+
+def over(load: Load) -> str:
+    """The end of a chart's title."""
+    return "against offered rate" if load is Load.RATE else "against requests in flight"
+
+
+def load_axis(load: Load) -> Axis:
+    return Axis(load.value, lo=0.0)
+
+
+def means_table(series: Sequence[Series], load: Load, unit: str) -> Table:
+    """One row per load, one column per line: the means over seeds."""
+    loads = sorted({x for one in series for x, _ in one.line})
+    columns = [aligned([dict(one.line).get(at) for at in loads]) for one in series]
+    rows = [[quantity(at), *cells] for at, *cells in zip(loads, *columns, strict=True)]
+    return Table([load.value, *(f"{one.name} ({unit})" for one in series)], rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.load.report.frame import (
     HEIGHT,
@@ -46,6 +46,7 @@ class Series:
     colour: int | str = 0
     dash: int = 0
     shape: int = 0
+    is_ring: bool = False  # dots are rings around those of other series
 
     def xs(self) -> list[float]:
         return [x for x, _ in self.line] + [dot.x for dot in self.dots] + [x for x, _, _ in self.band]
@@ -64,19 +65,26 @@ def xy_chart(
     across: Sequence[Mark] = (),
     upright: Sequence[Mark] = (),
     label_ends: bool = False,
+    is_label_low: bool = False,
     width: float = WIDTH,
     height: float = HEIGHT,
 ) -> Markup:
     """`label_ends` writes each line's name at its right end instead of a legend.
 
-    Points that are not finite are left out; reference lines widen the axes as data does.
+    Points that are not finite are left out. Reference lines widen the axes as data does; upright ones are
+    labelled at the top, or at the bottom with `is_label_low`.
     """
     series = [_finite(one) for one in series]
     names = [shorten(one.name) for one in series]
     is_single = len(series) == 1
+    is_labelled = label_ends and not is_single
     keys = [
         Key(
-            shorten(one.name, 34), one.colour, one.dash if one.line else None, one.shape if one.dots else None
+            shorten(one.name, 34),
+            one.colour,
+            one.dash if one.line else None,
+            one.shape if one.dots else None,
+            one.is_ring,
         )
         for one in series
     ]
@@ -87,16 +95,16 @@ def xy_chart(
         [y for one in series for y in one.ys()] + [m.at for m in across],
         width=width,
         height=height,
-        keys=[] if label_ends or is_single else keys,
-        end_labels=names if label_ends and not is_single else (),
+        keys=[] if is_labelled or is_single else keys,
+        end_labels=[*(names if is_labelled else ()), *(mark.label for mark in across)],
     )
     parts = [frame.axes(x_axis.title, y_axis.title), frame.upright(upright), frame.across(across)]
     parts += [_band(frame, one) for one in series]
     parts += [_line(frame, one) for one in series]
     parts += [_dots(frame, one) for one in series]
-    if label_ends and not is_single:
-        parts.append(_end_labels(frame, series, names))
-    parts.append(frame.legend())
+    ends = _line_ends(frame, series, names) if is_labelled else []
+    ends += [(frame.y(mark.at), frame.right - 3, mark.label, "ref-label") for mark in across]
+    parts += [_end_labels(frame, ends), frame.upright_labels(upright, is_label_low), frame.legend()]
     return svg(width, height, label, *parts)
 
 
@@ -104,14 +112,11 @@ def _finite(series: Series) -> Series:
     def is_finite(*values: float) -> bool:
         return all(math.isfinite(value) for value in values)
 
-    return Series(
-        name=series.name,
+    return replace(
+        series,
         line=[p for p in series.line if is_finite(*p)],
         dots=[dot for dot in series.dots if is_finite(dot.x, dot.y)],
         band=[b for b in series.band if is_finite(*b)],
-        colour=series.colour,
-        dash=series.dash,
-        shape=series.shape,
     )
 
 
@@ -127,25 +132,32 @@ def _band(frame: Frame, series: Series) -> Markup:
 
 
 def _dots(frame: Frame, series: Series) -> Markup:
-    css = f"dot {colour_css(series.colour)}"
+    css = f"{'hollow' if series.is_ring else 'dot'} {colour_css(series.colour)}"
+    size = 7.0 if series.is_ring else 3.5
     return join(
-        point(dot.tip, marker(series.shape, frame.x(dot.x), frame.y(dot.y), css)) for dot in series.dots
+        point(dot.tip, marker(series.shape, frame.x(dot.x), frame.y(dot.y), css, size)) for dot in series.dots
     )
 
 
-def _end_labels(frame: Frame, series: Sequence[Series], names: Sequence[str]) -> Markup:
-    """Names beside the last points, moved apart so that none covers another."""
-    ends: list[tuple[float, float, int]] = []
-    for i, one in enumerate(series):
+End = tuple[float, float, str, str]  # y and x of what is labelled, label, class
+
+
+def _line_ends(frame: Frame, series: Sequence[Series], names: Sequence[str]) -> list[End]:
+    ends: list[End] = []
+    for one, name in zip(series, names, strict=True):
         last = one.line[-1] if one.line else (one.dots[-1].x, one.dots[-1].y) if one.dots else None
         if last is not None:
-            ends.append((frame.y(last[1]), frame.x(last[0]), i))
-    ends.sort()
-    parts: list[Markup] = []
-    for place, (_, x, i) in zip(spread([y for y, _, _ in ends], frame.top, frame.bottom), ends, strict=True):
-        css = f"end {colour_css(series[i].colour)}"
-        parts.append(text(min(x, frame.right) + 9, place + 4, names[i], css))
-    return join(parts)
+            ends.append((frame.y(last[1]), frame.x(last[0]), name, f"end {colour_css(one.colour)}"))
+    return ends
+
+
+def _end_labels(frame: Frame, ends: Sequence[End]) -> Markup:
+    """Labels right of what they name, moved apart so that none covers another."""
+    ordered = sorted(ends)
+    places = spread([y for y, _, _, _ in ordered], frame.top, frame.bottom)
+    return join(
+        text(x + 9, place + 4, label, css) for place, (_, x, label, css) in zip(places, ordered, strict=True)
+    )
 
 
 def spread(places: Sequence[float], top: float, bottom: float, row: float = _LABEL_ROW) -> list[float]:
