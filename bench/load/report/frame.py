@@ -90,7 +90,8 @@ class Frame:
             x, label = self.x(tick), tick_label(tick)
             parts.append(line(x, self.bottom, x, self.bottom + 4, "axis"))
             if x - last_px >= (len(label) + 1) * CHAR_PX:
-                parts.append(text(x, self.bottom + 17, label, "tick", "middle"))
+                middle = min(x, self.width - len(label) * CHAR_PX / 2 - 1)
+                parts.append(text(middle, self.bottom + 17, label, "tick", "middle"))
                 last_px = x
         parts.append(line(self.left, self.bottom, self.right, self.bottom, "axis"))
         parts.append(text((self.left + self.right) / 2, self.bottom + 33, x_title, "axis-title", "middle"))
@@ -126,7 +127,7 @@ class Frame:
         return join(parts)
 
     def upright_labels(self, marks: Sequence[Mark], is_low: bool = False) -> Markup:
-        """Lines are labelled beside them in rows from the top, or the bottom if `is_low`; bands above the plot."""
+        """Lines: beside them, in rows from the top, or the bottom if `is_low`. Bands: above the plot."""
         parts: list[Markup] = []
         row = 0
         for mark in marks:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bench.load.report.frame import WIDTH, Axis, Key, Mark, height_around, make_frame
+from bench.load.report.scales import extent
 from bench.load.report.svg import Markup, line, marker, point, rect, svg
 
 _LEFT = 16.0
@@ -60,7 +61,11 @@ def gantt(
     label: str, rows: Sequence[Row], x_axis: Axis, *, upright: Sequence[Mark] = (), width: float = WIDTH
 ) -> Markup:
     """Rows from the top in the order given; the legend names only what occurs."""
-    present = {segment.phase for row in rows for segment in row.segments}
+    moments = [moment for row in rows for s in row.segments for moment in (s.start, s.end)]
+    moments += [row.failed_at for row in rows if row.failed_at is not None]
+    earliest, latest = extent(moments) or (0.0, 0.0)
+    shortest = (latest - earliest) * _MIN_SEGMENT_PX / width
+    present = {s.phase for row in rows for s in row.segments if s.end - s.start > shortest}
     keys = [Key(name, phase.value) for phase, name in PHASE_NAMES.items() if phase in present]
     if any(row.first_token is not None for row in rows):
         keys.append(Key("first token", "p-first"))
@@ -68,8 +73,6 @@ def gantt(
         keys.append(Key("failed", "p-failed", shape=5))
     pitch = row_height_px(len(rows))
     height = pitch * len(rows) + height_around(keys, _LEFT, width)
-    moments = [moment for row in rows for s in row.segments for moment in (s.start, s.end)]
-    moments += [row.failed_at for row in rows if row.failed_at is not None]
     frame = make_frame(
         x_axis,
         Axis("", lo=0.0, hi=float(len(rows))),
@@ -87,10 +90,9 @@ def gantt(
         y = top + pitch * i + (pitch - bar_px) / 2
         shapes: list[Markup] = []
         for segment in row.segments:
-            x = frame.x(segment.start)
-            width_px = frame.x(segment.end) - x
-            if width_px >= _MIN_SEGMENT_PX:
-                shapes.append(rect(x, y, width_px, bar_px, f"fill {segment.phase.value}"))
+            if segment.end - segment.start > shortest:
+                x = frame.x(segment.start)
+                shapes.append(rect(x, y, frame.x(segment.end) - x, bar_px, f"fill {segment.phase.value}"))
         if row.first_token is not None:
             x = frame.x(row.first_token)
             shapes.append(line(x, y - 0.5, x, y + bar_px + 0.5, "first p-first"))

@@ -80,19 +80,16 @@ def attainment_charts(groups: Sequence[Sweep], load: Load) -> list[Block]:
         for _, run in sweep.points
         for name in mapping(run.result, "slo_attainment_by_metric")
     )
-    readings = [
-        ("slo_attainment",),
-        *(("slo_attainment_by_metric", name) for name in names if len(names) > 1),
-    ]
+    joint = ("slo_attainment",)
+    each = [("slo_attainment_by_metric", name) for name in names if len(names) > 1]
     if len(groups) == 1:
-        series = [
-            _share_curve(groups[0], path, _slo_name(path[-1]), load, i) for i, path in enumerate(readings)
-        ]
-        return [_attainment(title, series, load)]
+        paths = [*enumerate(each, start=1), (0, joint)]  # the joint line is drawn last, upon the others
+        found = [_share_curve(groups[0], path, _slo_name(path[-1]), load, i) for i, path in paths]
+        return [_attainment(title, found, load)]
     blocks: list[Block] = []
-    for path in readings:
-        series = [_share_curve(sweep, path, sweep.target, load, i) for i, sweep in enumerate(groups)]
-        blocks.append(_attainment(f"{title}: {_slo_name(path[-1])}", series, load))
+    for path in (joint, *each):
+        found = [_share_curve(sweep, path, sweep.target, load, i) for i, sweep in enumerate(groups)]
+        blocks.append(_attainment(f"{title}: {_slo_name(path[-1])}", found, load))
     return blocks
 
 

@@ -36,8 +36,8 @@ p{margin:0 0 8px;max-width:80ch}
 .mark,.note{color:var(--muted);font-size:13px}
 .num{font-variant-numeric:tabular-nums}
 a{color:var(--c0)}
-nav{margin:16px 0 0;font-size:13.5px}
-nav a{margin-right:16px;text-decoration:none;white-space:nowrap}
+nav{display:flex;flex-wrap:wrap;gap:2px 16px;margin:16px 0 0;font-size:13.5px}
+nav a{text-decoration:none}
 nav a:hover{text-decoration:underline}
 .banner{border-left:4px solid;border-radius:6px;padding:12px 16px;margin:18px 0 0;
   overflow-wrap:anywhere}
@@ -46,12 +46,12 @@ nav a:hover{text-decoration:underline}
 .bad{background:var(--bad-bg);color:var(--bad-ink);border-color:var(--bad-rule)}
 .warn{background:var(--warn-bg);color:var(--warn-ink);border-color:var(--warn-rule)}
 .good{background:var(--good-bg);color:var(--good-ink);border-color:var(--good-rule)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:12px;
+.tiles{display:grid;grid-template-columns:repeat(4,minmax(0,1fr));gap:12px;
   margin:20px 0 0;padding:0}
 .tile{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:12px 14px}
 .tile dt{color:var(--muted);font-size:13px}
 .tile dd{margin:2px 0 0}
-.tile .value{display:block;font-size:21px;line-height:1.25;font-weight:620;letter-spacing:-.015em}
+.tile .value{display:block;font-size:23px;line-height:1.25;font-weight:620;letter-spacing:-.015em}
 .tile .sub{display:block;color:var(--muted);font-size:12.5px;line-height:1.4}
 .tiles+.grid-of-charts{margin-top:16px}
 .grid-of-charts{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:16px}
@@ -150,6 +150,7 @@ footer{color:var(--muted);font-size:12.5px;padding-top:36px;padding-bottom:36px}
 main,header,footer{padding-left:16px;padding-right:16px}
 h1{font-size:23px}
 figure{padding:12px 12px 8px}
+.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}
 dl.words{grid-template-columns:1fr;gap:0}
 dl.words dd{margin-bottom:6px}
 .pairs td:first-child{white-space:normal}

@@ -1,7 +1,7 @@
 """The requests of a run as rows: when each was under way, and what its time was spent on.
 
 1. `choose_rows` takes at most so many requests, failed ones first.
-2. `timeline_row` lays one out: late sending, then the server's own account if there is one, else the client's.
+2. `timeline_row` lays one out: late sending, then the server's own account if it sent one, else ours.
 3. Two charts show the same rows: on the run's clock (what overlapped), and each from its own scheduled time.
 """
 
@@ -33,7 +33,8 @@ def timeline_charts(run: ReportRun, window: Sequence[Mark], limit: int = MAX_TIM
     note = "One row per request, by scheduled time"
     if len(shown) < len(records):
         num_failed = sum(record.status is not Status.OK for record in shown)
-        note += f": {len(shown):,} of {len(records):,} drawn, evenly taken ({num_failed:,} of them failed)"
+        of_them = f" ({num_failed:,} of them failed)" if num_failed else ""
+        note += f": {len(shown):,} of {len(records):,} drawn, evenly taken{of_them}"
     clock = Axis("seconds since the run's start", lo=0.0, is_tight=True)
     own = "The same rows moved to a common start"
     if any(record.timings for record in shown):

@@ -161,12 +161,25 @@ def _end_labels(frame: Frame, ends: Sequence[End]) -> Markup:
 
 
 def spread(places: Sequence[float], top: float, bottom: float, row: float = _LABEL_ROW) -> list[float]:
-    """Sorted positions moved as little as needed to be `row` apart, inside [top, bottom] while they fit."""
-    moved: list[float] = []
+    """Ascending positions moved apart to be at least `row` from one another, in [top, bottom] while they fit.
+
+    Positions too close become a block around their mean, so the least squared movement.
+    """
+    blocks: list[tuple[float, int]] = []  # first position, how many
     for place in places:
-        moved.append(max(place, moved[-1] + row) if moved else max(place, top))
+        start, num = place, 1
+        while blocks and blocks[-1][0] + blocks[-1][1] * row > start:
+            above, num_above = blocks.pop()
+            start = (above * num_above + (start - num_above * row) * num) / (num_above + num)
+            num += num_above
+        blocks.append((start, num))
+    moved = [start + i * row for start, num in blocks for i in range(num)]
     limit = bottom
     for i in range(len(moved) - 1, -1, -1):
         moved[i] = min(moved[i], limit)
         limit = moved[i] - row
+    limit = top
+    for i in range(len(moved)):
+        moved[i] = max(moved[i], limit)
+        limit = moved[i] + row
     return moved
