@@ -1,17 +1,21 @@
 """The options that every measuring command shares, and what they mean as plan and run settings.
 
 1. typer fills a `LoadOptions` (or a subclass) from the command line.
-2. `plan_settings` turns it into what `build_plan` needs; `run_settings` into what `runner.offer` needs.
+2. `Session.open` finds the server: its model and context length.
+3. `plan_settings` turns the options into what `build_plan` needs, `run_settings` into what offering needs.
+4. `Session.measure` runs one measurement, with the live display.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bench.load import arrivals
 from bench.load.arrival_text import parse_arrival
@@ -19,7 +23,8 @@ from bench.load.cli_options import option
 from bench.load.lengths import parse_lengths
 from bench.load.metrics import DEFAULT_PERCENTILES
 from bench.load.plan import Arrival
-from bench.load.runner import RunSettings
+from bench.load.progress import LiveProgress
+from bench.load.runner import Measurement, RunSettings, describe_environment, measure
 from bench.load.settings import (
     Chats,
     Endpoint,
@@ -32,11 +37,14 @@ from bench.load.settings import (
     TraceReplay,
     Workload,
 )
-from bench.load.slo import parse_slos
-from bench.load.window import SteadyWindow, Window
+from bench.load.slo import Slo, SloMetric, parse_slos
+from bench.load.target import Target, parse_target, probe
+from bench.load.tokenize_client import HttpTokenizeClient
+from bench.load.window import WHOLE_RUN, SteadyWindow, Window
 from cluster.errors import ConfigError
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = "256", "128"
+DEFAULT_TIMEOUT_S = 600.0
 SERVER, REQUESTS, ARRIVALS = "Server", "Requests", "Arrivals"
 MEASURING, OUTPUT = "Measuring", "Output"
 _SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -93,10 +101,12 @@ class LoadOptions:
     )
 
     slo: str | None = option(None, "bounds such as ttft=200ms,tpot=50ms,gap=150ms,itl=60ms,e2e=5s", MEASURING)
-    warmup: str = option("0", "leave out requests scheduled in the first so many seconds", MEASURING)
-    cooldown: str = option("0", "leave out requests scheduled in the last so many seconds", MEASURING)
+    warmup: str | None = option(None, "leave out requests scheduled in the first so many seconds", MEASURING)
+    cooldown: str | None = option(None, "leave out requests scheduled in the last so many seconds", MEASURING)
     steady: bool = option(False, "measure an automatic steady window instead", MEASURING)
-    timeout: str = option("10m", "longest life of one request", MEASURING)
+    timeout: str | None = option(
+        None, "longest life of one request (10m; max-goodput with an e2e SLO: twice that, plus 5 s)", MEASURING
+    )
     processes: int = option(1, "client processes", MEASURING)
     percentiles: str = option("50,90,95,99", "percentiles to report", MEASURING)
 
@@ -109,21 +119,65 @@ class LoadOptions:
     cores: int | None = option(None, "cores of the server, for figures per core", OUTPUT)
 
 
-def plan_settings(given: LoadOptions, model: str, max_model_len: int | None) -> PlanSettings:
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The server that a command measures, and what it said about itself."""
+
+    target: Target
+    model: str
+    max_model_len: int | None
+    environment: dict[str, Any]
+
+    @classmethod
+    def open(cls, given: LoadOptions) -> Self:
+        """
+        Raises:
+            BatonError: a wrong URL, no server there, or another model.
+        """
+        target = parse_target(given.url, os.environ.get(given.api_key_env) or None)
+        server = probe(target, given.model)
+        return cls(
+            target=target,
+            model=server.model,
+            max_model_len=server.max_model_len,
+            environment=describe_environment(target, server, given.backend, given.cores, given.accelerators),
+        )
+
+    def measure(self, plan: PlanSettings, settings: RunSettings, title: str | None = None) -> Measurement:
+        """One measurement with a live display; text prompts are counted by the server itself."""
+        shown = f"{self.model} at {self.target.url}" + (f", {title}" if title else "")
+        with (
+            HttpTokenizeClient(self.target.url, self.model, self.target.api_key) as tokenizer,
+            LiveProgress(shown) as live,
+        ):
+            return measure(plan, settings, self.target, self.environment, tokenizer, live.update)
+
+
+def plan_settings(
+    given: LoadOptions,
+    model: str,
+    max_model_len: int | None,
+    *,
+    rate: float | None = None,
+    duration_s: float | None = None,
+) -> PlanSettings:
+    """`rate` and `duration_s` stand in for the options of the same name.
+
     Raises:
         ConfigError: options that contradict each other or cannot be read.
     """
-    if given.requests is None and given.duration is None and given.trace is None:
+    if duration_s is None and given.duration is not None:
+        duration_s = parse_seconds("--duration", given.duration)
+    if given.requests is None and duration_s is None and given.trace is None:
         raise ConfigError("How much to offer is missing: give --requests N, --duration SECONDS, or both.")
     return PlanSettings(
         model=model,
-        arrival=_arrival(given),
+        arrival=_arrival(given, given.rate if rate is None else rate),
         workload=_workload(given),
         endpoint=_endpoint(given),
         prompt_form=given.prompt,
         num_requests=given.requests,
-        duration_s=None if given.duration is None else parse_seconds("--duration", given.duration),
+        duration_s=duration_s,
         max_model_len=given.max_model_len or max_model_len,
         oversize=given.oversize,
         id_range=_id_range(given.ids),
@@ -135,25 +189,48 @@ def plan_settings(given: LoadOptions, model: str, max_model_len: int | None) -> 
     )
 
 
-def run_settings(given: LoadOptions) -> RunSettings:
-    """
+def run_settings(given: LoadOptions, probe_duration_s: float | None = None) -> RunSettings:
+    """`probe_duration_s`: one run of a search, which then has a warm-up and gives up on hopeless requests.
+
     Raises:
         ConfigError: an SLO, time or percentile that cannot be read.
     """
-    warmup_s = parse_seconds("--warmup", given.warmup)
-    cooldown_s = parse_seconds("--cooldown", given.cooldown)
-    if given.steady and (warmup_s or cooldown_s):
-        raise ConfigError("--steady finds its own window: leave --warmup and --cooldown out.")
+    slos = () if given.slo is None else parse_slos(given.slo)
+    timeout_s = DEFAULT_TIMEOUT_S if given.timeout is None else parse_seconds("--timeout", given.timeout)
+    if probe_duration_s is not None and given.timeout is None:
+        timeout_s = min(timeout_s, hopeless_after_s(slos, DEFAULT_TIMEOUT_S))
     return RunSettings(
-        slos=() if given.slo is None else parse_slos(given.slo),
-        window=SteadyWindow() if given.steady else Window(warmup_s=warmup_s, cooldown_s=cooldown_s),
+        slos=slos,
+        window=_window(given, probe_duration_s),
         percentiles=_percentiles(given.percentiles),
-        timeout_s=parse_seconds("--timeout", given.timeout),
+        timeout_s=timeout_s,
         num_processes=given.processes,
         keep_text=given.keep_text,
         save_detailed=given.save_detailed,
         label=given.label,
     )
+
+
+def hopeless_after_s(slos: tuple[Slo, ...], otherwise_s: float) -> float:
+    """Twice the E2E bound, plus 5 s: a request alive so long has missed its SLOs for certain.
+
+    Without an E2E bound no age is hopeless, since an answer may be of any length.
+    """
+    bounds = [slo.bound_s for slo in slos if slo.metric is SloMetric.E2E]
+    return 2 * min(bounds) + 5.0 if bounds else otherwise_s
+
+
+def _window(given: LoadOptions, probe_duration_s: float | None) -> Window | SteadyWindow:
+    if given.steady:
+        if given.warmup is not None or given.cooldown is not None:
+            raise ConfigError("--steady finds its own window: leave --warmup and --cooldown out.")
+        return SteadyWindow()
+    default_s = 0.0 if probe_duration_s is None else probe_duration_s / 6
+    warmup_s = default_s if given.warmup is None else parse_seconds("--warmup", given.warmup)
+    cooldown_s = 0.0 if given.cooldown is None else parse_seconds("--cooldown", given.cooldown)
+    if math.isclose(warmup_s + cooldown_s, 0.0):
+        return WHOLE_RUN
+    return Window(warmup_s=warmup_s, cooldown_s=cooldown_s)
 
 
 def parse_seconds(flag: str, text: str) -> float:
@@ -168,8 +245,8 @@ def parse_seconds(flag: str, text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _arrival(given: LoadOptions) -> Arrival:
-    text, rate = given.arrival, given.rate
+def _arrival(given: LoadOptions, rate: float | None) -> Arrival:
+    text = given.arrival
     if given.closed_loop is not None:
         if text is not None or rate is not None or given.burstiness is not None:
             raise ConfigError("--closed-loop has no arrivals of its own: leave --rate and --arrival out.")
