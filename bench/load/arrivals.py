@@ -190,7 +190,7 @@ def closed_loop(num_in_flight: int) -> Arrival:
 
 
 def trace_times(rate: float | None = None) -> Arrival:
-    """The trace's own timestamps; with `rate`, sped up so that the whole trace's mean becomes `rate`."""
+    """The trace's own timestamps; with `rate`, sped up so that the mean of the rows taken is `rate`."""
     return Arrival(kind="trace", seed=0, rate=None if rate is None else _rate(rate))
 
 

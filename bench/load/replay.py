@@ -2,14 +2,16 @@
 
 1. Lengths are divided by `scale`.
 2. Rows that do not fit the model are skipped or cut (`settings.Oversize`), and counted.
-3. The mean rate of what is left is the trace's native rate: rows less one over the time from first to last.
-4. The first row is chosen: at `offset_s`, or by the seed, among those that leave enough rows.
-5. With trace arrivals a row comes when its timestamp says, divided by the speed-up (given, or wanted rate
-   over native rate); otherwise the schedule gives the times, and the rows follow one another.
+3. The first row is chosen: at `offset_s`, or by the seed among those that leave enough rows.
+4. With trace arrivals a row comes when its timestamp says, divided by the speed-up. If a rate R is wanted, R
+   times the duration rows are taken, and the speed-up is R over their own mean rate (rows less one over the
+   time from first to last): the trace's rhythm at exactly the mean rate R.
+5. With other arrivals the schedule gives the times, and the rows follow one another.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,38 +90,53 @@ def _fitting(
 def _at_own_times(
     trace: Trace, rows: list[TraceRow], workload: TraceReplay, settings: PlanSettings, facts: dict[str, Any]
 ) -> Selection:
-    wanted_rate = settings.arrival.rate
-    span_s = rows[-1].time_s - rows[0].time_s
-    native_rate = (len(rows) - 1) / span_s if span_s > 0 else None
+    window = _window(trace, rows, workload, settings)
+    span_s = window[-1].time_s - window[0].time_s
+    native_rate = (len(window) - 1) / span_s if span_s > 0 else None
     speed_up = workload.speed_up
-    if wanted_rate is not None:
-        if speed_up != 1.0:
-            raise ConfigError("A rate and a speed-up both set the pace of trace arrivals: give one of them.")
+    if settings.arrival.rate is not None:
         if native_rate is None:
             raise ConfigError(
-                f"The rows of {trace.path} all have one timestamp, so no speed-up gives them a rate."
+                f"The rows taken from {trace.path} all have one timestamp, so no speed-up gives them a rate."
             )
-        speed_up = wanted_rate / native_rate
-    num = 0 if settings.num_requests is None else settings.num_requests
-    window_s = 0.0 if settings.duration_s is None else settings.duration_s * speed_up
-    times_s = [row.time_s for row in rows]
-    last_start = min(len(rows) - max(num, 1), bisect_left(times_s, times_s[-1] - window_s))
-    start = _start(rows, workload, settings, last_start=last_start)
-    taken = rows[start : start + num if num else None]
-    if num:
-        _check_enough(trace, len(taken), num)
-    origin_s = taken[0].time_s
-    offers_s = [(row.time_s - origin_s) / speed_up for row in taken]
-    if settings.duration_s is not None:
-        offers_s = offers_s[: bisect_left(offers_s, settings.duration_s)]
-    offered_rate = (len(offers_s) - 1) / offers_s[-1] if offers_s[-1] > 0 else None
+        speed_up = settings.arrival.rate / native_rate
     arrival = Arrival(
         kind="trace",
         seed=settings.arrival.seed,
-        rate=offered_rate if wanted_rate is None else wanted_rate,
-        details={"speed_up": speed_up, "native_rate": native_rate, "offered_rate": offered_rate},
+        rate=None if native_rate is None else native_rate * speed_up,
+        details={"speed_up": speed_up, "native_rate": native_rate},
     )
-    return Selection(taken[: len(offers_s)], offers_s, arrival, speed_up, facts)
+    times_s = [(row.time_s - window[0].time_s) / speed_up for row in window]
+    return Selection(window, times_s, arrival, speed_up, facts)
+
+
+def _window(
+    trace: Trace, rows: list[TraceRow], workload: TraceReplay, settings: PlanSettings
+) -> list[TraceRow]:
+    """The rows that come within the limits, which count in rows if a rate is wanted, and in trace time
+    else.
+    """
+    num, duration_s, rate = settings.num_requests, settings.duration_s, settings.arrival.rate
+    if rate is not None:
+        if workload.speed_up != 1.0:
+            raise ConfigError("A rate and a speed-up both set the pace of trace arrivals: give one of them.")
+        by_time = math.inf if duration_s is None else round(rate * duration_s)
+        num = min(len(rows) if num is None else num, int(min(by_time, len(rows) + 1)))
+        if num < 2:
+            raise ConfigError(
+                f"{num} requests have no rate of {rate:g}/s: use a longer duration or a higher rate."
+            )
+        duration_s = None
+    window_s = 0.0 if duration_s is None else duration_s * workload.speed_up
+    last_start = bisect_left(rows, rows[-1].time_s - window_s, key=lambda row: row.time_s)
+    start = _start(rows, workload, settings, last_start=min(last_start, len(rows) - (num or 1)))
+    window = rows[start : None if num is None else start + num]
+    if num is not None:
+        _check_enough(trace, len(window), num)
+    if duration_s is not None:
+        end_s = window[0].time_s + window_s
+        window = window[: bisect_left(window, end_s, key=lambda row: row.time_s)]
+    return window
 
 
 def _start(rows: list[TraceRow], workload: TraceReplay, settings: PlanSettings, last_start: int) -> int:

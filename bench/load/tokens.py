@@ -4,7 +4,7 @@
 2. `TokenStream.numbers` hashes part and position to evenly spread numbers below a limit (splitmix64's
    finalizer, its increment as step). Equal segments give equal tokens, and a shorter segment is the
    beginning of a longer one.
-3. `ids_writer` and `text_writer` turn the numbers into token ids or into words.
+3. The writers of `prompts` turn the numbers into token ids or into words.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def resize(segments: Sequence[Segment], num: int) -> tuple[Segment, ...]:
         is_last = position == len(segments) - 1
         taken = left if is_last else min(segment.num_tokens, left)
         if taken > 0:
-            kept.append(replace(segment, num_tokens=taken))
+            kept.append(segment if taken == segment.num_tokens else replace(segment, num_tokens=taken))
         left -= taken
     return tuple(kept)
 
@@ -66,9 +66,10 @@ class TokenStream:
 
     def numbers(self, segments: Sequence[Segment], limit: int) -> NDArray[np.int64]:
         """One number in [0, `limit`) per token; `limit` ≤ 2³²."""
+        int_step = int(_STEP)
         counts = np.array([segment.num_tokens for segment in segments], dtype=np.int64)
         keys = np.array(
-            [(self._bases[segment.part] + derive_key(segment.number)) & _MASK for segment in segments],
+            [(self._bases[segment.part] + segment.number * int_step) & _MASK for segment in segments],
             dtype=np.uint64,
         )
         starts = np.cumsum(counts) - counts
@@ -78,10 +79,6 @@ class TokenStream:
         values *= np.uint64(limit)
         values >>= np.uint64(32)
         return values.astype(np.int64)
-
-
-def derive_key(number: int) -> int:
-    return (number * int(_STEP)) & _MASK
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
