@@ -202,9 +202,9 @@ def compare(results: Annotated[list[Path], typer.Argument(help="two or more resu
 )
 def mock(context: typer.Context) -> None:
     """An OpenAI-compatible server with scripted timings and faults, to test load tests against."""
-    from bench.load.mock_server import main as serve_mock
+    from bench.load.mock_process import main as serve_mock
 
-    serve_mock(context.args)
+    raise typer.Exit(serve_mock(context.args))
 
 
 def _write_report(

@@ -16,13 +16,14 @@ from importlib.metadata import version
 from typing import Any
 
 from bench.load.build import build_plan
-from bench.load.metrics import DEFAULT_PERCENTILES, Summary, summarize
+from bench.load.metrics import DEFAULT_PERCENTILES, summarize
 from bench.load.plan import Plan
 from bench.load.pool import DEFAULT_TIMEOUT_S, Progress, run_plan
 from bench.load.records import RunRecord
 from bench.load.result import build_result
 from bench.load.settings import PlanSettings
 from bench.load.slo import Slo
+from bench.load.summary import Summary
 from bench.load.target import ServerInfo, Target
 from bench.load.tokenize_client import TokenizeClient
 from bench.load.window import WHOLE_RUN, SteadyWindow, Window
