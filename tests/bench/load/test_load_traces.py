@@ -24,7 +24,9 @@ def test_azure() -> None:
     trace = read_trace(DATA / "azure.csv")
     assert trace.format == "azure"
     assert trace.sha256 == hashlib.sha256((DATA / "azure.csv").read_bytes()).hexdigest()
-    assert [row.time_s for row in trace.rows] == pytest.approx([0, 4.314579, 4.541877, 6.0000001, 11], abs=1e-6)
+    assert [row.time_s for row in trace.rows] == pytest.approx(
+        [0, 4.314579, 4.541877, 6.0000001, 11], abs=1e-6
+    )
     assert [(row.input_tokens, row.output_tokens) for row in trace.rows[:2]] == [(374, 44), (396, 109)]
     assert trace.rows[-1].output_tokens == 142, "the last line has no newline"
     assert trace.num_empty == 1
