@@ -2,7 +2,7 @@
 
 1. `judge` reads the records and the summary.
 2. Each reason is one sentence with its numbers; a run without reasons is valid.
-3. Notes say what could not be checked; they do not make a run invalid.
+3. Cautions say what could not be checked; they do not make a run invalid.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.load.metrics import Summary
 from bench.load.records import ClientReport, RequestRecord, RunRecord, Status
 from bench.load.slo import Slo, SloMetric
+from bench.load.summary import Summary
 
 MAX_LAG_SHARE_OF_TTFT = 0.05
 MAX_LAG_WITHOUT_SLO_S = 0.010
@@ -22,7 +22,7 @@ MAX_CPU_SHARE = 0.90  # of the one core that a client process can use
 
 class Validity(msgspec.Struct, frozen=True):
     invalid_reasons: tuple[str, ...]
-    notes: tuple[str, ...]
+    cautions: tuple[str, ...]
 
     @property
     def valid(self) -> bool:
@@ -125,15 +125,17 @@ def _other_lengths(records: Sequence[RequestRecord], side: str) -> list[str]:
 
 def _unchecked(records: Sequence[RequestRecord]) -> list[str]:
     done = [record for record in records if record.status is Status.OK]
-    notes = []
+    cautions = []
     for side in ("input", "output"):
         pairs = [_lengths(record, side) for record in done]
         missing = sum(want is not None and got is None for want, got in pairs)
         if missing:
-            notes.append(
+            cautions.append(
                 f"{missing} of {len(done)} answers carried no usage, so their {side} length was not checked."
             )
     uncounted = sum(record.output_tokens is None and not record.chunk_tokens for record in done)
     if uncounted:
-        notes.append(f"The output of {uncounted} of {len(done)} answers was counted as one token per chunk.")
-    return notes
+        cautions.append(
+            f"The output of {uncounted} of {len(done)} answers was counted as one token per chunk."
+        )
+    return cautions
