@@ -50,13 +50,19 @@ class Progress(Protocol):
     def recent_tokens_per_s(self) -> float: ...
 
 
+class _Display(Console):
+    def on_broken_pipe(self) -> None:
+        """Called where a BrokenPipeError was caught; rich would end the program here."""
+        raise
+
+
 class LiveProgress:
     """A context manager; `update` is to be called from one thread."""
 
     def __init__(self, title: str, stream: TextIO | None = None, is_terminal: bool | None = None) -> None:
         """`is_terminal` None asks the stream (default: standard error)."""
         self._title = title
-        self._console = Console(
+        self._console = _Display(
             file=sys.stderr if stream is None else stream, force_terminal=is_terminal, highlight=False
         )
         self._live: Live | None = None
@@ -66,7 +72,13 @@ class LiveProgress:
 
     def __enter__(self) -> LiveProgress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._write(self._live.start)
         return self
 
@@ -130,24 +142,28 @@ def panel(title: str, progress: Progress) -> RenderableType:
     total = max(progress.num_planned, 1)
     share = Text(f"{num_ended:,} of {progress.num_planned:,} ended, {clock(progress.elapsed_s)}")
     bar.add_row(ProgressBar(total=total, completed=min(num_ended, total)), share)
-    failed = Text(failures(progress), style="bold red" if num_failed(progress) else "dim")
-    ok = Text(f"{progress.num_ended.get(Status.OK, 0):,}", style="green")
-    figures = Table.grid(padding=(0, 3))
-    figures.add_row(
-        _pair("offered", f"{progress.num_offered:,}"), _pair("in flight", f"{progress.num_in_flight:,}")
+    failed_style = "bold red" if num_failed(progress) else ""
+    load = _pairs(
+        ("offered", f"{progress.num_offered:,}", ""),
+        ("in flight", f"{progress.num_in_flight:,}", ""),
+        ("ok", f"{progress.num_ended.get(Status.OK, 0):,}", "green"),
+        ("failed", failures(progress), failed_style),
     )
-    figures.add_row(_pair("ok", ok), _pair("failed", failed))
-    figures.add_row(
-        _pair("output", f"{progress.recent_tokens_per_s:,.0f} tok/s"),
-        _pair("TTFT", milliseconds(progress.recent_ttft_s)),
-        _pair("ITL", milliseconds(progress.recent_itl_s)),
-        _pair("tokens", f"{progress.num_output_tokens:,}"),
+    speed = _pairs(
+        ("output", f"{progress.recent_tokens_per_s:,.0f} tok/s", ""),
+        ("TTFT", milliseconds(progress.recent_ttft_s), ""),
+        ("ITL", milliseconds(progress.recent_itl_s), ""),
+        ("tokens so far", f"{progress.num_output_tokens:,}", ""),
     )
-    return Panel(Group(bar, figures), title=Text(title), title_align="left", border_style="dim")
+    return Panel(Group(bar, load, speed), title=Text(title), title_align="left", border_style="dim")
 
 
-def _pair(name: str, value: str | Text) -> Text:
-    return Text.assemble((f"{name} ", "dim"), value)
+def _pairs(*pairs: tuple[str, str, str]) -> Text:
+    """Name, value, style of the value; three blanks between pairs."""
+    parts: list[tuple[str, str]] = []
+    for name, value, style in pairs:
+        parts += [("   " if parts else "", ""), (f"{name} ", "dim"), (value, style)]
+    return Text.assemble(*parts)
 
 
 def num_failed(progress: Progress) -> int:

@@ -146,11 +146,15 @@ def measured_span(result: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def target_name(result: Mapping[str, Any]) -> str:
-    """What was tested, in one name; runs with equal names are points of one sweep."""
+    """What was tested, in one name: its label, else backend, model and where it served.
+
+    Runs with equal names are points of one sweep.
+    """
     label = words(result, "label")
     if label is not None:
         return label
-    parts = [words(result, "server", "name") or words(result, "backend"), words(result, "model_id")]
+    url = words(result, "environment", "url")
+    parts = [words(result, "backend"), words(result, "model_id"), url and url.rpartition("://")[2]]
     return " · ".join(part for part in parts if part) or "unnamed target"
 
 

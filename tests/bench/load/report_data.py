@@ -1,4 +1,4 @@
-"""Runs made up for the report's tests: a server that takes requests in order, with the records a client would make."""
+"""Runs made up for the report's tests: a server that takes requests in order, and the client's records."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from bench.load.records import ClientReport, RequestRecord, RunRecord, Status
 NUM_SLOTS = 6
 
 
-def make_records(rate: float, num: int, seed: int, fail_every: int = 0, has_timings: bool = True) -> list[RequestRecord]:
-    """Poisson arrivals at a server with `NUM_SLOTS` slots; every `fail_every`-th request fails in some way."""
+def make_records(
+    rate: float, num: int, seed: int, fail_every: int = 0, has_timings: bool = True
+) -> list[RequestRecord]:
+    """Poisson arrivals at a server with `NUM_SLOTS` slots; every `fail_every`-th request fails."""
     draw = random.Random(seed)
     free_at = [0.0] * NUM_SLOTS
     at, records = 0.0, []
     for index in range(num):
         at += draw.expovariate(rate)
-        input_tokens, output_tokens = int(draw.lognormvariate(5.5, 0.7)) + 1, int(draw.lognormvariate(3.2, 0.6)) + 1
+        input_tokens, output_tokens = (
+            int(draw.lognormvariate(5.5, 0.7)) + 1,
+            int(draw.lognormvariate(3.2, 0.6)) + 1,
+        )
         sent = at + draw.uniform(0.0001, 0.002)
         slot = free_at.index(min(free_at))
         start = max(sent, free_at[slot])

@@ -1,7 +1,8 @@
-"""Scales, ticks and chart primitives: where a value lands, and that what comes out is well-formed and safe."""
+"""Scales, ticks and chart primitives: where a value lands, and that the markup is well-formed and safe."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -66,7 +67,7 @@ def test_ticks_are_few_inside_ascending_and_evenly_spaced(lo: float, hi: float, 
     dust = 1e-8 * max(abs(lo), abs(hi), 1e-300)
     assert len(ticks) <= num + 1
     assert all(lo - dust <= tick <= hi + dust for tick in ticks)
-    steps = [b - a for a, b in zip(ticks, ticks[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(ticks)]
     assert all(step > 0 for step in steps)
     assert all(step == pytest.approx(steps[0], abs=dust) for step in steps)
 
@@ -156,7 +157,15 @@ def test_tick_label(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.05123, "0.0512"), (0.5, "0.5"), (4.2149, "4.21"), (42.15, "42.1"), (1234.5, "1,234"), (3, "3")],
+    [
+        (0, "0"),
+        (0.05123, "0.0512"),
+        (0.5, "0.5"),
+        (4.2149, "4.21"),
+        (42.15, "42.1"),
+        (1234.5, "1,234"),
+        (3, "3"),
+    ],
 )
 def test_quantity(value: float, text: str) -> None:
     assert quantity(value) == text
@@ -239,7 +248,7 @@ def test_a_long_name_is_cut_in_its_middle_to_the_limit(limit: int) -> None:
 @given(st.lists(st.floats(0, 300), max_size=12).map(sorted))
 def test_spread_labels_keep_their_order_and_distance(places: list[float]) -> None:
     moved = spread(places, 0, 300, 14)
-    assert all(b - a >= 14 - 1e-6 for a, b in zip(moved, moved[1:], strict=False))
+    assert all(b - a >= 14 - 1e-6 for a, b in itertools.pairwise(moved))
     assert all(-1e-6 <= place <= 300 + 1e-6 for place in moved)
 
 
@@ -320,7 +329,11 @@ def test_a_chart_without_any_value_is_still_a_chart() -> None:
 
 
 def test_bins_hold_every_value_once_and_are_whole_for_whole_values() -> None:
-    assert [(b.lo, b.hi, b.count) for b in make_bins([1.0, 2.0, 2.0, 3.0])] == [(1, 2, 1), (2, 3, 2), (3, 4, 1)]
+    assert [(b.lo, b.hi, b.count) for b in make_bins([1.0, 2.0, 2.0, 3.0])] == [
+        (1, 2, 1),
+        (2, 3, 2),
+        (3, 4, 1),
+    ]
     assert make_bins([]) == []
     assert [(b.lo, b.count) for b in make_bins([7.0, 7.0])] == [(7, 2)]
 
@@ -341,7 +354,9 @@ def test_bars_are_as_high_as_their_counts() -> None:
 
 def test_steps_are_stacked_in_order() -> None:
     layers = [Layer("a", [1, 2], 0), Layer("b", [3, 0], 1)]
-    root = parse(stacked_steps("s", [0, 10, 20], layers, Axis("x", is_tight=True), Axis("y", lo=0), ["t1", "t2"]))
+    root = parse(
+        stacked_steps("s", [0, 10, 20], layers, Axis("x", is_tight=True), Axis("y", lo=0), ["t1", "t2"])
+    )
     lower, upper = of_class(root, "thin")
     heights = [[float(y) for _, y in re.findall(r"[ML](\S+) (\S+)", n.get("d", ""))] for n in (lower, upper)]
     zero = max(float(n.get("y1", "")) for n in of_class(root, "axis"))
