@@ -141,7 +141,15 @@ def panel(title: str, progress: Progress) -> RenderableType:
     bar.add_column(justify="right", no_wrap=True)
     total = max(progress.num_planned, 1)
     share = Text(f"{num_ended:,} of {progress.num_planned:,} ended, {clock(progress.elapsed_s)}")
-    bar.add_row(ProgressBar(total=total, completed=min(num_ended, total)), share)
+    bar.add_row(
+        ProgressBar(
+            total=total,
+            completed=min(num_ended, total),
+            complete_style="cyan",
+            finished_style="green",
+        ),
+        share,
+    )
     failed_style = "bold red" if num_failed(progress) else ""
     load = _pairs(
         ("offered", f"{progress.num_offered:,}", ""),

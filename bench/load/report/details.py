@@ -107,7 +107,7 @@ def _errors(run: ReportRun) -> dict[tuple[str, str, str], int]:
 
 def settings(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
     """What all runs share as pairs, and what differs as one column per run."""
-    flat = [flatten({key: run.result[key] for key in _SECTIONS if key in run.result}) for run in runs]
+    flat = [_settings_of(run.result) for run in runs]
     keys = list(dict.fromkeys(key for values in flat for key in values))
     shared = [key for key in keys if len({values.get(key) for values in flat}) == 1]
     differing = [key for key in keys if key not in set(shared)]
@@ -125,6 +125,17 @@ def settings(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
     if dropped:
         parts.append(element("p", "note", f"{dropped} more settings are in the result files."))
     return join(parts) if parts else element("p", "note", "The result files tell no settings.")
+
+
+def _settings_of(result: Mapping[str, Any]) -> dict[str, str]:
+    """What `environment` repeats of the result's own keys is told once."""
+    flat = flatten({key: result[key] for key in _SECTIONS if key in result})
+    prefix = "environment."
+    return {
+        key: value
+        for key, value in flat.items()
+        if not (key.startswith(prefix) and flat.get(key.removeprefix(prefix)) == value)
+    }
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from statistics import fmean
 from typing import Any
 
@@ -61,11 +62,19 @@ def lead(runs: Sequence[ReportRun]) -> str:
     """One line below the title: targets, number of runs and requests, dates."""
     targets = list(dict.fromkeys(target_name(run.result) for run in runs))
     offered = sum(int(number(run.result, "num_prompts") or 0) for run in runs)
-    dates = sorted(date for run in runs if (date := words(run.result, "date")) is not None)
+    dates = sorted(date_text(date) for run in runs if (date := words(run.result, "date")) is not None)
     parts = [" vs ".join(targets), f"{len(runs)} runs" if len(runs) != 1 else "1 run"]
     parts += [f"{offered:,} requests measured"] if offered else []
     parts += [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"] if dates else []
     return " · ".join(part for part in parts if part)
+
+
+def date_text(date: str) -> str:
+    """`20261128-013000` of a result file (UTC) as a person writes it; anything else stays as it is."""
+    try:
+        return datetime.strptime(date, "%Y%m%d-%H%M%S").strftime("%Y-%m-%d %H:%M:%S UTC")
+    except ValueError:
+        return date
 
 
 def banner(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:

@@ -10,13 +10,13 @@ from __future__ import annotations
 CSS = """
 :root{color-scheme:light dark;--bg:#f7f7f5;--card:#fff;--ink:#1b1f23;--muted:#59636d;--rule:#dfe2e5;
   --grid:#eceef0;--c0:#0068b5;--c1:#b84300;--c2:#007a55;--c3:#96408f;--c4:#7a5c00;--c5:#55606a;
-  --slo:#b3261e;--wait:#8098b3;--lag:#3f464d;--queue:#b9c4d0;--stream:#58b392;--bad-bg:#fdecea;
+  --slo:#b3261e;--wait:#8098b3;--lag:#3f464d;--queue:#a3b1c0;--stream:#58b392;--bad-bg:#fdecea;
   --bad-ink:#8c1d18;--bad-rule:#b3261e;--warn-bg:#fff4dc;--warn-ink:#6b4e00;--warn-rule:#b98900;
   --good-bg:#e8f5ee;--good-ink:#0b5a3c;--good-rule:#1b8a5f}
 @media (prefers-color-scheme:dark){
 :root{--bg:#0f1214;--card:#171b1f;--ink:#e7eaed;--muted:#9ba6b1;--rule:#2c333a;--grid:#242a30;
   --c0:#62b1ff;--c1:#ff9757;--c2:#45cf9f;--c3:#e09ddb;--c4:#e0c04f;--c5:#a9b4be;--slo:#ff8a80;
-  --wait:#6f87a3;--lag:#d3dae0;--queue:#47545f;--stream:#2f9b77;--bad-bg:#3a1714;--bad-ink:#ffb4ab;
+  --wait:#6f87a3;--lag:#d3dae0;--queue:#5f6e7c;--stream:#2f9b77;--bad-bg:#3a1714;--bad-ink:#ffb4ab;
   --bad-rule:#ff8a80;--warn-bg:#33280b;--warn-ink:#f3d58a;--warn-rule:#d0a53a;--good-bg:#10291f;
   --good-ink:#8fdcb9;--good-rule:#3aa47a}
 }
@@ -205,6 +205,11 @@ SCRIPT = """
       pts[to].focus();
     });
   }
-  addEventListener("scroll", hide, {passive: true});
+  const follow = () => {
+    const focused = document.activeElement;
+    if (focused && focused.matches(".pt:focus-visible")) show(focused);
+    else hide();
+  };
+  addEventListener("scroll", follow, {passive: true});
 })();
 """

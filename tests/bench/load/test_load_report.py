@@ -20,7 +20,7 @@ from bench.load.records import RequestRecord, RunRecord, Status
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.report.distribution_charts import cdf_points, evenly, itls_ms, ttfts_ms
 from bench.load.report.gantt import Phase, Segment
-from bench.load.report.overview import page_title
+from bench.load.report.overview import date_text, page_title
 from bench.load.report.sweep import knee, sweeps
 from bench.load.report.sweep_charts import pareto_front
 from bench.load.report.timeline import choose_rows, moved_row, timeline_row
@@ -216,6 +216,11 @@ def test_notes_and_cautions_are_told() -> None:
     page = render_report([ReportRun(made_result(notes=["client process 1 died"], cautions=["no usage"]))])
     assert "client process 1 died" in page
     assert "no usage" in page
+
+
+def test_dates_are_told_as_people_write_them_and_others_stay() -> None:
+    assert date_text("20261128-013000") == "2026-11-28 01:30:00 UTC"
+    assert date_text("yesterday") == "yesterday"
 
 
 def test_no_runs_at_all() -> None:
