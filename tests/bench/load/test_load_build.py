@@ -137,6 +137,13 @@ def test_lengths_are_what_is_sent() -> None:
     assert plan.workload["total_known_input_tokens"] == sum(map(len, prompts(plan)))
 
 
+def test_the_seed_is_told_whatever_the_arrival() -> None:
+    assert build(arrival=arrivals.poisson(10, 1), seed=7).arrival.seed == 1
+    for arrival in (arrivals.constant(3), arrivals.burst(), arrivals.closed_loop(2)):
+        assert build(arrival=arrival, seed=7).arrival.seed == 7
+    assert build(AZURE, arrival=arrivals.trace_times(), num_requests=3, seed=7).arrival.seed == 7
+
+
 def test_the_shared_body() -> None:
     plan = build(extra_body={"top_p": 0.5, "stream_options": {"continuous_usage_stats": True}})
     assert plan.endpoint == "/v1/completions"
