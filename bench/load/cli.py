@@ -146,7 +146,12 @@ def search(
         raise ConfigError("max-goodput offers each rate for --duration: leave --requests out.")
     duration_s = parse_seconds("--duration", given.duration or "60s")
     settings = plan_settings(
-        given, session.model, session.max_model_len, rate=search_settings.start_rate, duration_s=duration_s
+        given,
+        session.model,
+        session.max_model_len,
+        rate=search_settings.start_rate,
+        duration_s=duration_s,
+        random_offset=True,
     )
     how = run_settings(given, probe_duration_s=duration_s)
 

@@ -168,8 +168,10 @@ def plan_settings(
     *,
     rate: float | None = None,
     duration_s: float | None = None,
+    random_offset: bool = False,
 ) -> PlanSettings:
-    """`rate` and `duration_s` stand in for the options of the same name.
+    """`rate` and `duration_s` stand in for the options of the same name; with `random_offset` each seed takes
+    another part of the trace.
 
     Raises:
         ConfigError: options that contradict each other or cannot be read.
@@ -181,7 +183,7 @@ def plan_settings(
     return PlanSettings(
         model=model,
         arrival=_arrival(given, given.rate if rate is None else rate),
-        workload=_workload(given),
+        workload=_workload(given, random_offset),
         endpoint=_endpoint(given),
         prompt_form=given.prompt,
         num_requests=given.requests,
@@ -270,7 +272,7 @@ def _arrival(given: LoadOptions, rate: float | None) -> Arrival:
     return parse_arrival(text, rate, given.seed)
 
 
-def _workload(given: LoadOptions) -> Workload:
+def _workload(given: LoadOptions, random_offset: bool) -> Workload:
     kinds = {
         "--trace": given.trace,
         "--sharegpt": given.sharegpt,
@@ -288,6 +290,7 @@ def _workload(given: LoadOptions) -> Workload:
             format=given.trace_format,
             speed_up=given.speed_up,
             offset_s=parse_seconds("--trace-offset", given.trace_offset),
+            random_offset=random_offset,
             scale=given.scale_lengths,
         )
     output = None if given.output_tokens is None else parse_lengths(given.output_tokens)

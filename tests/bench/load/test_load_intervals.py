@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.load.intervals import STUDENT_95, mean_half_width, wilson
@@ -25,6 +25,7 @@ def test_wilson_by_hand() -> None:
     assert wilson(0, 0) is None
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 10_000), st.floats(0, 1))
 def test_wilson_holds_the_share_within_zero_and_one(num: int, share: float) -> None:
     interval = wilson(share * num, num)

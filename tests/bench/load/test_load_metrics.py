@@ -3,7 +3,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.load.activity import mean_active, tokens_by_chunk
@@ -278,6 +278,7 @@ WINDOWS = st.one_of(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(runs(), WINDOWS)
 def test_every_offered_request_and_token_is_accounted_for(
     run: RunRecord, window: Window | SteadyWindow

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.load.search import GoodputSearch, propose, to_dict
@@ -51,6 +51,7 @@ def settings_of(**changes: Any) -> SearchSettings:
 rates = st.floats(min_value=0.02, max_value=5000.0)
 
 
+@settings(deadline=None, max_examples=60)
 @given(threshold=rates, start=rates, growth=st.floats(1.1, 8.0), tolerance=st.floats(0.01, 0.5))
 def test_a_step_is_found_within_the_tolerance(
     threshold: float, start: float, growth: float, tolerance: float
@@ -65,6 +66,7 @@ def test_a_step_is_found_within_the_tolerance(
             assert threshold < (one.failing_rate or 0.0) <= one.rate * (1 + tolerance) * (1 + 1e-6)
 
 
+@settings(deadline=None, max_examples=60)
 @given(full=rates, span=st.floats(1.05, 20.0), start=rates)
 def test_a_monotone_server_is_found_for_both_targets(full: float, span: float, start: float) -> None:
     settings = settings_of(start_rate=start)
@@ -76,6 +78,7 @@ def test_a_monotone_server_is_found_for_both_targets(full: float, span: float, s
         assert answer.ci_low <= answer.rate <= true_rate * (1 + 1e-6) <= answer.ci_high * (1 + 2e-6)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.randoms(use_true_random=False), st.integers(1, 40), st.integers(1, 5))
 def test_noise_never_loops_and_answers_follow_the_rule(
     luck: random.Random, max_probes: int, num_seeds: int
@@ -105,6 +108,7 @@ def test_noise_never_loops_and_answers_follow_the_rule(
     json.dumps(to_dict(search), allow_nan=False)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.randoms(use_true_random=False), rates)
 def test_a_noisy_server_without_a_budget_ends_by_itself(luck: random.Random, middle: float) -> None:
     """Attainment falls with the rate, with noise that makes it go up and down from probe to probe."""
@@ -277,6 +281,7 @@ def test_settings_that_cannot_work(change: dict[str, Any], name: str) -> None:
         settings_of(**change)
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     passing=st.none() | rates,
     ratio=st.floats(1.06, 1e4),

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.load.latency import derive
@@ -76,6 +76,7 @@ def test_bad_text_is_one_clear_line(text: str, named: str, remedy: str) -> None:
     assert remedy in message
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.text(max_size=30))
 def test_any_text_parses_or_raises_our_error(text: str) -> None:
     try:
@@ -85,6 +86,7 @@ def test_any_text_parses_or_raises_our_error(text: str) -> None:
     assert all(slo.bound_s > 0 for slo in slos)
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from(SloMetric), st.floats(min_value=1e-9, max_value=1e9), min_size=1, max_size=5
@@ -95,6 +97,7 @@ def test_format_is_read_back_exactly(bounds: dict[SloMetric, float]) -> None:
     assert parse_slos(format_slos(slos)) == slos
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(min_value=1, max_value=10**7))
 def test_whole_milliseconds_survive_the_result_file(bound_ms: int) -> None:
     slos = parse_slos(f"gap={bound_ms}ms")

@@ -1,3 +1,4 @@
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -138,11 +139,8 @@ def test_a_named_format_is_not_guessed() -> None:
 def test_no_bytes_do_anything_but_raise_line_errors(name: str, lines: list[bytes]) -> None:
     parse = FORMATS[name].parser()
     for line in lines:
-        try:
+        with contextlib.suppress(LineError):
             row = parse(line)
-        except LineError as error:
-            assert str(error)
-        else:
             assert row is None or row.input_tokens >= 0
 
 
