@@ -25,6 +25,7 @@ from bench.load.connection import Connection, Connections, Dialled, Inbox
 from bench.load.flight import NS, Flight, blank_record, reason
 from bench.load.frames import Job, Setup, Tick
 from bench.load.http_stream import ResponseStream
+from bench.load.limits import Limits
 from bench.load.offering import Due, Offering
 from bench.load.records import RequestRecord, Status
 
@@ -58,7 +59,7 @@ class LoadClient:
         self._num_left = setup.num_jobs
         self._flights: dict[Flight, None] = {}  # in order of their start
         self._by_connection: dict[Connection, Flight] = {}  # until the HTTP message is over
-        self._deadline: asyncio.TimerHandle | None = None
+        self._limits = Limits(loop, setup.timeout_s, setup.stall_s, self._flights, self._too_late)
         self._ended: list[RequestRecord] = []
         self._started: list[tuple[int, float]] = []
 
@@ -93,8 +94,7 @@ class LoadClient:
 
     def close(self) -> None:
         self._alarm.close()
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._limits.close()
         self.connections.close_idle()
         for connection in list(self._by_connection):
             connection.close()
@@ -133,8 +133,7 @@ class LoadClient:
         else:
             flight.is_reused = True
             self._send(flight, connection)
-        if self._deadline is None:
-            self._watch()
+        self._limits.watch(flight)
 
     def _open(self, flight: Flight) -> None:
         """On a fresh connection. The request goes out before this returns, if the connection stands at
@@ -274,33 +273,9 @@ class LoadClient:
         flight.stream.close()
         self._end(flight, status, error, now_ns)
 
+    def _too_late(self, flight: Flight, error: str, now_ns: int) -> None:
+        self._cut(flight, Status.TIMEOUT, error, now_ns)
+
     def _skip(self, due: Due, error: str) -> None:
         self._ended.append(blank_record(due, Status.SKIPPED, error, self._setup.process))
         self._num_left -= 1
-
-    # Deadlines: one timer, for the earliest.
-
-    def _watch(self) -> None:
-        """Set the timer for the earliest moment at which a request in flight may be too late."""
-        self._deadline = None
-        if self._flights:
-            earliest_ns = min(self._limit_ns(flight) for flight in self._flights)
-            delay_s = (earliest_ns - time.perf_counter_ns()) / NS
-            self._deadline = self._loop.call_later(max(0.001, delay_s), self._on_deadline)
-
-    def _limit_ns(self, flight: Flight) -> int:
-        setup = self._setup
-        return min(
-            flight.started_ns + round(setup.timeout_s * NS), flight.last_ns + round(setup.stall_s * NS)
-        )
-
-    def _on_deadline(self) -> None:
-        now_ns = time.perf_counter_ns()
-        setup = self._setup
-        for flight in [flight for flight in self._flights if self._limit_ns(flight) <= now_ns]:
-            if flight.started_ns + round(setup.timeout_s * NS) <= now_ns:
-                error = f"no end within the time limit of {setup.timeout_s:g} s, {flight.phase}"
-            else:
-                error = f"no byte within the stall limit of {setup.stall_s:g} s, {flight.phase}"
-            self._cut(flight, Status.TIMEOUT, error, now_ns)
-        self._watch()

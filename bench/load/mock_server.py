@@ -13,29 +13,18 @@ Also answers `/v1/models`, `/tokenize` (tokens are words), `/version` and `/heal
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import httptools
 import msgspec
 import orjson
 
-from bench.load.mock_script import (
-    Act,
-    Call,
-    Script,
-    Step,
-    answer_steps,
-    count_tokens,
-    end_s,
-    error_body,
-    read_call,
-    whole_answer,
-)
+from bench.load.mock_answer import Act, Step, answer_steps, end_s, error_body, whole_answer
+from bench.load.mock_http import MockConnection
+from bench.load.mock_script import Call, Script, count_tokens, read_call
 from cluster.errors import InvalidRequest
 
 NS = 1_000_000_000
@@ -68,7 +57,7 @@ class Truth(msgspec.Struct, kw_only=True):
 class _Serving:
     """One request being answered."""
 
-    def __init__(self, server: MockServer, connection: _Connection, call: Call, request_id: str) -> None:
+    def __init__(self, server: MockServer, connection: MockConnection, call: Call, request_id: str) -> None:
         self.truth = Truth(
             label=call.script.label, connection=connection.number, received_ns=time.perf_counter_ns()
         )
@@ -140,114 +129,13 @@ class _Serving:
             self._server.served(self)
 
 
-class _Connection(asyncio.Protocol):
-    """One client connection: reads requests, writes bytes."""
-
-    def __init__(self, server: MockServer) -> None:
-        self.number = 0
-        self._server = server
-        self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpRequestParser(self)
-        self._url = b""
-        self._body = bytearray()
-        self._serving: _Serving | None = None
-        self._script = Script()
-
-    @property
-    def transport(self) -> asyncio.Transport:
-        assert self._transport is not None
-        return self._transport
-
-    def begin_stream(self, script: Script) -> None:
-        self._script = script
-        framing = b"transfer-encoding: chunked\r\n" if script.framing == "chunked" else b""
-        self._write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-            b"cache-control: no-cache\r\n%b%b\r\n"
-            % (framing, b"" if self._stays_open else b"connection: close\r\n")
-        )
-
-    def write_piece(self, data: bytes) -> None:
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._script.framing == "chunked" else data)
-
-    def end_stream(self) -> None:
-        if self._script.framing == "chunked":
-            self._write(b"0\r\n\r\n")
-        self._next_request(self._stays_open)
-
-    def reply(
-        self, status: int, body: bytes, kind: bytes = b"application/json", keep_alive: bool = True
-    ) -> None:
-        head = b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b\r\n" % (
-            *(status, b"OK" if status == 200 else b"Scripted", kind, len(body)),
-            b"" if keep_alive else b"connection: close\r\n",
-        )
-        self._write(head + body)
-        self._next_request(keep_alive)
-
-    def break_off(self, is_reset: bool) -> None:
-        if is_reset:
-            sock = self.transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            self.transport.abort()
-        else:
-            self.transport.close()
-
-    @property
-    def _stays_open(self) -> bool:
-        return self._script.keep_alive and self._script.framing == "chunked"
-
-    def _write(self, data: bytes) -> None:
-        size = self._script.split_bytes or len(data)
-        for start in range(0, len(data), size):
-            self.transport.write(data[start : start + size])
-
-    def _next_request(self, stays_open: bool) -> None:
-        self._serving = None
-        self._script = Script()
-        if not stays_open:
-            self.transport.close()
-
-    # What the event loop and httptools call.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(0)  # each write goes out at once
-        self.number = self._server.connected(self)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._server.connections.discard(self)
-        if self._serving is not None:
-            self._serving.client_left()
-
-    def on_message_begin(self) -> None:
-        self._url = b""
-        self._body.clear()
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_body(self, body: bytes) -> None:
-        self._body += body
-
-    def on_message_complete(self) -> None:
-        path = self._url.split(b"?")[0].decode(errors="replace")
-        self._serving = self._server.handle(self, path, bytes(self._body))
-
-
 class MockServer:
     """`async with MockServer(settings) as server:` serves on `server.url` until the block ends."""
 
     def __init__(self, settings: MockSettings | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         self.settings = settings or MockSettings()
         self.truths: list[Truth] = []
-        self.connections: set[_Connection] = set()
+        self.connections: set[MockConnection] = set()
         self.host, self.port = host, port
         self._num_connections = 0
         self._num_served = 0
@@ -262,7 +150,7 @@ class MockServer:
     async def __aenter__(self) -> MockServer:
         self.loop = asyncio.get_running_loop()
         self._server = await self.loop.create_server(
-            lambda: _Connection(self), self.host, self.port, backlog=4096
+            lambda: MockConnection(self), self.host, self.port, backlog=4096
         )
         self.port = self._server.sockets[0].getsockname()[1]
         return self
@@ -274,7 +162,7 @@ class MockServer:
             connection.transport.abort()
         await self._server.wait_closed()
 
-    def handle(self, connection: _Connection, path: str, body: bytes) -> _Serving | None:
+    def handle(self, connection: MockConnection, path: str, body: bytes) -> _Serving | None:
         """Answer at once, or return what will."""
         if path in COMPLETIONS:
             return self._complete(connection, body, COMPLETIONS[path])
@@ -293,11 +181,14 @@ class MockServer:
         connection.reply(200, msgspec.json.encode(plain[path](body)))
         return None
 
-    def connected(self, connection: _Connection) -> int:
+    def connected(self, connection: MockConnection) -> int:
         """Its number."""
         self.connections.add(connection)
         self._num_connections += 1
         return self._num_connections
+
+    def disconnected(self, connection: MockConnection) -> None:
+        self.connections.discard(connection)
 
     def served(self, serving: _Serving) -> None:
         """A request left the server: the next one may enter."""
@@ -308,7 +199,7 @@ class MockServer:
         if self._queue:
             self._admit(self._queue.popleft())
 
-    def _complete(self, connection: _Connection, body: bytes, is_chat: bool) -> _Serving | None:
+    def _complete(self, connection: MockConnection, body: bytes, is_chat: bool) -> _Serving | None:
         try:
             call = read_call(orjson.loads(body), is_chat, self.settings.script)
         except (orjson.JSONDecodeError, InvalidRequest) as error:

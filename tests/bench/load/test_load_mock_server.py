@@ -9,16 +9,8 @@ import orjson
 import pytest
 
 from bench.load.http_stream import ResponseStream
-from bench.load.mock_script import (
-    Act,
-    Call,
-    Script,
-    answer_steps,
-    count_tokens,
-    end_s,
-    read_call,
-    read_script,
-)
+from bench.load.mock_answer import Act, answer_steps, end_s
+from bench.load.mock_script import Call, Script, count_tokens, read_call, read_script
 from bench.load.mock_server import MockServer, MockSettings
 from bench.load.records import Status
 from cluster.errors import ConfigError, InvalidRequest
