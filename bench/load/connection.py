@@ -178,7 +178,8 @@ class Connections:
         for position, (family, address) in enumerate(dialled.addresses):
             sock = dialled.sock if position == 0 else new_socket(family)
             try:
-                await self._loop.sock_connect(sock, address)
+                if position > 0 or not dialled.is_connected:
+                    await self._loop.sock_connect(sock, address)
                 await self.attach(connection, sock)
             except OSError as error:
                 sock.close()

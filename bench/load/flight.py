@@ -105,5 +105,5 @@ def _count(value: object) -> int | None:
 def reason(error: OSError) -> str:
     """Why, without the address: event loops word it differently."""
     if error.errno is None or isinstance(error, ssl.SSLError):
-        return str(error)
+        return str(error) or type(error).__name__
     return os.strerror(error.errno)

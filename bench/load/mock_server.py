@@ -13,6 +13,7 @@ Also answers `/v1/models`, `/tokenize` (tokens are words), `/version` and `/heal
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 import zlib
 from collections import deque
@@ -30,6 +31,7 @@ from cluster.errors import InvalidRequest
 NS = 1_000_000_000
 VOCABULARY = 32_000
 VERSION = "mock-1"
+BACKLOG = 4096
 COMPLETIONS = {"/v1/completions": False, "/v1/chat/completions": True}  # path |-> is it a chat
 
 
@@ -132,11 +134,18 @@ class _Serving:
 class MockServer:
     """`async with MockServer(settings) as server:` serves on `server.url` until the block ends."""
 
-    def __init__(self, settings: MockSettings | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        settings: MockSettings | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         self.settings = settings or MockSettings()
         self.truths: list[Truth] = []
         self.connections: set[MockConnection] = set()
         self.host, self.port = host, port
+        self._context = context  # None: plain HTTP
         self._num_connections = 0
         self._num_served = 0
         self._num_requests = 0
@@ -145,12 +154,12 @@ class MockServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"{'http' if self._context is None else 'https'}://{self.host}:{self.port}"
 
     async def __aenter__(self) -> MockServer:
         self.loop = asyncio.get_running_loop()
         self._server = await self.loop.create_server(
-            lambda: MockConnection(self), self.host, self.port, backlog=4096
+            lambda: MockConnection(self), self.host, self.port, backlog=BACKLOG, ssl=self._context
         )
         self.port = self._server.sockets[0].getsockname()[1]
         return self

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from bench.load.client_process import tls_context
 from bench.load.frames import Job, Setup
 from bench.load.jobs import share_slots, split_plan
 from bench.load.load_client import LoadClient
@@ -87,7 +88,7 @@ class Run:
     def __init__(self, setup: Setup, jobs: Sequence[Job]) -> None:
         loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = loop.create_future()
-        self.client = LoadClient(loop, setup, jobs, None, self._end, self._fail)
+        self.client = LoadClient(loop, setup, jobs, tls_context(setup), self._end, self._fail)
         self.start_ns = 0
 
     def _end(self) -> None:

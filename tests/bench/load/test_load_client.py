@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.load.connection import Connection, Connections
+from bench.load.flight import reason
 from bench.load.jobs import split_plan
 from bench.load.mock_server import MockServer, MockSettings
 from bench.load.records import RequestRecord, Status
@@ -406,3 +409,52 @@ async def test_a_large_request_is_stamped_when_its_last_byte_left() -> None:
     assert record.connected_s < 0.2
     assert record.sent_s is not None
     assert 0.2 <= record.sent_s <= (record.headers_s or 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)"), "Connection refused"),
+        (ConnectionAbortedError(), "ConnectionAbortedError"),
+        (OSError("no route"), "no route"),
+        (ssl.SSLError(1, "wrong version number"), "wrong version number"),
+    ],
+)
+def test_event_loops_word_errors_differently(error: OSError, words: str) -> None:
+    assert words in reason(error)
+    assert "127" not in reason(error)
+
+
+CERTIFICATE = Path(__file__).resolve().parents[1] / "data" / "localhost_self_signed.pem"
+
+
+@pytest.fixture
+async def tls_server() -> AsyncIterator[MockServer]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATE)
+    async with MockServer(context=context) as running:
+        yield running
+
+
+async def test_https_with_a_certificate_that_need_not_be_known(tls_server: MockServer) -> None:
+    target = parse_target(tls_server.url, verify_tls=False)
+    records, _ = await offer(target, plan([request(i, itl_s=0.005) for i in range(3)], closed_loop=1))
+    for record in records:
+        assert record.status is Status.OK
+        moments = [record.started_s, record.connected_s, record.sent_s, *record.chunk_times_s, record.end_s]
+        assert moments == sorted(moments)
+
+
+async def test_https_with_an_unknown_certificate_is_refused_in_one_line(tls_server: MockServer) -> None:
+    [record], _ = await offer(parse_target(tls_server.url), plan([request(0)]))
+    assert record.status is Status.CONNECTION
+    assert "certificate verify failed" in (record.error or "")
+    assert "\n" not in (record.error or "")
+    assert tls_server.truths == []
+
+
+async def test_https_spoken_to_a_plain_server_is_one_line(server: MockServer) -> None:
+    target = parse_target(server.url.replace("http:", "https:"))
+    [record], _ = await offer(target, plan([request(0)]))
+    assert record.status is Status.CONNECTION
+    assert "cannot connect to" in (record.error or "")
