@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from bench.load.flight import NS, Flight
 
 MIN_DELAY_S = 0.001
+GRACE_S = 0.005
 
 
 class Limits:
@@ -54,6 +55,10 @@ class Limits:
         self._timer = self._loop.call_later(delay_s, self._ring)
 
     def _ring(self) -> None:
+        """After a pause of this process the timer rings before the sockets are read: let them be read."""
+        self._timer = self._loop.call_later(GRACE_S, self._judge)
+
+    def _judge(self) -> None:
         self._timer = None
         now_ns = time.perf_counter_ns()
         for flight in [flight for flight in self._flights if self._limit_ns(flight) <= now_ns]:
