@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from bench.load.http_stream import ResponseStream
-from bench.load.mock_script import (
+from bench.load.client.http_stream import ResponseStream
+from bench.load.mock.script import (
     Act,
     Call,
     Script,
@@ -19,7 +19,7 @@ from bench.load.mock_script import (
     read_call,
     read_script,
 )
-from bench.load.mock_server import MockServer, MockSettings
+from bench.load.mock.server import MockServer, MockSettings
 from bench.load.records import Status
 from cluster.errors import ConfigError, InvalidRequest
 from tests.support.sse import check_stream
