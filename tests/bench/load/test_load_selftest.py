@@ -2,8 +2,8 @@
 
 The mock notes the moment before each write, on the clock that the client uses. From those moments the
 expected figures are computed here, by the definitions and without anything of `bench.load.figures`. A busy
-machine may hold a reader up for longer than a millisecond, but not the same figure every time: a figure counts
-as wrong when it was wrong in every one of several runs.
+machine may hold a reader up for longer than a millisecond, but not the same figure every time: a figure
+counts as wrong when it was wrong in every one of several runs.
 """
 
 from __future__ import annotations
