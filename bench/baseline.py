@@ -20,12 +20,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench.load.arrivals import closed_loop
-from bench.load.lengths import Fixed
+from bench.load.client.target import Target, parse_target, probe
+from bench.load.plans.arrivals import closed_loop
+from bench.load.plans.lengths import Fixed
+from bench.load.plans.settings import PlanSettings, Synthetic
 from bench.load.records import RequestRecord
 from bench.load.runner import Measurement, RunSettings, measure
-from bench.load.settings import PlanSettings, Synthetic
-from bench.load.target import Target, parse_target, probe
 from bench.machine import Machine, describe_machine
 from bench.roofline import ModelShape, Roofline
 from bench.served import ServedCluster

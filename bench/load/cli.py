@@ -25,16 +25,16 @@ from bench.load.cli_load import (
     run_settings,
 )
 from bench.load.cli_options import option, options
-from bench.load.compare import as_text, compare_results
-from bench.load.files import check_output, json_safe, write_atomically
-from bench.load.probing import find_max_goodput
+from bench.load.goodput.probing import find_max_goodput
+from bench.load.goodput.search import GoodputSearch
+from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
+from bench.load.plans.settings import at_rate
 from bench.load.report import ReportRun, ReportSearch, render_report
-from bench.load.result import read_result, read_run, write_result
+from bench.load.results.compare import as_text, compare_results
+from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.load.results.result import read_result, read_run, write_result
+from bench.load.results.summary_text import search_lines, summary_lines
 from bench.load.runner import Measurement
-from bench.load.search import GoodputSearch
-from bench.load.search_values import Probe, ProbeOutcome, SearchSettings
-from bench.load.settings import at_rate
-from bench.load.summary_text import search_lines, summary_lines
 from cluster.errors import ConfigError
 
 INTERRUPTED = 130
@@ -207,7 +207,7 @@ def compare(results: Annotated[list[Path], typer.Argument(help="two or more resu
 )
 def mock(context: typer.Context) -> None:
     """An OpenAI-compatible server with scripted timings and faults, to test load tests against."""
-    from bench.load.mock_process import main as serve_mock
+    from bench.load.mock.process import main as serve_mock
 
     raise typer.Exit(serve_mock(context.args))
 

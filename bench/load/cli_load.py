@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from bench.load import arrivals
-from bench.load.arrival_text import parse_arrival
 from bench.load.cli_options import option
-from bench.load.lengths import parse_lengths
-from bench.load.metrics import DEFAULT_PERCENTILES
+from bench.load.client.pool import DEFAULT_TIMEOUT_S
+from bench.load.client.target import Target, parse_target, probe
+from bench.load.figures.metrics import DEFAULT_PERCENTILES
+from bench.load.figures.slo import Slo, SloMetric, parse_slos
+from bench.load.figures.window import WHOLE_RUN, SteadyWindow, Window
 from bench.load.plan import Arrival
-from bench.load.pool import DEFAULT_TIMEOUT_S
-from bench.load.progress import LiveProgress
-from bench.load.runner import Measurement, RunSettings, describe_environment, measure
-from bench.load.settings import (
+from bench.load.plans import arrivals
+from bench.load.plans.arrival_text import parse_arrival
+from bench.load.plans.lengths import parse_lengths
+from bench.load.plans.settings import (
     Chats,
     Endpoint,
     Oversize,
@@ -38,10 +39,9 @@ from bench.load.settings import (
     TraceReplay,
     Workload,
 )
-from bench.load.slo import Slo, SloMetric, parse_slos
-from bench.load.target import Target, parse_target, probe
-from bench.load.tokenize_client import HttpTokenizeClient
-from bench.load.window import WHOLE_RUN, SteadyWindow, Window
+from bench.load.plans.tokenize_client import HttpTokenizeClient
+from bench.load.progress import LiveProgress
+from bench.load.runner import Measurement, RunSettings, describe_environment, measure
 from cluster.errors import ConfigError
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = "256", "128"

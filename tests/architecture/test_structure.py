@@ -28,7 +28,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "safetensors": ("cluster/engine/weights",),
     "typer": ("cluster/cli", "bench/load/cli"),
     "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py"),
-    "httptools": ("router/server.py", "bench/load/http_stream.py", "bench/load/mock_http.py"),
+    "httptools": ("router/server.py", "bench/load/client/http_stream.py", "bench/load/mock/connection.py"),
     "yaml": ("cluster/config",),
 }
 # `baton bench` is a verb of the one command line; it is imported only when called.

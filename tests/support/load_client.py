@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.load.client_process import tls_context
-from bench.load.frames import Job, Setup
-from bench.load.jobs import share_slots, split_plan
-from bench.load.load_client import LoadClient
+from bench.load.client.frames import Job, Setup
+from bench.load.client.jobs import share_slots, split_plan
+from bench.load.client.load_client import LoadClient
+from bench.load.client.process import tls_context
+from bench.load.client.target import Target
 from bench.load.plan import Arrival, Plan, PlannedRequest
 from bench.load.records import RequestRecord
-from bench.load.target import Target
 
 DEADLINE_S = 20.0
 SHARED = {"model": "mock", "stream": True, "stream_options": {"include_usage": True}}

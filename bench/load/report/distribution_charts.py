@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.load.latency import derive, output_len
+from bench.load.figures.latency import derive, output_len
 from bench.load.records import RequestRecord, RunRecord, Status
 from bench.load.report.bars import histogram, make_bins
 from bench.load.report.frame import NUM_COLOURS, Axis, Mark

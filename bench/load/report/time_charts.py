@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from bench.load.activity import Activity
+from bench.load.figures.activity import Activity
 from bench.load.report.bars import Layer, stacked_steps
 from bench.load.report.frame import Axis, Mark
 from bench.load.report.scales import duration, nice_step, quantity

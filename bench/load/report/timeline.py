@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.load.latency import derive, output_len
+from bench.load.figures.latency import derive, output_len
 from bench.load.records import RequestRecord, Status
 from bench.load.report.distribution_charts import evenly
 from bench.load.report.frame import Axis, Mark

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from bench.load.tokenize_client import Messages
+from bench.load.plans.tokenize_client import Messages
 
 
 @dataclass

@@ -7,12 +7,12 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from typing import Any
 
-from bench.load.metrics import summarize
+from bench.load.figures.metrics import summarize
+from bench.load.figures.slo import parse_slos
+from bench.load.figures.window import Window
 from bench.load.plan import Arrival, Plan
 from bench.load.report import ReportRun
-from bench.load.result import build_result
-from bench.load.slo import parse_slos
-from bench.load.window import Window
+from bench.load.results.result import build_result
 from tests.bench.load.report_data import make_run
 
 VOID = {"meta", "line", "path", "rect", "circle", "polygon"}

@@ -3,7 +3,7 @@ from typing import Any
 import orjson
 import pytest
 
-from bench.load.answer import Answer, body_error
+from bench.load.client.answer import Answer, body_error
 
 
 def take(*events: Any, keep_text: bool = True) -> Answer:

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.load import arrivals
-from bench.load.arrival_text import parse_arrival
-from bench.load.arrivals import schedule
 from bench.load.plan import Arrival
-from bench.load.rate_curves import ConstantRate, ExponentialRamp, LinearRamp, PiecewiseRate, RateCurve
+from bench.load.plans import arrivals
+from bench.load.plans.arrival_text import parse_arrival
+from bench.load.plans.arrivals import schedule
+from bench.load.plans.rate_curves import ConstantRate, ExponentialRamp, LinearRamp, PiecewiseRate, RateCurve
 from cluster.errors import ConfigError
 
 positive = st.floats(0.01, 1000)

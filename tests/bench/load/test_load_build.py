@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from bench.load import arrivals
-from bench.load.build import build_plan
-from bench.load.lengths import Fixed, Lognormal, Uniform
 from bench.load.plan import Plan
-from bench.load.settings import (
+from bench.load.plans import arrivals
+from bench.load.plans.build import build_plan
+from bench.load.plans.lengths import Fixed, Lognormal, Uniform
+from bench.load.plans.settings import (
     Chats,
     Endpoint,
     Oversize,

@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bench.load.cli import app
-from bench.load.mock_process import MockProcess, running_mock
-from bench.load.mock_script import Script
-from bench.load.mock_server import MockSettings
+from bench.load.mock.process import MockProcess, running_mock
+from bench.load.mock.script import Script
+from bench.load.mock.server import MockSettings
 from cluster import cli
 from cluster.errors import BatonError
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from bench.load.connection import Connection, Connections
-from bench.load.flight import reason
-from bench.load.jobs import split_plan
-from bench.load.mock_server import MockServer, MockSettings
+from bench.load.client.connection import Connection, Connections
+from bench.load.client.flight import reason
+from bench.load.client.jobs import split_plan
+from bench.load.client.target import Target, parse_target
+from bench.load.mock.server import MockServer, MockSettings
 from bench.load.records import RequestRecord, Status
-from bench.load.target import Target, parse_target
 from tests.support.load_client import Run, make_setup, offer, plan, request, turn
 
 

@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from bench.load.compare import Comparison, Row, as_dict, as_text, compare_results
-from bench.load.metrics import summarize
+from bench.load.figures.metrics import summarize
+from bench.load.figures.slo import parse_slos
 from bench.load.plan import Arrival
 from bench.load.records import RunRecord
-from bench.load.result import build_result
-from bench.load.slo import parse_slos
+from bench.load.results.compare import Comparison, Row, as_dict, as_text, compare_results
+from bench.load.results.result import build_result
 from cluster.errors import BatonError
 from tests.bench.load.load_values import plan_of, run_of, steady_run
 

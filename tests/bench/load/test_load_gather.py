@@ -1,7 +1,7 @@
 import pytest
 
-from bench.load.frames import Job, Tick
-from bench.load.gather import RECENT_S, Gathering
+from bench.load.client.frames import Job, Tick
+from bench.load.client.gather import RECENT_S, Gathering
 from bench.load.records import ClientReport, RequestRecord, Status
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.load.http_stream import ResponseStream, Verdict
+from bench.load.client.http_stream import ResponseStream, Verdict
 from bench.load.records import Status
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"

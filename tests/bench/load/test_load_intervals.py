@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.load.intervals import STUDENT_95, mean_half_width, wilson
+from bench.load.figures.intervals import STUDENT_95, mean_half_width, wilson
 
 
 def test_student_by_hand() -> None:

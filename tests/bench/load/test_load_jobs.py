@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.chats import Chats
-from bench.load.frames import FrameReader, Job, Jobs, Stop, encode_frame
-from bench.load.jobs import MAX_BATCH_BYTES, batches, share_slots, split_plan
+from bench.load.client.chats import Chats
+from bench.load.client.frames import FrameReader, Job, Jobs, Stop, encode_frame
+from bench.load.client.jobs import MAX_BATCH_BYTES, batches, share_slots, split_plan
 from cluster.errors import ProtocolError
 from tests.support.load_client import plan, request, turn
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.lengths import Fixed, Lognormal, Uniform, parse_lengths
+from bench.load.plans.lengths import Fixed, Lognormal, Uniform, parse_lengths
 from cluster.errors import ConfigError
 
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.load.activity import mean_active, tokens_by_chunk
-from bench.load.latency import derive, output_len
-from bench.load.metrics import distribution, percentile_name, summarize
+from bench.load.figures.activity import mean_active, tokens_by_chunk
+from bench.load.figures.latency import derive, output_len
+from bench.load.figures.metrics import distribution, percentile_name, summarize
+from bench.load.figures.slo import parse_slos
+from bench.load.figures.summary import Goodput, Summary
+from bench.load.figures.timeslices import slice_edges
+from bench.load.figures.window import SteadyWindow, Window
 from bench.load.records import RequestRecord, RunRecord, Status
-from bench.load.slo import parse_slos
-from bench.load.summary import Goodput, Summary
-from bench.load.timeslices import slice_edges
-from bench.load.window import SteadyWindow, Window
 from cluster.errors import BatonError
 from tests.bench.load.load_values import answer, run_of, skipped, steady_run
 

@@ -8,10 +8,10 @@ from typing import Any
 import orjson
 import pytest
 
-from bench.load.http_stream import ResponseStream
-from bench.load.mock_answer import Act, answer_steps, end_s
-from bench.load.mock_script import Call, Script, count_tokens, read_call, read_script
-from bench.load.mock_server import MockServer, MockSettings
+from bench.load.client.http_stream import ResponseStream
+from bench.load.mock.answer import Act, answer_steps, end_s
+from bench.load.mock.script import Call, Script, count_tokens, read_call, read_script
+from bench.load.mock.server import MockServer, MockSettings
 from bench.load.records import Status
 from cluster.errors import ConfigError, InvalidRequest
 from tests.support.sse import check_stream

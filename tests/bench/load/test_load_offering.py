@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.frames import Job
-from bench.load.offering import Due, Offering
+from bench.load.client.frames import Job
+from bench.load.client.offering import Due, Offering
 
 FOREVER = 1e9
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.load.mock_process import read_truths, running_mock
-from bench.load.mock_server import Truth
+from bench.load.client.pool import Progress, StopSwitch, run_plan
+from bench.load.client.target import Target, probe
+from bench.load.mock.process import read_truths, running_mock
+from bench.load.mock.server import Truth
 from bench.load.plan import PlannedRequest
-from bench.load.pool import Progress, StopSwitch, run_plan
 from bench.load.records import RequestRecord, RunRecord, Status
-from bench.load.target import Target, probe
 from cluster.errors import BatonError, ConfigError
 from tests.support.load_client import plan, request, turn
 
@@ -165,8 +165,8 @@ import sys
 import msgspec
 from bench.load.plan import Plan
 from bench.load.plan import PlannedRequest
-from bench.load.pool import run_plan
-from bench.load.target import parse_target
+from bench.load.client.pool import run_plan
+from bench.load.client.target import parse_target
 
 def said(progress):
     if progress.num_in_flight:
@@ -287,7 +287,7 @@ def test_a_host_that_is_not_known_is_one_line() -> None:
 
 def test_a_client_process_is_light_to_import() -> None:
     code = (
-        "import sys, bench.load.client_process\n"
+        "import sys, bench.load.client.process\n"
         "heavy = {'numpy', 'torch', 'rich', 'typer', 'pydantic', 'http.client'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
@@ -296,7 +296,7 @@ def test_a_client_process_is_light_to_import() -> None:
 
 def test_a_client_process_ends_when_its_parent_is_gone() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.load.client_process"],
+        [sys.executable, "-m", "bench.load.client.process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,7 +8,7 @@ import re
 import msgspec
 import pytest
 
-from bench.load.gather import Progress
+from bench.load.client.gather import Progress
 from bench.load.progress import LINE_EVERY_S, LiveProgress, clock, failures, milliseconds, progress_line
 from bench.load.records import Status
 

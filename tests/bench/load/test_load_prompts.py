@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.prompts import ChatWriter, Draft, IdsWriter, TextWriter
-from bench.load.tokenize_client import Messages
-from bench.load.tokens import Part, Segment, TokenStream
-from bench.load.words import CANDIDATES, find_words
+from bench.load.plans.prompts import ChatWriter, Draft, IdsWriter, TextWriter
+from bench.load.plans.tokenize_client import Messages
+from bench.load.plans.tokens import Part, Segment, TokenStream
+from bench.load.plans.words import CANDIDATES, find_words
 from cluster.errors import ConfigError
 from tests.bench.load.plan_support import WordTokenizer
 

@@ -9,7 +9,9 @@ import re
 import numpy as np
 import pytest
 
-from bench.load.metrics import summarize
+from bench.load.figures.metrics import summarize
+from bench.load.figures.slo import parse_slos
+from bench.load.figures.window import Window
 from bench.load.plan import Arrival, Plan
 from bench.load.records import RequestRecord, RunRecord, Status
 from bench.load.report import ReportRun, render_report
@@ -17,9 +19,7 @@ from bench.load.report.distribution_charts import itls_ms, ttfts_ms
 from bench.load.report.gantt import Phase, Segment
 from bench.load.report.overview import date_text
 from bench.load.report.timeline import timeline_row
-from bench.load.result import build_result
-from bench.load.slo import parse_slos
-from bench.load.window import Window
+from bench.load.results.result import build_result
 from tests.bench.load.report_data import made_result, make_run
 from tests.bench.load.report_page import check, left_out, real_run, titles
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from bench.load.goodput.search import GoodputSearch, to_dict
+from bench.load.goodput.values import ProbeOutcome, SearchSettings
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.report.overview import page_title
 from bench.load.report.sweep import knee, sweeps
 from bench.load.report.values import Load, run_names, target_name
-from bench.load.search import GoodputSearch, to_dict
-from bench.load.search_values import ProbeOutcome, SearchSettings
 from tests.bench.load.report_data import made_result
 from tests.bench.load.report_page import check, left_out, real_run, titles
 

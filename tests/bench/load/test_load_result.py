@@ -8,11 +8,13 @@ import msgspec
 import orjson
 import pytest
 
-from bench.load.files import check_output, json_safe, write_atomically
-from bench.load.metrics import summarize
+from bench.load.figures.metrics import summarize
+from bench.load.figures.slo import parse_slos
+from bench.load.figures.window import Window
 from bench.load.plan import Arrival, TraceSource
 from bench.load.records import RunRecord, Status
-from bench.load.result import (
+from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.load.results.result import (
     SCHEMA_VERSION,
     build_result,
     read_result,
@@ -20,8 +22,6 @@ from bench.load.result import (
     requests_path,
     write_result,
 )
-from bench.load.slo import parse_slos
-from bench.load.window import Window
 from cluster.errors import BatonError
 from tests.bench.load.load_values import answer, plan_of, run_of, skipped, steady_run
 

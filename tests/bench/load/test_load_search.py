@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.load.search import GoodputSearch, propose, to_dict
-from bench.load.search_values import End, Probe, ProbeOutcome, SearchSettings, TargetAnswer
+from bench.load.goodput.search import GoodputSearch, propose, to_dict
+from bench.load.goodput.values import End, Probe, ProbeOutcome, SearchSettings, TargetAnswer
 from cluster.errors import BatonError
 
 Oracle = Callable[[Probe], float | ProbeOutcome]

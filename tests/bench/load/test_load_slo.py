@@ -2,9 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.load.latency import derive
-from bench.load.records import Status
-from bench.load.slo import (
+from bench.load.figures.latency import derive
+from bench.load.figures.slo import (
     Slo,
     SloMetric,
     evaluate,
@@ -14,6 +13,7 @@ from bench.load.slo import (
     slos_from_ms,
     slos_to_ms,
 )
+from bench.load.records import Status
 from cluster.errors import BatonError
 from tests.bench.load.load_values import answer, skipped
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.sse import MAX_LINE_BYTES, SseLines
+from bench.load.client.sse import MAX_LINE_BYTES, SseLines
 from cluster.errors import ProtocolError
 
 PAYLOADS = st.lists(

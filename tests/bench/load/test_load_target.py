@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bench.load.target import Target, parse_target, probe
+from bench.load.client.target import Target, parse_target, probe
 from cluster.errors import BatonError, ConfigError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.load.tokenize_client import HttpTokenizeClient, TokenizeError
+from bench.load.plans.tokenize_client import HttpTokenizeClient, TokenizeError
 
 
 class Server(ThreadingHTTPServer):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.tokens import Part, Segment, TokenStream, num_tokens, resize
+from bench.load.plans.tokens import Part, Segment, TokenStream, num_tokens, resize
 
 SEGMENTS = st.lists(
     st.builds(Segment, st.sampled_from(Part), st.integers(-(2**70), 2**70), st.integers(0, 40)),

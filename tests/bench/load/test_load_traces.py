@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.sharegpt import Exchange, read_sharegpt
-from bench.load.trace_formats import FORMATS, LineError
-from bench.load.traces import TraceError, read_trace
+from bench.load.plans.sharegpt import Exchange, read_sharegpt
+from bench.load.plans.trace_formats import FORMATS, LineError
+from bench.load.plans.traces import TraceError, read_trace
 
 DATA = Path(__file__).parent / "data"
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -1,10 +1,10 @@
 import pytest
 
-from bench.load.metrics import summarize
+from bench.load.figures.metrics import summarize
+from bench.load.figures.slo import parse_slos
+from bench.load.figures.validity import Validity, judge, max_send_lag_s
+from bench.load.figures.window import Window
 from bench.load.records import ClientReport, RunRecord, Status
-from bench.load.slo import parse_slos
-from bench.load.validity import Validity, judge, max_send_lag_s
-from bench.load.window import Window
 from tests.bench.load.load_values import answer, run_of, skipped, steady_run
 
 
