@@ -1,6 +1,9 @@
-"""Settings every test runs under: one compute thread, no network lookups, our own packages."""
+"""Settings every test runs under: one compute thread, no network lookups, our own packages, and the same
+hypothesis examples every time (HYPOTHESIS_PROFILE=explore looks for new ones)."""
 
 import os
+
+import hypothesis
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,3 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from cluster.preflight import check_own_packages
 
 check_own_packages()
+
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("explore", derandomize=False, max_examples=1000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

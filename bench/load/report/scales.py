@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_TICKS = 200
+LEAST_EXTENT = 1e-300  # narrower ones have no tick step that is an ordinary float
 
 
 class Scale(Protocol):
@@ -72,9 +73,11 @@ class LinearScale:
 
     @classmethod
     def nice(cls, lo: float, hi: float, start_px: float, end_px: float, num: int = 5) -> LinearScale:
-        """Ends moved out to multiples of the tick step; an empty extent becomes one of unit width."""
-        if hi <= lo:
-            lo, hi = (0.0, 1.0) if lo == 0 else (min(lo, 0.0), max(lo, 0.0))
+        """Ends moved out to multiples of the tick step. An empty extent begins at 0, or has unit width."""
+        if hi - lo < LEAST_EXTENT:
+            lo, hi = min(lo, 0.0), max(hi, 0.0)
+        if hi - lo < LEAST_EXTENT:
+            lo, hi = 0.0, 1.0
         step = nice_step(hi - lo, num)
         lo, hi = math.floor(lo / step + 1e-9) * step, math.ceil(hi / step - 1e-9) * step
         return cls(_snap(lo, step), _snap(hi, step), start_px, end_px)

@@ -103,7 +103,7 @@ def test_a_log_scale_gives_each_decade_the_same_room() -> None:
 @given(values=st.lists(finite, min_size=1, max_size=20))
 def test_a_nice_scale_covers_its_data_and_ends_on_ticks(values: list[float]) -> None:
     scale = LinearScale.nice(min(values), max(values), 0, 100)
-    dust = 1e-9 * max(abs(v) for v in values)
+    dust = max(1e-299, 1e-9 * max(abs(v) for v in values))
     assert scale.lo < scale.hi
     assert all(scale.lo - dust <= value <= scale.hi + dust for value in values)
     assert all(0 <= scale(value) <= 100 for value in values)
