@@ -42,16 +42,18 @@ def sample(
     logits: Tensor,  # [num_rows, vocab], read only
     specs: Sequence[SampleSpec],  # one per row
     positions: Sequence[int],  # one per row: index in the sequence of the token to choose
+    best_ids: Sequence[int] | None = None,  # one per row: its first largest logit, or first NaN; None: found here
 ) -> list[TokenOutput]:
     """One token per row. Logits on another device or of another dtype are copied to CPU fp32 first."""
     rows: Row = np.ascontiguousarray(logits.detach().float().cpu().numpy())
     assert len(rows) == len(specs) == len(positions)
+    if best_ids is None:
+        best_ids = rows.argmax(axis=1).tolist() if len(rows) else ()
     scratch = _Scratch(rows.shape[1])
     num_broken = 0
     outputs = []
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        for row, spec, position in zip(rows, specs, positions, strict=True):
-            best = int(row.argmax())  # the first NaN, if there is one
+        for row, spec, position, best in zip(rows, specs, positions, best_ids, strict=True):
             if not math.isfinite(row[best]):
                 row = row.copy()
                 num_broken += make_finite(row)

@@ -14,7 +14,7 @@
 // Orders that make the bits: a score is one chain over head_dim per lane and a fixed tree over lanes; a
 // partition's sum is one chain per lane over the partition and the same tree; its weighted sum is one chain in
 // key order per element. None depends on the item, so a decode step and a prefill chunk agree.
-#include <vector>
+#include "attention.h"
 
 #include "attention_tiles.h"
 #include "simd.h"
@@ -26,17 +26,6 @@ namespace {
 constexpr int64_t kRun = 32;           // keys or values taken at a time: they stay in L1
 constexpr int64_t kTileRows = 48;      // about as many rows of one KV head share what is widened
 constexpr int64_t kDecodeQueries = 4;  // up to as many queries of a sequence are taken for all KV heads at once
-
-struct Shape {
-    int64_t num_heads, num_kv_heads, head_dim, padded_dim, group;
-    int64_t num_layers, block_size, layer;
-    float scale;
-};
-
-struct Item {
-    int64_t sequence, first_head, num_heads;  // KV heads
-    int64_t first_query, num_queries;
-};
 
 // One sequence's keys (`which` 0) and values (1), found through its block table.
 template <typename T>
@@ -107,7 +96,9 @@ public:
             heads_.emplace_back(wide_ + kRun * dim_ + head * head_floats, rows_, dim_);
     }
 
-    void run(const T* q, int64_t q_row_stride, T* out) {
+    // `out` [num_tokens, num_heads, head_dim], rounded to T; of type T, or fp32 for a product that reads it next.
+    template <typename Out>
+    void run(const T* q, int64_t q_row_stride, Out* out) {
         each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
             const T* source = q + query * q_row_stride + query_head * shape_.head_dim;
             for (int64_t d = 0; d < dim_; d += kWidth)
@@ -115,9 +106,10 @@ public:
         });
         for (int64_t start = 0; start < end_; start += kPartition) take_in(start, std::min(end_, start + kPartition));
         each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
-            T* target = out + (query * shape_.num_heads + query_head) * shape_.head_dim;
+            Out* target = out + (query * shape_.num_heads + query_head) * shape_.head_dim;
             for (int64_t d = 0; d < shape_.head_dim; d += kWidth)
-                store_partial(target + d, load(head.accumulator + r * dim_ + d) / head.running_sum[r],
+                store_partial(target + d,
+                              round_to<T>(load(head.accumulator + r * dim_ + d) / head.running_sum[r]),
                               shape_.head_dim - d);
         });
     }
@@ -194,6 +186,8 @@ private:
     std::vector<HeadState> heads_;
 };
 
+}  // namespace
+
 std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t num_seqs, int64_t num_threads) {
     const int64_t tile_queries = std::max<int64_t>(1, kTileRows / shape.group);
     std::vector<Item> items;
@@ -208,16 +202,49 @@ std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t n
     return items;
 }
 
+template <typename T, typename Out>
+void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const T* pool,
+            const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks,
+            Out* out) {
+    const Pages<T> pages{pool, block_tables + item.sequence * max_blocks, shape};
+    const int64_t first_position = context_lens[item.sequence] - query_starts[item.sequence + 1] + item.first_query;
+    Attention<T>(item, shape, pages, first_position).run(q, q_row_stride, out);
+}
+
+template void attend(const Item&, const Shape&, const float*, int64_t, const float*, const int32_t*, const int32_t*,
+                     const int32_t*, int64_t, float*);
+template void attend(const Item&, const Shape&, const bf16*, int64_t, const bf16*, const int32_t*, const int32_t*,
+                     const int32_t*, int64_t, bf16*);
+template void attend(const Item&, const Shape&, const bf16*, int64_t, const bf16*, const int32_t*, const int32_t*,
+                     const int32_t*, int64_t, float*);
+
+// The first sequence whose lengths or blocks do not fit the pool, or -1.
+int64_t first_unfit(const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
+                           int64_t max_blocks, int64_t num_seqs, int64_t num_tokens, int64_t num_blocks,
+                           int64_t block_size) {
+    for (int64_t s = 0; s < num_seqs; ++s) {
+        const int64_t num_queries = query_starts[s + 1] - query_starts[s];
+        const int64_t blocks = ceil_div(context_lens[s], block_size);
+        if (query_starts[s] < 0 || query_starts[s + 1] > num_tokens) return s;
+        if (num_queries < 0 || num_queries > context_lens[s] || blocks > max_blocks) return s;
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int32_t block = block_tables[s * max_blocks + b];
+            if (block < 0 || block >= num_blocks) return s;
+        }
+    }
+    return -1;
+}
+
+namespace {
+
 template <typename T>
 void paged_attention(const T* q, int64_t q_row_stride, const T* pool, const Shape& shape, const int32_t* query_starts,
                      const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks, int64_t num_seqs,
                      T* out, int64_t num_threads) {
     const std::vector<Item> items = cut(shape, query_starts, num_seqs, num_threads);
     parallel_items(num_threads, int64_t(items.size()), [&](int64_t i) {
-        const Item& item = items[size_t(i)];
-        const Pages<T> pages{pool, block_tables + item.sequence * max_blocks, shape};
-        const int64_t first_position = context_lens[item.sequence] - query_starts[item.sequence + 1] + item.first_query;
-        Attention<T>(item, shape, pages, first_position).run(q, q_row_stride, out);
+        attend(items[size_t(i)], shape, q, q_row_stride, pool, query_starts, context_lens, block_tables, max_blocks,
+               out);
     });
 }
 
@@ -237,16 +264,9 @@ int64_t baton_paged_attention(const void* q, int64_t q_row_stride, const void* p
                               int64_t layer, const int32_t* query_starts, const int32_t* context_lens,
                               const int32_t* block_tables, int64_t max_blocks, int64_t num_seqs, int64_t num_tokens,
                               int64_t num_heads, float scale, void* out, int64_t is_bf16, int64_t num_threads) {
-    for (int64_t s = 0; s < num_seqs; ++s) {
-        int64_t num_queries = query_starts[s + 1] - query_starts[s];
-        int64_t blocks = ceil_div(context_lens[s], block_size);
-        if (query_starts[s] < 0 || query_starts[s + 1] > num_tokens) return s;
-        if (num_queries < 0 || num_queries > context_lens[s] || blocks > max_blocks) return s;
-        for (int64_t b = 0; b < blocks; ++b) {
-            int32_t block = block_tables[s * max_blocks + b];
-            if (block < 0 || block >= num_blocks) return s;
-        }
-    }
+    const int64_t bad = first_unfit(query_starts, context_lens, block_tables, max_blocks, num_seqs, num_tokens,
+                                    num_blocks, block_size);
+    if (bad >= 0) return bad;
     Shape shape{num_heads,  num_kv_heads, head_dim, ceil_div(head_dim, kWidth) * kWidth, num_heads / num_kv_heads,
                 num_layers, block_size,   layer,    scale};
     if (is_bf16)
