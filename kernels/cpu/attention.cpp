@@ -23,7 +23,9 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kRun = 32;           // keys or values taken at a time: they stay in L1
+constexpr int64_t kRun = 32;           // keys or values widened at a time: they stay in L1
+constexpr int64_t kDirectRun = 8;      // keys or values taken at a time where they are read in place
+constexpr int64_t kAhead = 16;         // keys or values asked for ahead of use
 constexpr int64_t kTileRows = 48;      // about as many rows of one KV head share what is widened
 constexpr int64_t kDecodeQueries = 4;  // up to as many queries of a sequence are taken for all KV heads at once
 
@@ -34,9 +36,9 @@ struct Pages {
     const int32_t* block_table;
     const Shape& shape;
 
-    // Positions from `position` to the end of its block or `end`, kRun at most.
-    int64_t run_length(int64_t position, int64_t end) const {
-        return std::min({kRun, shape.block_size - position % shape.block_size, end - position});
+    // Positions from `position` to the end of its block or `end`, `most` at most.
+    int64_t run_length(int64_t position, int64_t end, int64_t most) const {
+        return std::min({most, shape.block_size - position % shape.block_size, end - position});
     }
     Run<T> run(int64_t position, int64_t which, int64_t head) const {
         const int64_t stride = shape.num_kv_heads * shape.head_dim;
@@ -44,12 +46,12 @@ struct Pages {
         const int64_t half = (block * shape.num_layers + shape.layer) * 2 + which;
         return {pool + (half * shape.block_size + offset) * stride + head * shape.head_dim, stride};
     }
-    // Blocks lie anywhere, where no hardware prefetcher looks: the run at `position` is asked for ahead.
-    void prefetch(int64_t position, int64_t end, int64_t which, int64_t head) const {
-        if (position >= end) return;
+    // Blocks lie anywhere, where no hardware prefetcher looks: rows are asked for by name, a few at a time, for
+    // a request that finds too many others waiting is lost.
+    void prefetch(int64_t position, int64_t count, int64_t which, int64_t head) const {
         Run<T> next = run(position, which, head);
         const int64_t row_bytes = shape.head_dim * int64_t(sizeof(T));
-        for (int64_t j = run_length(position, end); j > 0; --j, next.rows += next.stride)
+        for (int64_t j = run_length(position, position + count, count); j > 0; --j, next.rows += next.stride)
             for (int64_t byte = 0; byte < row_bytes; byte += 64)
                 baton::prefetch(reinterpret_cast<const char*>(next.rows) + byte);
     }
@@ -123,27 +125,29 @@ private:
                      (item_.first_head + head) * shape_.group + r % shape_.group);
     }
 
-    // body(head, first position, run, count) over the rows of K or V at [start, end); the run after next in
-    // memory order is asked for meanwhile.
+    // body(head, first position, run, count) over the rows of K or V at [start, end). What is read kAhead rows later
+    // (keys of a partition, its values, the next keys) is asked for meanwhile.
     template <typename Body>
     void each_run(int64_t start, int64_t end, int64_t which, const Body& body) {
         for (int64_t position = start; position < end;) {
-            const int64_t count = pages_.run_length(position, end), next = position + count;
+            const int64_t count = pages_.run_length(position, end, direct_ ? kDirectRun : kRun);
+            int64_t later = position + kAhead, later_which = which, later_end = end;
+            if (later >= end) {
+                later_which = 1 - which;
+                later = which == 0 ? start + later - end : later;
+                later_end = which == 0 ? end : end_;
+            }
             for (int64_t h = 0; h < item_.num_heads; ++h) {
                 const int64_t kv_head = item_.first_head + h;
-                if (next < end)
-                    pages_.prefetch(next, end, which, kv_head);
-                else if (which == 0)
-                    pages_.prefetch(start, end, 1, kv_head);
-                else
-                    pages_.prefetch(end, end_, 0, kv_head);
+                if (later < later_end)
+                    pages_.prefetch(later, std::min(count, later_end - later), later_which, kv_head);
                 const Run<T> rows = pages_.run(position, which, kv_head);
                 if (direct_)
                     body(heads_[size_t(h)], position - start, rows, count);
                 else
                     body(heads_[size_t(h)], position - start, widen(rows, count, shape_, wide_), count);
             }
-            position = next;
+            position += count;
         }
     }
 
