@@ -3,7 +3,8 @@
 // The work is cut into items (sequence, some KV heads, tile of queries) and shared out over threads. For each of
 // its KV heads an item has `rows` = queries x query heads of the group, in position order. It walks the
 // partitions of its sequence from position 0:
-// 1. keys, a short run within a block at a time, meet every row that sees the partition: scores;
+// 1. keys, a short run within a block at a time, meet every row that sees the partition: scores. Where rows are many,
+//    the partition's keys are first laid out so that a vector holds several keys;
 // 2. each row's scores past its own position become -inf; max, exp and sum over the whole partition;
 // 3. values, likewise: the partition's weighted sum;
 // 4. the row's running (max, sum, accumulator) is rescaled and takes the partition in. A row that does not see
@@ -26,7 +27,7 @@ namespace {
 constexpr int64_t kRun = 32;           // keys or values widened at a time: they stay in L1
 constexpr int64_t kDirectRun = 8;      // keys or values taken at a time where they are read in place
 constexpr int64_t kAhead = 16;         // keys or values asked for ahead of use
-constexpr int64_t kTileRows = 48;      // about as many rows of one KV head share what is widened
+constexpr int64_t kTileRows = 96;      // about as many rows of one KV head share what is widened
 constexpr int64_t kDecodeQueries = 4;  // up to as many queries of a sequence are taken for all KV heads at once
 
 // One sequence's keys (`which` 0) and values (1), found through its block table.
@@ -67,16 +68,20 @@ Run<float> widen(Run<T> run, int64_t count, const Shape& shape, float* wide) {
 
 // One KV head's share of an item: its rows and what they have accumulated so far.
 struct HeadState {
+    float *keys;                       // of a partition, in groups; unused where keys are read in place
     float *q, *accumulator, *partial;  // [rows, padded_dim]
     float *scores;                     // [rows, kPartition]
     float *running_max, *running_sum;  // [rows]
 
-    static int64_t num_floats(int64_t num_rows, int64_t dim) { return num_rows * (3 * dim + kPartition + 2); }
+    static int64_t num_floats(int64_t num_rows, int64_t dim, bool direct) {
+        return (direct ? 0 : kPartition * dim) + num_rows * (3 * dim + kPartition + 2);
+    }
 
-    HeadState(float* memory, int64_t num_rows, int64_t dim)
-        : q(memory), accumulator(q + num_rows * dim), partial(accumulator + num_rows * dim),
+    HeadState(float* memory, int64_t num_rows, int64_t dim, bool direct)
+        : keys(memory), q(memory + (direct ? 0 : kPartition * dim)), accumulator(q + num_rows * dim), partial(accumulator + num_rows * dim),
           scores(partial + num_rows * dim), running_max(scores + num_rows * kPartition),
           running_sum(running_max + num_rows) {
+        std::fill(keys, q, 0.0f);
         std::fill(accumulator, accumulator + num_rows * dim, 0.0f);
         std::fill(running_max, running_max + num_rows, -kInfinity);
         std::fill(running_sum, running_sum + num_rows, 0.0f);
@@ -91,11 +96,11 @@ public:
           first_position_(first_position), end_(first_position + item.num_queries),
           direct_(rows_ <= 4 && shape.head_dim == shape.padded_dim) {
         static thread_local Scratch scratch;
-        const int64_t head_floats = ceil_div(HeadState::num_floats(rows_, dim_), 16) * 16;
+        const int64_t head_floats = ceil_div(HeadState::num_floats(rows_, dim_, direct_), 16) * 16;
         wide_ = scratch.floats(kRun * dim_ + item.num_heads * head_floats);
         heads_.reserve(size_t(item.num_heads));
         for (int64_t head = 0; head < item.num_heads; ++head)
-            heads_.emplace_back(wide_ + kRun * dim_ + head * head_floats, rows_, dim_);
+            heads_.emplace_back(wide_ + kRun * dim_ + head * head_floats, rows_, dim_, direct_);
     }
 
     // `out` [num_tokens, num_heads, head_dim], rounded to T; of type T, or fp32 for a product that reads it next.
@@ -155,11 +160,18 @@ private:
     void take_in(int64_t start, int64_t end) {
         const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not
         each_run(start, end, 0, [&](HeadState& head, int64_t j, auto keys, int64_t count) {
+            if (!direct_) return scatter_keys(wide_, dim_, j, count, head.keys);
             by_rows(rows_ - from, [&](int64_t r, auto rows) {
                 score_keys<rows.value>(head.q + (from + r) * dim_, dim_, keys, count, shape_.scale,
                                        head.scores + (from + r) * kPartition + j);
             });
         });
+        if (!direct_)
+            for (HeadState& head : heads_)
+                by_many_rows(rows_ - from, [&](int64_t r, auto rows) {
+                    score_groups<rows.value>(head.q + (from + r) * dim_, dim_, head.keys, end - start, shape_.scale,
+                                             head.scores + (from + r) * kPartition);
+                });
         for (HeadState& head : heads_) {
             for (int64_t r = from; r < rows_; ++r) {
                 const int64_t visible = std::min(kPartition, first_position_ + r / shape_.group + 1 - start);
