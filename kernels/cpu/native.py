@@ -41,21 +41,30 @@ SIGNATURES = {
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
 
 
+def bind(library: ctypes.CDLL) -> Any:
+    """The library with its functions' types set.
+
+    Raises:
+        BuildError: it lacks a function, or was made for other partitions.
+    """
+    try:
+        for name, letters in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = [_TYPES[letter] for letter in letters[:-1]]
+            function.restype = _TYPES[letters[-1]]
+    except AttributeError as error:
+        raise BuildError(f"the compiled kernels lack a function: {error}") from error
+    if library.baton_partition_size() != PARTITION_SIZE:
+        raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
+    return library
+
+
 class NativeKernels:
     """The operations of `kernels.ops` by the compiled library, on `num_threads` threads."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self._num_threads = num_threads
-        try:
-            for name, letters in SIGNATURES.items():
-                function = getattr(library, name)
-                function.argtypes = [_TYPES[letter] for letter in letters[:-1]]
-                function.restype = _TYPES[letters[-1]]
-        except AttributeError as error:
-            raise BuildError(f"the compiled kernels lack a function: {error}") from error
-        if library.baton_partition_size() != PARTITION_SIZE:
-            raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
-        self._library: Any = library
+        self._library = bind(library)
 
     @property
     def packed_layout(self) -> str:
