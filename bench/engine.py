@@ -150,7 +150,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     spec = prepared.spec
     num_blocks = max(arguments.pool_mib * 2**20 // spec.kv_block_bytes(BLOCK_SIZE, dtype), 160)
     pool = torch.empty(
-        num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype=TORCH_DTYPES[dtype]
+        num_blocks,
+        spec.num_layers,
+        2,
+        BLOCK_SIZE,
+        spec.num_kv_heads,
+        spec.head_dim,
+        dtype=TORCH_DTYPES[dtype],
     )
     pool.fill_(0.01)
     max_len = min(LONG_PROMPT, spec.max_context_len)

@@ -42,7 +42,8 @@ def sample(
     logits: Tensor,  # [num_rows, vocab], read only
     specs: Sequence[SampleSpec],  # one per row
     positions: Sequence[int],  # one per row: index in the sequence of the token to choose
-    best_ids: Sequence[int] | None = None,  # one per row: its first largest logit, or first NaN; None: found here
+    best_ids: Sequence[int]
+    | None = None,  # one per row: its first largest logit, or first NaN; None: found here
 ) -> list[TokenOutput]:
     """One token per row. Logits on another device or of another dtype are copied to CPU fp32 first."""
     rows: Row = np.ascontiguousarray(logits.detach().float().cpu().numpy())

@@ -251,7 +251,5 @@ class NativeKernels:
             )
         return out
 
-    def fuse(
-        self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor
-    ) -> NativeForward:
+    def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> NativeForward:
         return NativeForward(self._library, self._num_threads, shape, weights, cos, sin)

@@ -162,7 +162,8 @@ class NativeForward:
             raise ValueError(f"weights must be on the CPU, not on {tensor.device}")
         tensor = tensor.contiguous()
         self._kept.append(tensor)
-        return tensor.data_ptr()
+        pointer: int = tensor.data_ptr()
+        return pointer
 
     def _plain(self, tensor: Tensor, shape: tuple[int, ...], name: str) -> int:
         check_shape(tensor, shape, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from cluster.engine.model_spec import Dtype
 from cluster.engine.packed_batch import pack
 from kernels.cpu.backend import CpuBackend
+from kernels.ops import DecoderShape
 from tests.engine.test_architectures import VARIANTS
 from tests.engine.tiny_models import BLOCK_SIZE, Engine, prompts
 
@@ -29,7 +31,13 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "odd-biases": (
         "llama",
-        {"hidden_size": 66, "intermediate_size": 35, "head_dim": 22, "attention_bias": True, "mlp_bias": True},
+        {
+            "hidden_size": 66,
+            "intermediate_size": 35,
+            "head_dim": 22,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
     ),
     "tiny-vocabulary": ("qwen3", {"vocab_size": 5, "bos_token_id": 1, "eos_token_id": 2}),
 }
@@ -128,3 +136,32 @@ def test_broken_logits_name_the_first_nan(engine: Engine) -> None:
     assert result.logits[0].isnan().all()
     assert result.logits[1].isfinite().all()
     assert result.best[1] == result.logits[1].argmax()
+
+
+def test_weights_that_do_not_fit_the_shape_are_refused(checkpoint: Any, prepare: Any) -> None:
+    """What would let the library read past a weight."""
+    backend = CpuBackend(1)
+    prepared = prepare(checkpoint("llama").directory, Dtype.FP32, backend)
+    decoder = Engine(prepared, backend, fuse=False).decoder
+    weights, spec = decoder._weights, prepared.spec
+    shape = DecoderShape(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.rms_norm_eps,
+    )
+    cos, sin = decoder._cos, decoder._sin
+    assert backend.fuse(shape, weights, cos, sin) is not None
+    for wrong in (
+        dataclasses.replace(shape, intermediate_size=spec.intermediate_size + 1),
+        dataclasses.replace(shape, num_heads=spec.num_heads + 1),
+        dataclasses.replace(shape, hidden_size=spec.hidden_size - 1),
+    ):
+        with pytest.raises(ValueError, match=r"must have shape|packed for these kernels"):
+            backend.fuse(wrong, weights, cos, sin)
+    with pytest.raises(TypeError, match=r"`final_norm` must be torch\.float32"):
+        backend.fuse(shape, dataclasses.replace(weights, final_norm=weights.final_norm.bfloat16()), cos, sin)
+    with pytest.raises(ValueError, match="`sin` must have shape"):
+        backend.fuse(shape, weights, cos, sin[:-1])
