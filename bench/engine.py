@@ -1,8 +1,9 @@
 """`python -m bench.engine`: what a step of the engine costs, as a share of what this machine allows.
 
 1. Load the model as a worker would, with a KV pool of its own (no cluster, no network).
-2. For each case (decode steps of a batch at a context, prefill chunks) run some steps through the runner and keep
-   the fastest: other work on the machine only ever adds time.
+2. For each case (decode steps of a batch at a context, prefill chunks) run some steps through the runner and
+   keep the fastest: other work on the machine only ever adds time. Beside it stands the least processor time
+   per thread: where the two differ, others held the cores.
 3. Around every case measure the machine with the engine's own threads: bytes read from memory per second, and
    multiply-adds from registers per second. The limit of a case is what its bytes or its multiply-adds alone
    would take at the best rates of the run, whichever is longer:
@@ -21,6 +22,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ class Case:
 class Measured:
     name: str
     step_ms: float
+    processor_ms: float  # per thread
     tokens_per_s: float
     megabytes: float
     giga_multiply_adds: float
@@ -111,16 +114,18 @@ def make_plan(case: Case, num_blocks: int, params: SamplingParams) -> StepPlan:
     return StepPlan(rows=tuple(rows))
 
 
-def fastest_s(run: Callable[[], Any], budget_s: float, at_least: int = 3) -> float:
-    """Seconds of the fastest of as many runs as fit the budget, after one that does not count."""
+def fastest(run: Callable[[], Any], budget_s: float, at_least: int = 3) -> tuple[float, float]:
+    """(seconds, processor seconds of all threads), each the least of as many runs as fit the budget, after
+    one that does not count."""
     run()
-    best, spent_s, count = float("inf"), 0.0, 0
+    wall_s, processor_s, spent_s, count = float("inf"), float("inf"), 0.0, 0
     while count < at_least or (spent_s < budget_s and count < 200):
-        start = time.perf_counter()
+        start, start_processor = time.perf_counter(), time.process_time()
         run()
         elapsed_s = time.perf_counter() - start
-        best, spent_s, count = min(best, elapsed_s), spent_s + elapsed_s, count + 1
-    return best
+        wall_s, processor_s = min(wall_s, elapsed_s), min(processor_s, time.process_time() - start_processor)
+        spent_s, count = spent_s + elapsed_s, count + 1
+    return wall_s, processor_s
 
 
 def python_costs_us(spec: ModelSpec, num_blocks: int) -> dict[str, float]:
@@ -138,7 +143,7 @@ def python_costs_us(spec: ModelSpec, num_blocks: int) -> dict[str, float]:
             logits, [SampleSpec(DRAWN, (1,), ())] * 64, positions, best.tolist()
         ),
     }
-    return {name: round(fastest_s(run, 0.3) * 1e6, 1) for name, run in costs.items()}
+    return {name: round(fastest(run, 0.3)[0] * 1e6, 1) for name, run in costs.items()}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -170,9 +175,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     timed, rates = [], [Rates(*probe.measure())]
     for case in cases:
         plan = make_plan(case, num_blocks, GREEDY)
-        budget_s = arguments.seconds
-        step_s = fastest_s(lambda plan=plan: runner.run(plan), budget_s, at_least=2)  # type: ignore[misc]
-        timed.append((case, step_s))
+        wall_s, processor_s = fastest(partial(runner.run, plan), arguments.seconds, at_least=2)
+        timed.append((case, wall_s, processor_s / threads))
         rates.append(Rates(*probe.measure()))
     best = Rates(max(r.bytes_per_s for r in rates), max(r.multiply_adds_per_s for r in rates))
     return {
@@ -182,18 +186,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "read_gb_per_s": round(best.bytes_per_s / 1e9, 1),
         "giga_multiply_adds_per_s": round(best.multiply_adds_per_s / 1e9, 1),
         "load_average": round(os.getloadavg()[0], 1),
-        "steps": [asdict(against_limit(case, step_s, spec, dtype, best)) for case, step_s in timed],
+        "steps": [asdict(against_limit(*step, spec, dtype, best)) for step in timed],
         "python_us_at_64": python_costs_us(spec, num_blocks),
     }
 
 
-def against_limit(case: Case, step_s: float, spec: ModelSpec, dtype: Dtype, rates: Rates) -> Measured:
+def against_limit(
+    case: Case, step_s: float, processor_s: float, spec: ModelSpec, dtype: Dtype, rates: Rates
+) -> Measured:
     num_bytes, multiply_adds = work(case, spec, dtype)
     memory_s, compute_s = num_bytes / rates.bytes_per_s, multiply_adds / rates.multiply_adds_per_s
     limit_s = max(memory_s, compute_s)
     return Measured(
         name=case.name,
         step_ms=round(step_s * 1e3, 2),
+        processor_ms=round(processor_s * 1e3, 2),
         tokens_per_s=round(case.num_seqs * case.num_queries / step_s, 1),
         megabytes=round(num_bytes / 1e6, 1),
         giga_multiply_adds=round(multiply_adds / 1e9, 2),
@@ -205,13 +212,16 @@ def against_limit(case: Case, step_s: float, spec: ModelSpec, dtype: Dtype, rate
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['model']} {result['dtype']}, {result['threads']} threads: reads {result['read_gb_per_s']} GB/s, "
-        f"{result['giga_multiply_adds_per_s']} G multiply-adds/s (load average {result['load_average']})",
-        f"{'step':<22}{'ms':>10}{'tok/s':>10}{'MB':>9}{'GMAC':>9}{'limit ms':>10}  {'bound':<8}{'achieved':>9}",
+        f"{result['model']} {result['dtype']}, {result['threads']} threads: "
+        f"reads {result['read_gb_per_s']} GB/s, {result['giga_multiply_adds_per_s']} G multiply-adds/s "
+        f"(load average {result['load_average']})",
+        f"{'step':<20}{'ms':>9}{'cpu ms':>9}{'tok/s':>9}{'MB':>7}{'GMAC':>8}{'limit ms':>10}"
+        f"  {'bound':<8}{'achieved':>8}",
     ]
     lines += [
-        f"{s['name']:<22}{s['step_ms']:>10.1f}{s['tokens_per_s']:>10.1f}{s['megabytes']:>9.0f}"
-        f"{s['giga_multiply_adds']:>9.2f}{s['limit_ms']:>10.1f}  {s['bound']:<8}{s['share_of_limit']:>8.0%}"
+        f"{s['name']:<20}{s['step_ms']:>9.1f}{s['processor_ms']:>9.1f}{s['tokens_per_s']:>9.1f}"
+        f"{s['megabytes']:>7.0f}{s['giga_multiply_adds']:>8.2f}{s['limit_ms']:>10.1f}"
+        f"  {s['bound']:<8}{s['share_of_limit']:>8.0%}"
         for s in result["steps"]
     ]
     lines += [f"python at batch 64: {name} {us:.0f} µs" for name, us in result["python_us_at_64"].items()]

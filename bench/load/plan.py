@@ -18,10 +18,11 @@ import msgspec
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request to offer.
 
-    `body` is the JSON object of the request without what every request of the run shares (`Plan.shared_body`).
-    In a chat, turn 0 is an ordinary request; turn k > 0 is sent `think_s` after the answer of turn k - 1, to which its
-    scheduled time then refers, and its `messages` follow the history of its session (all earlier messages and answers).
-    A turn whose earlier turn failed is not sent; its record says `skipped`.
+    `body` is the JSON object of the request without what every request of the run shares
+    (`Plan.shared_body`). In a chat, turn 0 is an ordinary request; turn k > 0 is sent `think_s` after the
+    answer of turn k - 1, to which its scheduled time then refers, and its `messages` follow the history of
+    its session (all earlier messages and answers). A turn whose earlier turn failed is not sent; its record
+    says `skipped`.
     """
 
     index: int  # position in the plan, from 0

@@ -28,8 +28,9 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     index: int
     scheduled_s: float  # when it should have been sent; latencies count from here
     status: Status
+    started_s: float | None = None  # when the client acted on it: took a connection or began to open one
+    connected_s: float | None = None  # when it had its connection; opening one takes network and server time
     sent_s: float | None = None  # when its last byte was handed to the kernel; None: never sent
-    connected_s: float | None = None
     headers_s: float | None = None  # status line and headers read
     chunk_times_s: list[
         float
@@ -37,7 +38,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     chunk_tokens: list[
         int
     ] = []  # tokens in each chunk, if the server says (continuous usage, token_ids); else empty
-    end_s: float | None = None  # last byte, or the moment it failed
+    end_s: float | None = None  # the read that brought [DONE], else the last byte, or the moment it failed
     input_tokens: int | None = None  # usage.prompt_tokens
     cached_tokens: int | None = None  # usage.prompt_tokens_details.cached_tokens
     output_tokens: int | None = None  # usage.completion_tokens
@@ -71,6 +72,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     records: list[RequestRecord]
     clients: list[ClientReport]
     start_unix_s: float  # wall clock at the run's start
+    start_ns: int = 0  # the same moment on the machine's `perf_counter_ns` clock
     wall_s: float  # until the last record
     is_complete: bool  # False: interrupted, or a client process died
     notes: list[str] = []  # why it is not complete, one sentence each

@@ -50,9 +50,9 @@ def test_a_chunk_pays_the_vocabulary_once() -> None:
 
 def test_the_longer_of_the_two_limits_counts() -> None:
     case, slow_memory, slow_cores = Case("", 1, 1, 256), Rates(1e9, 1e15), Rates(1e15, 1e9)
-    memory = against_limit(case, 1.0, SPEC, Dtype.BF16, slow_memory)
+    memory = against_limit(case, 1.0, 1.0, SPEC, Dtype.BF16, slow_memory)
     assert (memory.bound, memory.share_of_limit) == ("memory", pytest.approx(0.275, abs=0.001))
-    compute = against_limit(case, 1.0, SPEC, Dtype.BF16, slow_cores)
+    compute = against_limit(case, 1.0, 1.0, SPEC, Dtype.BF16, slow_cores)
     assert (compute.bound, compute.share_of_limit) == ("compute", pytest.approx(0.143, abs=0.001))
 
 

@@ -1,0 +1,1 @@
+"""From records to figures: latencies, SLOs, windows, validity. Pure."""

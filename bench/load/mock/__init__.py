@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server of scripted timings and faults, to test load tests against."""

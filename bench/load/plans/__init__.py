@@ -1,0 +1,1 @@
+"""When and what is offered: settings in, a plan out."""

@@ -1,0 +1,1 @@
+"""Result files: written, read, compared, told in a few lines."""

@@ -1,0 +1,72 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.load.client.sse import MAX_LINE_BYTES, SseLines
+from cluster.errors import ProtocolError
+
+PAYLOADS = st.lists(
+    st.binary(min_size=1, max_size=12).filter(lambda data: not set(data) & set(b"\r\n ")), max_size=6
+)
+NOISE = st.sampled_from([b"", b": ping", b"event: message", b"id: 7", b"retry: 1", b"unknown"])
+
+
+def read_all(body: bytes, cuts: list[int]) -> list[bytes]:
+    lines = SseLines()
+    events: list[bytes] = []
+    edges = [0, *sorted(cut % (len(body) + 1) for cut in cuts), len(body)]
+    for start, end in pairwise(edges):
+        events += lines.feed(body[start:end])
+    return events + lines.finish()
+
+
+@given(
+    PAYLOADS,
+    st.sampled_from([b"\n", b"\r\n", b"\r"]),
+    st.sampled_from([b"data: ", b"data:"]),
+    NOISE,
+    st.lists(st.integers(min_value=0), max_size=12),
+)
+def test_events_do_not_depend_on_cuts_line_ends_or_noise(
+    payloads: list[bytes], end: bytes, prefix: bytes, noise: bytes, cuts: list[int]
+) -> None:
+    body = b"".join(noise + end + prefix + payload + end + end for payload in payloads)
+    assert read_all(body, cuts) == payloads
+
+
+def test_every_single_byte_cut_of_a_mixed_body() -> None:
+    body = b': ping\n\ndata: {"a":1}\r\n\r\ndata:{"b":2}\n\ndata: one\ndata: two\n\ndata: [DONE]\n\n'
+    expected = [b'{"a":1}', b'{"b":2}', b"one\ntwo", b"[DONE]"]
+    for cut in range(len(body) + 1):
+        assert read_all(body, [cut]) == expected
+    assert read_all(body, list(range(len(body)))) == expected
+
+
+def test_an_event_is_out_with_its_empty_line_and_not_before() -> None:
+    lines = SseLines()
+    assert lines.feed(b"data: x\n") == []
+    assert lines.feed(b"\n") == [b"x"]
+
+
+def test_a_carriage_return_at_the_end_of_a_read_is_a_line_end() -> None:
+    lines = SseLines()
+    assert lines.feed(b"data: x\r") == []
+    assert lines.feed(b"\n\r") == [b"x"]
+    assert lines.feed(b"\ndata: y\n\n") == [b"y"]
+
+
+@pytest.mark.parametrize("rest", [b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r\n"])
+def test_the_end_of_the_body_ends_the_last_event(rest: bytes) -> None:
+    assert read_all(rest, []) == [b"[DONE]"]
+
+
+def test_nothing_pending_means_no_event_at_the_end() -> None:
+    assert read_all(b"data: x\n\n: bye\n", []) == [b"x"]
+
+
+def test_an_endless_line_is_refused() -> None:
+    lines = SseLines()
+    with pytest.raises(ProtocolError, match="longer than"):
+        lines.feed(b"data: " + b"x" * MAX_LINE_BYTES)

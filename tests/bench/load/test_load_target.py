@@ -1,0 +1,138 @@
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from bench.load.client.target import Target, parse_target, probe
+from cluster.errors import BatonError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("http://127.0.0.1:8000", Target(host="127.0.0.1", port=8000)),
+        ("http://host/", Target(host="host", port=80)),
+        ("http://host:1/v1", Target(host="host", port=1)),
+        ("http://host:1/v1/", Target(host="host", port=1)),
+        ("http://host:1/team/a/v1", Target(host="host", port=1, base_path="/team/a")),
+        ("https://host", Target(host="host", port=443, is_tls=True)),
+        ("http://[::1]:80", Target(host="::1", port=80)),
+    ],
+)
+def test_urls(url: str, target: Target) -> None:
+    assert parse_target(url) == target
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("127.0.0.1:8000", "is no server URL"),
+        ("", "is no server URL"),
+        ("ftp://host", "is no server URL"),
+        ("http://", "is no server URL"),
+        ("http://host:99999", "the port is not a number from 1 to 65535"),
+        ("http://host:x", "the port is not a number from 1 to 65535"),
+        ("http://host?x=1", "has no query"),
+        ("http://me:secret@host", "has no query, fragment or user name"),
+    ],
+)
+def test_wrong_urls_are_named(url: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_target(url)
+
+
+def test_a_key_that_no_header_carries_is_refused() -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        parse_target("http://host", api_key="a\r\nx: y")
+
+
+def test_the_head_of_a_request() -> None:
+    head = parse_target("http://[::1]:8000/base/v1", api_key="k").head("/v1/completions")
+    assert head.startswith(b"POST /base/v1/completions HTTP/1.1\r\nhost: [::1]:8000\r\n")
+    assert b"\r\nauthorization: Bearer k\r\n" in head
+    assert head.endswith(b"\r\ncontent-length: ")
+
+
+@contextmanager
+def answering(*replies: bytes) -> Iterator[str]:
+    """A server that gives each connection the next reply and closes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(10.0)
+
+    def serve() -> None:
+        for reply in replies:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(10.0)
+                connection.recv(65536)
+                connection.sendall(reply)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        thread.join(10.0)
+        listener.close()
+
+
+def reply(body: bytes, status: bytes = b"200 OK") -> bytes:
+    return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+
+
+MODELS = reply(b'{"data":[{"id":"a","max_model_len":4096},{"id":"b"}]}')
+
+
+def test_a_probe_tells_model_length_and_version() -> None:
+    with answering(MODELS, reply(b'{"version":"1.2"}')) as url:
+        info = probe(parse_target(url))
+    assert (info.model, info.models, info.version, info.max_model_len) == ("a", ("a", "b"), "1.2", 4096)
+
+
+def test_a_server_need_not_have_a_version_or_a_length() -> None:
+    with answering(MODELS, reply(b"", b"404 Not Found")) as url:
+        info = probe(parse_target(url), model="b")
+    assert (info.model, info.version, info.max_model_len) == ("b", None, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (reply(b'{"error":{"message":"bad key"}}', b"401 Unauthorized"), "answered HTTP 401: bad key"),
+        (reply(b"<html>hello</html>"), "does not list models: is this an OpenAI-compatible server"),
+        (reply(b"[]"), "does not list models"),
+        (reply(b'{"data":[]}'), "serves no model"),
+        (b"SSH-2.0-x\r\n", "does not speak HTTP"),
+        (b"", "does not speak HTTP"),
+    ],
+)
+def test_what_is_no_such_server_is_said_in_one_line(answer: bytes, why: str) -> None:
+    with answering(answer) as url, pytest.raises(BatonError, match=why) as caught:
+        probe(parse_target(url))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_not_served() -> None:
+    with answering(MODELS) as url, pytest.raises(ConfigError, match="does not serve `c`; it serves: a, b"):
+        probe(parse_target(url), model="c")
+
+
+def test_a_refused_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(BatonError, match=f"nothing listens at `http://127.0.0.1:{port}`"):
+        probe(parse_target(f"http://127.0.0.1:{port}"))
+
+
+def test_a_server_that_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(BatonError, match=r"did not answer within 0\.2 s"):
+            probe(parse_target(url), timeout_s=0.2)
+
+
+def test_an_unknown_host() -> None:
+    with pytest.raises(BatonError, match=r"the host name `no-such-host\.invalid` is not known"):
+        probe(parse_target("http://no-such-host.invalid"))
