@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape
+from kernels.cpu.checks import check, check_index, check_pool, check_shape
 from kernels.ops import DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
 
 _FAULTS = ("", "token id", "position", "slot", "sequence", "logit row")  # `Fault` in forward.cpp
@@ -123,7 +123,8 @@ class NativeForward:
         )
         if fault:
             raise IndexError(
-                f"{_FAULTS[fault]} {self._bad_index.value} of the batch is out of range: {num_tokens} tokens, "
+                f"{_FAULTS[fault]} {self._bad_index.value} of the batch is out of range: "
+                f"{num_tokens} tokens, "
                 f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "
                 f"{num_blocks} blocks of {block_size}"
             )
