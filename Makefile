@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test test-quick check bench clean
+.PHONY: setup serve test test-quick check bench bench-engine clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.baseline $(BENCH_ARGS)
+
+bench-engine: $(STAMP)
+	$(BIN)/python -m bench.engine $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

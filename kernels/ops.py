@@ -13,6 +13,8 @@ in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
 import torch
@@ -30,6 +32,68 @@ class AttentionMeta(Protocol):
     context_lens: Tensor  # [num_seqs], keys visible to the last query of each sequence
     block_tables: Tensor  # [num_seqs, max_blocks]
     slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset
+
+
+class StepBatch(AttentionMeta, Protocol):
+    """A packed batch, as a whole forward pass sees it; int64."""
+
+    tokens: Tensor  # [num_tokens]
+    positions: Tensor  # [num_tokens]
+    logit_rows: Tensor  # [num_logit_rows], rows of the batch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """`qkv` stacks the rows of q, k and v; `gate_up` those of gate and up. Matrices are packed by the
+    backend."""
+
+    input_norm: Tensor
+    qkv: Any
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Any
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Any
+    gate_up_bias: Tensor | None
+    down: Any
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding: Tensor  # [vocab_size, hidden_size], plain rows
+    layers: Sequence[LayerWeights]
+    final_norm: Tensor
+    lm_head: Any  # packed; of the embedding's values where embeddings are tied
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The numbers of a decoder of pre-normed layers: attention with rotary positions, gated MLP."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tensors of a forward pass; they are overwritten by the next one."""
+
+    hidden: Tensor  # [num_tokens, hidden_size] after the last layer, before the final norm
+    logits: Tensor  # fp32 [num_logit_rows, vocab_size]
+    best: Tensor  # int64 [num_logit_rows]: the first largest logit of a row, or its first NaN
+
+
+class FusedForward(Protocol):
+    """A forward pass in one call; writes the batch's keys and values to the pool. One thread at a time."""
+
+    def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult: ...
 
 
 class Backend(Protocol):
@@ -82,4 +146,11 @@ class Backend(Protocol):
         """Causal attention of q [num_tokens, heads, head_dim] over each sequence's paged keys; query
         head h reads KV head h // (heads // kv_heads). Query i of a sequence with query length n and
         context length c stands at position c - n + i and sees keys [0, position]. Returns q's shape."""
+        ...
+
+    def fuse(
+        self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor
+    ) -> FusedForward | None:
+        """The whole decoder as one call, equal bit for bit to this backend's operations one by one; None
+        where the backend has none."""
         ...

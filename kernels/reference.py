@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.ops import PARTITION_SIZE, AttentionMeta
+from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 
 ROW_TILE = 16  # rows of one matrix product; missing rows are zeros
 PAD_MULTIPLE = 64  # in and out features are padded to this: ragged sizes take ragged code paths
@@ -81,6 +81,9 @@ class ReferenceBackend:
             keys, values = gather_kv(pool, layer, meta.block_tables[sequence], context_len)
             out[rows] = attend(q[rows], keys, values, context_len, scale)
         return out
+
+    def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> None:
+        return None
 
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

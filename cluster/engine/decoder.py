@@ -1,5 +1,8 @@
 """The decoder: one definition for every supported family, driven by `ModelSpec`, made of `kernels.ops`.
 
+`forward` is a step: it takes the backend's own pass over the whole model where it has one
+(`Backend.fuse`), and otherwise, with the same bits, the operations one by one:
+
 1. `hidden`: token ids → embedding rows → for each layer attention and gated MLP, each added to the
    residual. The keys and values of the batch's tokens are written to the paged pool before attention
    reads them.
@@ -11,9 +14,6 @@ beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,34 +21,7 @@ from cluster.engine.model_spec import ModelSpec
 from cluster.engine.packed_batch import PackedBatch
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
 from cluster.engine.rotary import rotary_tables
-from kernels.ops import Backend
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """`qkv` stacks the rows of q, k and v; `gate_up` those of gate and up. Matrices are packed by the
-    backend."""
-
-    input_norm: Tensor
-    qkv: Any
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Any
-    output_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Any
-    gate_up_bias: Tensor | None
-    down: Any
-    down_bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    embedding: Tensor  # [vocab_size, hidden_size], plain rows
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
-    lm_head: Any  # packed; of the embedding's values where embeddings are tied
+from kernels.ops import Backend, DecoderShape, DecoderWeights, LayerWeights, StepResult
 
 
 class Decoder:
@@ -61,7 +34,9 @@ class Decoder:
         backend: Backend,
         max_model_len: int,
         parallel: ParallelConfig = SINGLE_RANK,
+        fuse: bool = True,
     ) -> None:
+        """`fuse` False: the operations one by one, for tests that hold the backend's own pass to them."""
         self.spec = spec
         self.parallel = parallel
         self.max_model_len = max_model_len
@@ -70,6 +45,26 @@ class Decoder:
         self._scale = spec.head_dim**-0.5
         cos, sin = rotary_tables(spec.rope, spec.head_dim, max_model_len)
         self._cos, self._sin = cos.to(backend.device), sin.to(backend.device)
+        shape = DecoderShape(
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rms_norm_eps=spec.rms_norm_eps,
+        )
+        self._fused = backend.fuse(shape, weights, self._cos, self._sin) if fuse else None
+
+    def forward(self, batch: PackedBatch, pool: Tensor) -> StepResult:
+        """Compute a step: keys and values of the batch's tokens to `pool`, logits of its `logit_rows`.
+
+        The result's tensors may be overwritten by the next step.
+        """
+        if self._fused is not None:
+            return self._fused(batch, pool)
+        hidden = self.hidden(batch, pool)
+        logits = self.logits(hidden[batch.logit_rows])
+        return StepResult(hidden, logits, logits.argmax(dim=-1))
 
     def hidden(self, batch: PackedBatch, pool: Tensor) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the last layer, before the final norm.

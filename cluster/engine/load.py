@@ -18,8 +18,9 @@ def load_decoder(
     backend: Backend,
     max_model_len: int | None = None,
     parallel: ParallelConfig = SINGLE_RANK,
+    fuse: bool = True,
 ) -> Decoder:
-    """Map the prepared weights; `max_model_len` None means all the model can do.
+    """Map the prepared weights; `max_model_len` None means all the model can do; `fuse` as in `Decoder`.
 
     Raises:
         ModelError: the cache is damaged, or `max_model_len` is more than the model computes correctly.
@@ -37,4 +38,4 @@ def load_decoder(
     mapped = map_weights(prepared.directory)
     with torch.inference_mode():
         weights = assemble(spec, mapped.tensors, mapped.unpacked, backend)
-        return Decoder(spec, weights, backend, max_model_len or spec.max_context_len, parallel)
+        return Decoder(spec, weights, backend, max_model_len or spec.max_context_len, parallel, fuse)

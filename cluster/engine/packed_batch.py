@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -33,21 +35,29 @@ def pack(rows: Sequence[Row], block_size: int, max_model_len: int, device: torch
     """
     lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
     starts = np.array([row.start for row in rows], dtype=np.int32)
+    num_blocks = np.array([len(row.block_ids) for row in rows], dtype=np.int32)
     context_lens = starts + lengths
     query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=query_starts[1:])
     blocks_needed = -(-context_lens // block_size)
-    _check(rows, lengths, context_lens, blocks_needed, max_model_len)
+    bad = (lengths == 0) | (context_lens > max_model_len) | (num_blocks < blocks_needed)
+    if bad.any():
+        _refuse(rows[int(bad.argmax())], block_size, max_model_len)
 
-    block_tables = np.zeros((len(rows), int(blocks_needed.max())), dtype=np.int32)
-    for index, row in enumerate(rows):
-        block_tables[index, : blocks_needed[index]] = row.block_ids[: blocks_needed[index]]
+    needed = blocks_needed.tolist()
+    block_ids = chain.from_iterable(
+        islice(row.block_ids, count) for row, count in zip(rows, needed, strict=True)
+    )
+    block_tables = np.zeros((len(rows), max(needed)), dtype=np.int32)
+    filled = np.arange(block_tables.shape[1], dtype=np.int32) < blocks_needed[:, None]
+    block_tables[filled] = np.fromiter(block_ids, dtype=np.int32, count=sum(needed))
     row_of_token = np.repeat(np.arange(len(rows)), lengths)
     # token t of row r stands at starts[r] + (t - query_starts[r])
     positions = np.arange(query_starts[-1], dtype=np.int64) + (starts - query_starts[:-1])[row_of_token]
     blocks = block_tables[row_of_token, positions // block_size].astype(np.int64)
     slot_mapping = blocks * block_size + positions % block_size
-    tokens = np.fromiter((t for row in rows for t in row.token_ids), dtype=np.int64, count=query_starts[-1])
+    token_ids = chain.from_iterable(row.token_ids for row in rows)
+    tokens = np.fromiter(token_ids, dtype=np.int64, count=query_starts[-1])
     samples = [index for index, row in enumerate(rows) if row.sample is not None]
     logit_rows = query_starts[1:][samples].astype(np.int64) - 1
 
@@ -65,20 +75,13 @@ def pack(rows: Sequence[Row], block_size: int, max_model_len: int, device: torch
     )
 
 
-def _check(
-    rows: Sequence[Row],
-    lengths: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
-    context_lens: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
-    blocks_needed: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
-    max_model_len: int,
-) -> None:
-    for index, row in enumerate(rows):
-        if lengths[index] == 0:
-            raise ValueError(f"row of request {row.request} brings no tokens")
-        if context_lens[index] > max_model_len:
-            raise ValueError(f"request {row.request} reaches {context_lens[index]} tokens of {max_model_len}")
-        if len(row.block_ids) < blocks_needed[index]:
-            raise ValueError(
-                f"request {row.request} has {len(row.block_ids)} blocks for {context_lens[index]} tokens, "
-                f"needs {blocks_needed[index]}"
-            )
+def _refuse(row: Row, block_size: int, max_model_len: int) -> NoReturn:
+    context_len = row.start + len(row.token_ids)
+    if not row.token_ids:
+        raise ValueError(f"row of request {row.request} brings no tokens")
+    if context_len > max_model_len:
+        raise ValueError(f"request {row.request} reaches {context_len} tokens of {max_model_len}")
+    raise ValueError(
+        f"request {row.request} has {len(row.block_ids)} blocks for {context_len} tokens, "
+        f"needs {-(-context_len // block_size)}"
+    )

@@ -89,9 +89,9 @@ class ModelRunner:
         return pack(plan.rows, self._pool.shape[3], self.max_model_len, self._device)
 
     def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
-        hidden = self.decoder.hidden(batch, self._pool)
+        result = self.decoder.forward(batch, self._pool)
         specs = [row.sample for row in rows if row.sample is not None]
         if not specs:
             return []
         positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
-        return sample(self.decoder.logits(hidden[batch.logit_rows]), specs, positions)
+        return sample(result.logits, specs, positions, result.best.tolist())

@@ -42,17 +42,25 @@ def sample(
     logits: Tensor,  # [num_rows, vocab], read only
     specs: Sequence[SampleSpec],  # one per row
     positions: Sequence[int],  # one per row: index in the sequence of the token to choose
+    best_ids: Sequence[int]
+    | None = None,  # one per row: its first largest logit, or first NaN; None: found here
 ) -> list[TokenOutput]:
     """One token per row. Logits on another device or of another dtype are copied to CPU fp32 first."""
     rows: Row = np.ascontiguousarray(logits.detach().float().cpu().numpy())
     assert len(rows) == len(specs) == len(positions)
+    if best_ids is None:
+        best_ids = rows.argmax(axis=1).tolist() if len(rows) else ()
+    peaks = rows[np.arange(len(rows)), best_ids].tolist()
     scratch = _Scratch(rows.shape[1])
     num_broken = 0
     outputs = []
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        for row, spec, position in zip(rows, specs, positions, strict=True):
-            best = int(row.argmax())  # the first NaN, if there is one
-            if not math.isfinite(row[best]):
+        for index, (spec, position, best) in enumerate(zip(specs, positions, best_ids, strict=True)):
+            if math.isfinite(peaks[index]) and _is_plain_greedy(spec):
+                outputs.append(TokenOutput(best))
+                continue
+            row = rows[index]
+            if not math.isfinite(peaks[index]):
                 row = row.copy()
                 num_broken += make_finite(row)
                 best = int(row.argmax())
@@ -68,6 +76,16 @@ class _Scratch:
     def __init__(self, vocab_size: int) -> None:
         self.scores: Row = np.empty(vocab_size, np.float32)
         self.weights: Row = np.empty(vocab_size, np.float32)
+
+
+def _is_plain_greedy(spec: SampleSpec) -> bool:
+    """Whether the row's largest logit is its token, with nothing else to report."""
+    params = spec.params
+    return (
+        params.temperature < GREEDY_TEMPERATURE
+        and params.num_logprobs is None
+        and is_neutral(params, len(spec.output_ids))
+    )
 
 
 def _sample_row(row: Row, best: int, spec: SampleSpec, position: int, scratch: _Scratch) -> TokenOutput:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.engine.decoder import DecoderWeights, LayerWeights
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.weights import EMBEDDING, FINAL_NORM, LM_HEAD, TORCH_DTYPES, WeightSource, layer_name
-from kernels.ops import Backend
+from kernels.ops import Backend, DecoderWeights, LayerWeights
 
 _MATRICES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

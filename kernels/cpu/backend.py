@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.fallback import TorchKernels
 from kernels.cpu.native import NativeKernels
-from kernels.ops import AttentionMeta
+from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, FusedForward
 
 logger = logging.getLogger(__name__)
 
@@ -68,3 +68,8 @@ class CpuBackend:
         self, q: Tensor, pool: Tensor, layer: int, meta: AttentionMeta, scale: float
     ) -> Tensor:
         return self._kernels.paged_attention(q, pool, layer, meta, scale)
+
+    def fuse(
+        self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor
+    ) -> FusedForward | None:
+        return self._kernels.fuse(shape, weights, cos, sin)

@@ -28,10 +28,18 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp")
-HEADERS = ("attention_tiles.h", "simd.h", "threads.h")
+SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp")
+HEADERS = (
+    "attention.h",
+    "attention_tiles.h",
+    "gemm.h",
+    "rowwise.h",
+    "simd.h",
+    "team.h",
+    "threads.h",
+)
 FLAGS = (
-    "-std=c++17",
+    "-std=c++20",
     "-O3",
     "-march=native",
     "-ffp-contract=off",  # a multiply-add is fused where the source says so, in every copy of a loop

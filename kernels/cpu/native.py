@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import BuildError
-from kernels.ops import PARTITION_SIZE, AttentionMeta
+from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
+from kernels.cpu.native_forward import NativeForward
+from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-# One letter per argument: p pointer, i int64, f float; then the result, - for none.
+# One letter per argument: p pointer, i int64, f float, d double; then the result, - for none.
 SIGNATURES = {
     "baton_panel_width": "i",
     "baton_partition_size": "i",
@@ -30,8 +32,31 @@ SIGNATURES = {
     "baton_silu_mul": "piipii-",
     "baton_write_kv": "ppiipipiiiiiii",
     "baton_paged_attention": "pipiiiiiipppiiiifpiii",
+    "baton_model_create": "pppppppffip",
+    "baton_model_destroy": "p-",
+    "baton_forward": "piiiippppppppiippppi",
+    "baton_probe_multiply_adds": "iid",
+    "baton_probe_read": "piid",
 }
-_TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "-": None}
+_TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
+
+
+def bind(library: ctypes.CDLL) -> Any:
+    """The library with its functions' types set.
+
+    Raises:
+        BuildError: it lacks a function, or was made for other partitions.
+    """
+    try:
+        for name, letters in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = [_TYPES[letter] for letter in letters[:-1]]
+            function.restype = _TYPES[letters[-1]]
+    except AttributeError as error:
+        raise BuildError(f"the compiled kernels lack a function: {error}") from error
+    if library.baton_partition_size() != PARTITION_SIZE:
+        raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
+    return library
 
 
 class NativeKernels:
@@ -39,24 +64,15 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self._num_threads = num_threads
-        try:
-            for name, letters in SIGNATURES.items():
-                function = getattr(library, name)
-                function.argtypes = [_TYPES[letter] for letter in letters[:-1]]
-                function.restype = _TYPES[letters[-1]]
-        except AttributeError as error:
-            raise BuildError(f"the compiled kernels lack a function: {error}") from error
-        if library.baton_partition_size() != PARTITION_SIZE:
-            raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
-        self._library: Any = library
+        self._library = bind(library)
 
     @property
     def packed_layout(self) -> str:
-        return f"panels{self._library.baton_panel_width()}"
+        return f"panels{self._library.baton_panel_width()}-paired"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp`."""
-        _check(weight, 2, "weight")
+        check(weight, 2, "weight")
         weight = weight.contiguous()
         out_features, in_features = weight.shape
         element_bytes = weight.element_size()
@@ -74,7 +90,7 @@ class NativeKernels:
         return self._linear(x, packed, None, torch.float32)
 
     def _linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        is_bf16 = _check(x, 2, "x")
+        is_bf16 = check(x, 2, "x")
         x = x.contiguous()
         num_tokens, in_features = x.shape
         packed_pointer = packed.data_ptr()
@@ -87,8 +103,8 @@ class NativeKernels:
         out = torch.empty((num_tokens, out_features), dtype=dtype)
         bias_pointer, bias_bf16 = None, False
         if bias is not None:
-            bias_bf16 = _check(bias, 1, "bias")
-            _check_shape(bias, (out_features,), "bias")
+            bias_bf16 = check(bias, 1, "bias")
+            check_shape(bias, (out_features,), "bias")
             bias = bias.contiguous()
             bias_pointer = bias.data_ptr()
         self._library.baton_linear(
@@ -105,11 +121,11 @@ class NativeKernels:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        is_bf16 = _check(x, None, "x")
-        _check_same_dtype(weight, x, "weight")
+        is_bf16 = check(x, None, "x")
+        check_same_dtype(weight, x, "weight")
         x, weight = x.contiguous(), weight.contiguous()
         size = x.shape[-1]
-        _check_shape(weight, (size,), "weight")
+        check_shape(weight, (size,), "weight")
         out = torch.empty_like(x)
         self._library.baton_rms_norm(
             x.data_ptr(),
@@ -124,13 +140,13 @@ class NativeKernels:
         return out
 
     def rotary(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        is_bf16 = _check(x, 3, "x")
-        x = _rows(x)
+        is_bf16 = check(x, 3, "x")
+        x = rows(x)
         num_tokens, num_heads, head_dim = x.shape
-        _check_index(positions, (num_tokens,), torch.int64, "positions")
+        check_index(positions, (num_tokens,), torch.int64, "positions")
         if cos.dtype is not torch.float32 or sin.dtype is not torch.float32 or cos.shape != sin.shape:
             raise TypeError(f"cos and sin must be fp32 of one shape: {cos.dtype} {sin.dtype}")
-        _check_shape(cos, (cos.shape[0], head_dim // 2), "cos")
+        check_shape(cos, (cos.shape[0], head_dim // 2), "cos")
         cos, sin, positions = cos.contiguous(), sin.contiguous(), positions.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         bad = self._library.baton_rotary(
@@ -152,10 +168,10 @@ class NativeKernels:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        is_bf16 = _check(gate_up, 2, "gate_up")
+        is_bf16 = check(gate_up, 2, "gate_up")
         gate_up = gate_up.contiguous()
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        _check_shape(gate_up, (num_tokens, 2 * size), "gate_up")
+        check_shape(gate_up, (num_tokens, 2 * size), "gate_up")
         out = torch.empty((num_tokens, size), dtype=gate_up.dtype)
         self._library.baton_silu_mul(
             gate_up.data_ptr(), num_tokens, size, out.data_ptr(), is_bf16, self._num_threads
@@ -163,14 +179,14 @@ class NativeKernels:
         return out
 
     def write_kv(self, k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        _check(k, 3, "k")
-        num_blocks, num_layers, block_size, num_kv_heads, head_dim = _check_pool(pool, layer, k)
+        check(k, 3, "k")
+        num_blocks, num_layers, block_size, num_kv_heads, head_dim = check_pool(pool, layer, k)
         shape = (k.shape[0], num_kv_heads, head_dim)
-        _check_shape(k, shape, "k")
-        _check_shape(v, shape, "v")
-        _check_same_dtype(v, k, "v")
-        _check_index(slot_mapping, shape[:1], torch.int64, "slot_mapping")
-        k, v, slot_mapping = _rows(k), _rows(v), slot_mapping.contiguous()
+        check_shape(k, shape, "k")
+        check_shape(v, shape, "v")
+        check_same_dtype(v, k, "v")
+        check_index(slot_mapping, shape[:1], torch.int64, "slot_mapping")
+        k, v, slot_mapping = rows(k), rows(v), slot_mapping.contiguous()
         element_bytes = k.element_size()
         bad = self._library.baton_write_kv(
             k.data_ptr(),
@@ -193,15 +209,15 @@ class NativeKernels:
     def paged_attention(
         self, q: Tensor, pool: Tensor, layer: int, meta: AttentionMeta, scale: float
     ) -> Tensor:
-        is_bf16 = _check(q, 3, "q")
-        num_blocks, num_layers, block_size, num_kv_heads, head_dim = _check_pool(pool, layer, q)
+        is_bf16 = check(q, 3, "q")
+        num_blocks, num_layers, block_size, num_kv_heads, head_dim = check_pool(pool, layer, q)
         num_tokens, num_heads = q.shape[:2]
-        _check_shape(q, (num_tokens, num_heads // num_kv_heads * num_kv_heads, head_dim), "q")
-        q = _rows(q)
+        check_shape(q, (num_tokens, num_heads // num_kv_heads * num_kv_heads, head_dim), "q")
+        q = rows(q)
         num_seqs, max_blocks = meta.block_tables.shape
-        _check_index(meta.query_starts, (num_seqs + 1,), torch.int32, "query_starts")
-        _check_index(meta.context_lens, (num_seqs,), torch.int32, "context_lens")
-        _check_index(meta.block_tables, (num_seqs, max_blocks), torch.int32, "block_tables")
+        check_index(meta.query_starts, (num_seqs + 1,), torch.int32, "query_starts")
+        check_index(meta.context_lens, (num_seqs,), torch.int32, "context_lens")
+        check_index(meta.block_tables, (num_seqs, max_blocks), torch.int32, "block_tables")
         query_starts, context_lens = meta.query_starts.contiguous(), meta.context_lens.contiguous()
         block_tables = meta.block_tables.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -235,50 +251,5 @@ class NativeKernels:
             )
         return out
 
-
-def _check(tensor: Tensor, num_dims: int | None, name: str) -> bool:
-    """True for bf16, False for fp32."""
-    if not tensor.is_cpu or (num_dims is not None and tensor.dim() != num_dims):
-        raise ValueError(f"`{name}` must have {num_dims} dimensions on the CPU: {tuple(tensor.shape)}")
-    if tensor.dtype is torch.bfloat16:
-        return True
-    if tensor.dtype is torch.float32:
-        return False
-    raise TypeError(f"`{name}` must be fp32 or bf16: {tensor.dtype}")
-
-
-def _check_same_dtype(tensor: Tensor, other: Tensor, name: str) -> None:
-    if tensor.dtype is not other.dtype or not tensor.is_cpu:
-        raise TypeError(f"`{name}` must be {other.dtype} on the CPU: {tensor.dtype} on {tensor.device}")
-
-
-def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"`{name}` must have shape {shape}: {tuple(tensor.shape)}")
-
-
-def _check_index(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
-    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
-        raise ValueError(f"`{name}` must be {dtype} of shape {shape}: {tensor.dtype} {tuple(tensor.shape)}")
-
-
-def _check_pool(pool: Tensor, layer: int, like: Tensor) -> tuple[int, int, int, int, int]:
-    """(num_blocks, num_layers, block_size, kv_heads, head_dim) of a pool that `layer` and `like` fit."""
-    if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
-        raise ValueError(
-            "`pool` must be contiguous [blocks, layers, 2, block_size, kv_heads, head_dim]: "
-            f"{tuple(pool.shape)}"
-        )
-    _check_same_dtype(pool, like, "pool")
-    num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = pool.shape
-    if not 0 <= layer < num_layers:
-        raise IndexError(f"layer outside the pool of {num_layers}: {layer}")
-    return num_blocks, num_layers, block_size, num_kv_heads, head_dim
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[num_tokens, heads, head_dim] whose rows are contiguous, if apart (a slice of a wider one)."""
-    head_dim = tensor.shape[2]
-    if tensor.stride(2) == 1 and tensor.stride(1) == head_dim:
-        return tensor
-    return tensor.contiguous()
+    def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> NativeForward:
+        return NativeForward(self._library, self._num_threads, shape, weights, cos, sin)

@@ -1,10 +1,7 @@
-// Operations that look at one row at a time: RMS norm, rotary embedding, SiLU gate, KV write.
+// The operations of `rowwise.h` and the KV write over all rows of a batch.
 //
-// Every row is walked in vectors from its own start, its end through the same code by partial loads.
 // Threads share out rows. Pointers are typed by `is_bf16`; strides are in elements.
-#include <cmath>
-
-#include "simd.h"
+#include "rowwise.h"
 #include "threads.h"
 
 namespace baton {
@@ -14,62 +11,30 @@ constexpr int64_t kGrainElements = 16 * 1024;  // less work than this is not wor
 
 int64_t grain(int64_t row_elements) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(row_elements, 1)); }
 
-// y = round(x * rsqrt(mean(x^2) + eps)) * w
 template <typename T>
 void rms_norm(const T* x, const T* weight, float eps, int64_t num_rows, int64_t size, T* y, int64_t num_threads) {
     parallel_ranges(num_threads, num_rows, grain(size), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-            const T* source = x + row * size;
-            T* target = y + row * size;
-            Vec squares = {};
-            for (int64_t i = 0; i < size; i += kWidth) {
-                Vec value = load_partial(source + i, size - i);
-                squares = fma(value, value, squares);
-            }
-            Vec inverse_rms = splat(1.0f / std::sqrt(sum_lanes(squares) / float(size) + eps));
-            for (int64_t i = 0; i < size; i += kWidth) {
-                Vec normed = round_to<T>(load_partial(source + i, size - i) * inverse_rms);
-                store_partial(target + i, normed * load_partial(weight + i, size - i), size - i);
-            }
-        }
+        for (int64_t row = begin; row < end; ++row) rms_norm_row(x + row * size, weight, eps, size, y + row * size);
     });
 }
 
-// (a, b) = halves of a head -> (a cos - b sin, b cos + a sin)
 template <typename T>
 void rotary(const T* x, int64_t row_stride, const int64_t* positions, const float* cos, const float* sin,
             int64_t num_rows, int64_t num_heads, int64_t head_dim, T* y, int64_t num_threads) {
-    int64_t half = head_dim / 2;
+    const int64_t half = head_dim / 2;
     parallel_ranges(num_threads, num_rows, grain(num_heads * head_dim), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-            const float *row_cos = cos + positions[row] * half, *row_sin = sin + positions[row] * half;
-            for (int64_t head = 0; head < num_heads; ++head) {
-                const T* source = x + row * row_stride + head * head_dim;
-                T* target = y + (row * num_heads + head) * head_dim;
-                for (int64_t i = 0; i < half; i += kWidth) {
-                    int64_t count = half - i;
-                    Vec a = load_partial(source + i, count), b = load_partial(source + half + i, count);
-                    Vec c = load_partial(row_cos + i, count), s = load_partial(row_sin + i, count);
-                    store_partial(target + i, a * c - b * s, count);
-                    store_partial(target + half + i, b * c + a * s, count);
-                }
-            }
-        }
+        for (int64_t row = begin; row < end; ++row)
+            for (int64_t head = 0; head < num_heads; ++head)
+                rotate_head(x + row * row_stride + head * head_dim, cos + positions[row] * half,
+                            sin + positions[row] * half, head_dim, y + (row * num_heads + head) * head_dim);
     });
 }
 
-// [gate | up] -> gate / (1 + exp(-gate)) * up
 template <typename T>
 void silu_mul(const T* gate_up, int64_t num_rows, int64_t size, T* y, int64_t num_threads) {
     parallel_ranges(num_threads, num_rows, grain(size), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-            const T *gates = gate_up + row * 2 * size, *ups = gates + size;
-            T* target = y + row * size;
-            for (int64_t i = 0; i < size; i += kWidth) {
-                Vec gate = load_partial(gates + i, size - i), up = load_partial(ups + i, size - i);
-                store_partial(target + i, gate / (exp(-gate) + 1.0f) * up, size - i);
-            }
-        }
+        for (int64_t row = begin; row < end; ++row)
+            silu_mul_row(gate_up + row * 2 * size, gate_up + (row * 2 + 1) * size, size, y + row * size);
     });
 }
 

@@ -101,6 +101,19 @@ inline UintVec round_bf16(Vec value) {
     return (rounded & ~is_nan) | (is_nan & 0x7fc00000);
 }
 
+// Two vectors that lie side by side in memory. bf16 pairs are interleaved by whoever wrote them, the first vector's
+// lanes in the low halves of 32-bit words, the second's in the high ones: a shift and a mask take them apart.
+inline void load_pair(const float* source, Vec& first, Vec& second) {
+    first = load(source);
+    second = load(source + kWidth);
+}
+inline void load_pair(const bf16* source, Vec& first, Vec& second) {
+    UintVec words;
+    std::memcpy(&words, source, sizeof words);
+    first = Vec(words << 16);
+    second = Vec(words & 0xffff0000);
+}
+
 inline void store(float* target, Vec value) { std::memcpy(target, &value, sizeof value); }
 inline void store(bf16* target, Vec value) {
     UintVec high = round_bf16(value) >> 16;

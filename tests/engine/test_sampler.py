@@ -330,3 +330,38 @@ def test_bf16_logits_and_no_rows():
     specs = [spec(num_logprobs=1)] * 3
     assert sample(logits, specs, range(3)) == sample(logits.float(), specs, range(3))
     assert sample(torch.empty(0, 64), [], []) == []
+
+
+def test_best_ids_found_elsewhere_change_nothing():
+    logits = random_logits(6, 300)
+    logits[1, 40] = math.nan
+    logits[2, 7] = math.inf
+    logits[3, 5] = logits[3].max() + 1
+    logits[3, 9] = logits[3, 5]  # the first of equals
+    logits[4] = -math.inf
+    specs = [
+        spec(temperature=0.0),
+        spec(temperature=0.0),
+        spec(temperature=0.0),
+        spec(temperature=0.0),
+        spec(temperature=0.0, allowed_token_ids=(3,)),
+        spec(temperature=0.8, seed=3, top_k=20, num_logprobs=2),
+    ]
+    best = [int(row.argmax()) for row in logits.numpy()]
+    assert sample(logits, specs, range(6), best) == sample(logits, specs, range(6))
+
+
+def test_greedy_with_requests_of_its_own_is_not_taken_for_plain():
+    logits = random_logits(3, 50)
+    best = int(logits[0].argmax())
+    specs = [
+        spec(temperature=0.0, num_logprobs=1),
+        spec(temperature=0.0, logit_bias=((7, 100.0),)),
+        spec(temperature=0.0, min_tokens=2, stop_token_ids=(best,)),
+    ]
+    rows = logits[:1].expand(3, -1)
+    outputs = sample(rows, specs, range(3), [best] * 3)
+    assert outputs[0].token_id == best
+    assert outputs[0].logprob is not None
+    assert outputs[1].token_id == 7
+    assert outputs[2].token_id != best

@@ -91,9 +91,10 @@ class Engine:
         *,
         num_blocks: int = 96,
         block_seed: int | None = None,
+        fuse: bool = True,
     ) -> None:
         spec = prepared.spec
-        self.decoder = load_decoder(prepared, backend)
+        self.decoder = load_decoder(prepared, backend, fuse=fuse)
         self.device = backend.device
         shape = (num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         # what a block held before must not matter: start from values that would show
@@ -125,7 +126,7 @@ class Engine:
         """Hidden states per row."""
         with torch.inference_mode():
             batch = pack(rows, BLOCK_SIZE, self.decoder.max_model_len, self.device)
-            hidden = self.decoder.hidden(batch, self.pool)
+            hidden = self.decoder.forward(batch, self.pool).hidden.clone()
         return list(hidden.split([len(row.token_ids) for row in rows]))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,35 @@
+// Causal attention of a packed batch over paged keys and values, as items that threads share out; how an item is
+// computed, and in what order its sums are taken, is told in `attention.cpp`.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace baton {
+
+struct Shape {
+    int64_t num_heads, num_kv_heads, head_dim, padded_dim, group;
+    int64_t num_layers, block_size, layer;
+    float scale;
+};
+
+// Some KV heads of one sequence and a tile of its queries.
+struct Item {
+    int64_t sequence, first_head, num_heads;  // KV heads
+    int64_t first_query, num_queries;
+};
+
+std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t num_seqs, int64_t num_threads);
+
+// One item. q rows are q_row_stride elements apart; `out` [num_tokens, num_heads, head_dim] is rounded to T and stored
+// as T, or as fp32 for a product that reads it next. Instantiated for T and Out of the model's type and Out fp32.
+template <typename T, typename Out>
+void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const T* pool,
+            const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks,
+            Out* out);
+
+// The first sequence whose lengths or blocks do not fit the pool, or -1.
+int64_t first_unfit(const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
+                    int64_t max_blocks, int64_t num_seqs, int64_t num_tokens, int64_t num_blocks, int64_t block_size);
+
+}  // namespace baton

@@ -1,0 +1,127 @@
+// Rows of fp32 times a packed weight: the tiles that `gemm.cpp` and `forward.cpp` share.
+//
+// A packed weight is panels [ceil(N / kPanel)][K][kPanel] of its own dtype: a step over k reads one contiguous line
+// per panel. A tile of up to kRowTile rows x some panels lives in registers for the whole k loop and is handed once
+// to whoever asked (`Output`). bf16 weights are widened on their way to the registers: two operations for
+// 2 * kWidth weights, which fit beside the multiply-adds.
+//
+// Each y[m, n] is one chain of fused multiply-adds in k order from 0, whatever the tile it fell in: bits depend
+// neither on the number of rows, nor on a row's place, nor on which panels a thread was given.
+//
+// Memory is asked for ahead. Where one tile covers all rows, every panel's own stream is a fixed distance ahead.
+// Where several tiles pass over one panel, each asks for its share of the next one, so that the memory is busy while
+// the multiply-adds are.
+#pragma once
+
+#include "simd.h"
+#include "threads.h"
+
+namespace baton {
+
+constexpr int64_t kPanel = 2 * kWidth;               // output features side by side in a panel
+constexpr int64_t kRowTile = kWidth == 16 ? 12 : 6;  // rows x 2 accumulators fill the registers
+constexpr int64_t kRowBlockBytes = 192 * 1024;       // fp32 rows that stay in L2 while panels pass
+constexpr int64_t kPrefetchBytes = 2048;
+
+// Bytes from a panel's line at k to the line asked for then: offset + k * step.
+struct Ahead {
+    int64_t offset, step;
+};
+
+// A tile: num_rows rows of x (at most kRowTile, in_features apart) against as many of the `panels_left` panels from
+// `panel` on as keep every multiply-add pipe busy; returns how many. sums[row * kTileFloats + column] takes the sums.
+// In `gemm.cpp`, for float and bf16.
+constexpr int64_t kTileFloats = 4 * kPanel;
+
+template <typename W>
+int64_t tile(int64_t num_rows, int64_t panels_left, const float* x, int64_t in_features, const W* panel, Ahead ahead,
+             float* sums);
+
+// Rows [row_begin, row_end) x panels [begin, end), rows cut into tiles of about equal height.
+template <typename W, typename Output>
+class RowBlock {
+public:
+    RowBlock(const float* x, int64_t in_features, const W* panels, const Output& output)
+        : x_(x), in_features_(in_features), panels_(panels), output_(output) {}
+
+    void run(int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) const {
+        const int64_t num_rows = row_end - row_begin, num_tiles = ceil_div(num_rows, kRowTile);
+        alignas(64) float sums[kRowTile * kTileFloats];
+        constexpr int64_t line_bytes = kPanel * int64_t(sizeof(W));
+        for (int64_t panel = begin; panel < end;) {
+            int64_t taken = 0;
+            for (int64_t t = 0; t < num_tiles; ++t) {
+                const int64_t from = row_begin + num_rows * t / num_tiles;
+                const int64_t to = row_begin + num_rows * (t + 1) / num_tiles;
+                const Ahead ahead =
+                    num_tiles == 1 ? Ahead{kPrefetchBytes, line_bytes}
+                                   : Ahead{in_features_ * line_bytes * (num_tiles + t) / num_tiles, line_bytes / num_tiles};
+                taken = tile(to - from, num_tiles == 1 ? end - panel : 1, x_ + from * in_features_, in_features_,
+                             panels_ + panel * in_features_ * kPanel, ahead, sums);
+                for (int64_t row = from; row < to; ++row)
+                    for (int64_t column = 0; column < taken * kPanel; column += kWidth)
+                        output_.write(row, panel * kPanel + column, load(sums + (row - from) * kTileFloats + column));
+            }
+            panel += taken;
+        }
+    }
+
+private:
+    const float* x_;
+    int64_t in_features_;
+    const W* panels_;
+    const Output& output_;
+};
+
+// x [num_rows, in_features] fp32 x panels [begin, end); `output.write(row, column, value)` takes vectors of y, some
+// of them past the last column.
+template <typename W, typename Output>
+void gemm(const float* x, int64_t num_rows, int64_t in_features, const W* panels, int64_t begin, int64_t end,
+          const Output& output) {
+    const int64_t block = std::max(2 * kRowTile, kRowBlockBytes / 4 / std::max<int64_t>(in_features, 1));
+    const int64_t num_blocks = ceil_div(num_rows, block);
+    for (int64_t b = 0; b < num_blocks; ++b)
+        RowBlock<W, Output>(x, in_features, panels, output)
+            .run(num_rows * b / num_blocks, num_rows * (b + 1) / num_blocks, begin, end);
+}
+
+// y = sum + bias, rounded to Y.
+template <typename Y>
+struct Store {
+    Y* data;
+    const float* bias;  // or null
+    int64_t out_features;
+
+    void write(int64_t row, int64_t column, Vec value) const {
+        const int64_t count = out_features - column;
+        if (count <= 0) return;
+        if (bias != nullptr) value += load_partial(bias + column, count);
+        store_partial(data + row * out_features + column, value, count);
+    }
+};
+
+// x += (sum + bias rounded to X): a residual. Each element has one writer.
+template <typename X>
+struct AddTo {
+    X* data;
+    const float* bias;  // or null
+    int64_t out_features;
+
+    void write(int64_t row, int64_t column, Vec value) const {
+        const int64_t count = out_features - column;
+        if (count <= 0) return;
+        if (bias != nullptr) value += load_partial(bias + column, count);
+        X* target = data + row * out_features + column;
+        store_partial(target, load_partial(target, count) + round_to<X>(value), count);
+    }
+};
+
+// What `baton_pack` writes before the panels.
+struct PackedHeader {
+    uint64_t magic;
+    int64_t out_features, in_features, element_bytes, panel;
+    int64_t reserved[3];
+};
+static_assert(sizeof(PackedHeader) == 64);
+
+}  // namespace baton

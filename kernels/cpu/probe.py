@@ -1,0 +1,31 @@
+"""What this machine can do at most, measured by the kernels' own library: the yardstick of `bench.engine`."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.build import load_library
+from kernels.cpu.native import bind
+
+READ_BYTES = 256 * 2**20  # far more than any cache
+ROUNDS = 200_000  # of ten vectors of multiply-adds: about a millisecond
+REPEATS = 5
+
+
+class MachineProbe:
+    """Short measurements on `num_threads` threads; each call gives the best of several."""
+
+    def __init__(self, num_threads: int) -> None:
+        """Raises:
+        BuildError: the library cannot be compiled or loaded here.
+        """
+        self._library = bind(load_library())
+        self._num_threads = num_threads
+        self._data = torch.ones(READ_BYTES // 4)
+
+    def measure(self) -> tuple[float, float]:
+        """(bytes read per second, fp32 multiply-adds per second)."""
+        library, threads, data = self._library, self._num_threads, self._data
+        reads = [library.baton_probe_read(data.data_ptr(), data.numel(), threads) for _ in range(REPEATS)]
+        adds = [library.baton_probe_multiply_adds(ROUNDS, threads) for _ in range(4 * REPEATS)]
+        return max(reads), max(adds)

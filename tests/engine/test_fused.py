@@ -1,0 +1,167 @@
+"""The backend's own pass over the whole model equals its operations one by one, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.engine.model_spec import Dtype
+from cluster.engine.packed_batch import pack
+from kernels.cpu.backend import CpuBackend
+from kernels.ops import DecoderShape
+from tests.engine.test_architectures import VARIANTS
+from tests.engine.tiny_models import BLOCK_SIZE, Engine, prompts
+
+# sizes that no vector, panel or tile divides
+ODD: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd": (
+        "llama",
+        {
+            "hidden_size": 70,
+            "intermediate_size": 101,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "vocab_size": 259,
+        },
+    ),
+    "odd-biases": (
+        "llama",
+        {
+            "hidden_size": 66,
+            "intermediate_size": 35,
+            "head_dim": 22,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "tiny-vocabulary": ("qwen3", {"vocab_size": 5, "bos_token_id": 1, "eos_token_id": 2}),
+}
+CASES = VARIANTS | ODD
+# threads only change who computes what: a few shapes show it
+THREADED = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
+RUNS = [(variant, 1) for variant in CASES] + [(variant, n) for variant in THREADED for n in (2, 3)]
+
+
+def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
+    """Prefill; decode; prefill chunks and decode rows of unequal lengths together."""
+    texts = [[t % vocab_size for t in prompt] for prompt in prompts(lengths=(1, 5, 17, 40, 150))]
+    first = [engine.row(i, prompt, 0) for i, prompt in enumerate(texts)]
+    second = [engine.row(i, [i % vocab_size], len(prompt)) for i, prompt in enumerate(texts)]
+    third = [engine.row(9, texts[4][:31], 0), *(engine.row(i, [3], len(texts[i]) + 1) for i in (4, 0, 2))]
+    last = [engine.row(9, texts[4][31:90], 31)]
+    return [first, second, third, last]
+
+
+@pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize(("variant", "num_threads"), RUNS)
+def test_fused_equals_the_operations_one_by_one(
+    variant: str, dtype: Dtype, num_threads: int, checkpoint: Any, prepare: Any
+) -> None:
+    family, overrides = CASES[variant]
+    backend = CpuBackend(num_threads)
+    assert backend.is_native, "the C++ kernels did not compile here: see the log"
+    prepared = prepare(checkpoint(family, **overrides).directory, dtype, backend)
+    fused, oracle = Engine(prepared, backend), Engine(prepared, backend, fuse=False)
+    vocab_size = prepared.spec.vocab_size
+    for ours, theirs in zip(make_batches(fused, vocab_size), make_batches(oracle, vocab_size), strict=True):
+        with torch.inference_mode():
+            actual = fused.decoder.forward(pack(ours, BLOCK_SIZE, 512, fused.device), fused.pool)
+            expected = oracle.decoder.forward(pack(theirs, BLOCK_SIZE, 512, oracle.device), oracle.pool)
+        assert torch.equal(actual.hidden, expected.hidden)
+        assert torch.equal(actual.logits, expected.logits)
+        assert actual.best.tolist() == expected.logits.argmax(dim=-1).tolist()
+        assert torch.equal(fused.pool, oracle.pool)
+        assert actual.hidden.isfinite().all()
+
+
+@pytest.fixture
+def engine(checkpoint: Any, prepare: Any) -> Engine:
+    backend = CpuBackend(1)
+    return Engine(prepare(checkpoint("qwen3").directory, Dtype.FP32, backend), backend)
+
+
+def test_rows_that_sample_nothing_cost_no_logits(engine: Engine) -> None:
+    batch = pack([engine.row(0, [5, 6, 7], 0)], BLOCK_SIZE, 512, engine.device)
+    batch.logit_rows = batch.logit_rows[:0]
+    with torch.inference_mode():
+        result = engine.decoder.forward(batch, engine.pool)
+    assert result.logits.shape == (0, 256)
+    assert result.best.shape == (0,)
+    assert result.hidden.shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("field", "index", "value", "message"),
+    [
+        ("tokens", 1, 256, "token id 1"),
+        ("tokens", 0, -1, "token id 0"),
+        ("positions", 2, 512, "position 2"),
+        ("slot_mapping", 0, 96 * BLOCK_SIZE, "slot 0"),
+        ("logit_rows", 0, 3, "logit row 0"),
+        ("block_tables", (0, 0), 96, "sequence 0"),
+        ("context_lens", 0, 2, "sequence 0"),
+    ],
+)
+def test_an_index_out_of_range_is_refused_before_anything_is_written(
+    engine: Engine, field: str, index: Any, value: int, message: str
+) -> None:
+    batch = pack([engine.row(0, [5, 6, 7], 0)], BLOCK_SIZE, 512, engine.device)
+    getattr(batch, field)[index] = value
+    before = engine.pool.clone()
+    with torch.inference_mode(), pytest.raises(IndexError, match=message):
+        engine.decoder.forward(batch, engine.pool)
+    assert torch.equal(engine.pool, before)
+
+
+def test_a_pool_of_another_model_is_refused(engine: Engine) -> None:
+    batch = pack([engine.row(0, [5, 6, 7], 0)], BLOCK_SIZE, 512, engine.device)
+    with pytest.raises(ValueError, match="does not fit the model"):
+        engine.decoder.forward(batch, engine.pool[:, :2].contiguous())
+
+
+def test_broken_logits_name_the_first_nan(engine: Engine) -> None:
+    """A NaN in one sequence's past reaches its own logits and no other row's."""
+    engine.prefill(0, [5, 6, 7])
+    engine.prefill(1, [5, 6, 7])
+    rows = [engine.row(0, [8], 3), engine.row(1, [8], 3)]
+    engine.pool[rows[0].block_ids[0], :, 1] = math.nan
+    with torch.inference_mode():
+        result = engine.decoder.forward(pack(rows, BLOCK_SIZE, 512, engine.device), engine.pool)
+    assert result.best[0] == 0
+    assert result.logits[0].isnan().all()
+    assert result.logits[1].isfinite().all()
+    assert result.best[1] == result.logits[1].argmax()
+
+
+def test_weights_that_do_not_fit_the_shape_are_refused(checkpoint: Any, prepare: Any) -> None:
+    """What would let the library read past a weight."""
+    backend = CpuBackend(1)
+    prepared = prepare(checkpoint("llama").directory, Dtype.FP32, backend)
+    decoder = Engine(prepared, backend, fuse=False).decoder
+    weights, spec = decoder._weights, prepared.spec
+    shape = DecoderShape(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.rms_norm_eps,
+    )
+    cos, sin = decoder._cos, decoder._sin
+    assert backend.fuse(shape, weights, cos, sin) is not None
+    for wrong in (
+        dataclasses.replace(shape, intermediate_size=spec.intermediate_size + 1),
+        dataclasses.replace(shape, num_heads=spec.num_heads + 1),
+        dataclasses.replace(shape, hidden_size=spec.hidden_size - 1),
+    ):
+        with pytest.raises(ValueError, match=r"must have shape|packed for these kernels"):
+            backend.fuse(wrong, weights, cos, sin)
+    with pytest.raises(TypeError, match=r"`final_norm` must be torch\.float32"):
+        backend.fuse(shape, dataclasses.replace(weights, final_norm=weights.final_norm.bfloat16()), cos, sin)
+    with pytest.raises(ValueError, match="`sin` must have shape"):
+        backend.fuse(shape, weights, cos, sin[:-1])
