@@ -6,10 +6,7 @@
    per thread: where the two differ, others held the cores.
 3. Around every case measure the machine with the engine's own threads: bytes read from memory per second, and
    multiply-adds from registers per second. The limit of a case is what its bytes or its multiply-adds alone
-   would take at the best rates of the run, whichever is longer:
-
-   bytes = weights read + keys and values of the context; multiply-adds = parameters·tokens (the vocabulary
-   only for tokens that sample) + 2·heads·head_dim·layers·(keys seen by all tokens).
+   would take at the best rates of the run, whichever is longer (`bench.roofline`).
 
 4. Time what Python adds to a step: packing the batch, and choosing tokens.
 """
@@ -28,6 +25,7 @@ from typing import Any
 
 import torch
 
+from bench.roofline import ModelShape, Roofline, Work
 from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.packed_batch import pack
@@ -81,16 +79,25 @@ class Rates:
     multiply_adds_per_s: float
 
 
-def work(case: Case, spec: ModelSpec, dtype: Dtype) -> tuple[int, int]:
-    """(bytes, multiply-adds) that the case cannot do without."""
-    hidden, kv_size = spec.hidden_size, spec.kv_size
-    per_layer = hidden * (2 * spec.query_size + 2 * kv_size + 3 * spec.intermediate_size)
-    layers, vocabulary = spec.num_layers * per_layer, spec.vocab_size * hidden
-    kv_elements = case.num_seqs * case.context * 2 * kv_size * spec.num_layers
-    num_bytes = (layers + vocabulary + kv_elements) * TORCH_DTYPES[dtype].itemsize
-    attention = 2 * spec.query_size * spec.num_layers * case.keys_seen()
+def roofline(spec: ModelSpec, dtype: Dtype, rates: Rates) -> Roofline:
+    """A multiply-add counts as two operations there."""
+    size = TORCH_DTYPES[dtype].itemsize
+    shape = ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        vocab_size=spec.vocab_size,
+    )
+    return Roofline(shape, size, size, rates.bytes_per_s, 2 * rates.multiply_adds_per_s)
+
+
+def work(case: Case, line: Roofline) -> Work:
+    """What the case cannot do without."""
     num_tokens = case.num_seqs * case.num_queries
-    return num_bytes, layers * num_tokens + vocabulary * case.num_seqs + attention
+    return line.step(num_tokens, case.num_seqs, case.keys_seen(), case.num_seqs * case.context)
 
 
 def make_plan(case: Case, num_blocks: int, params: SamplingParams) -> StepPlan:
@@ -194,16 +201,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def against_limit(
     case: Case, step_s: float, processor_s: float, spec: ModelSpec, dtype: Dtype, rates: Rates
 ) -> Measured:
-    num_bytes, multiply_adds = work(case, spec, dtype)
-    memory_s, compute_s = num_bytes / rates.bytes_per_s, multiply_adds / rates.multiply_adds_per_s
+    line = roofline(spec, dtype, rates)
+    needed = work(case, line)
+    memory_s, compute_s = needed.read_bytes / line.bytes_per_s, needed.flops / line.flops_per_s
     limit_s = max(memory_s, compute_s)
     return Measured(
         name=case.name,
         step_ms=round(step_s * 1e3, 2),
         processor_ms=round(processor_s * 1e3, 2),
         tokens_per_s=round(case.num_seqs * case.num_queries / step_s, 1),
-        megabytes=round(num_bytes / 1e6, 1),
-        giga_multiply_adds=round(multiply_adds / 1e9, 2),
+        megabytes=round(needed.read_bytes / 1e6, 1),
+        giga_multiply_adds=round(needed.flops / 2e9, 2),
         limit_ms=round(limit_s * 1e3, 2),
         bound="memory" if memory_s >= compute_s else "compute",
         share_of_limit=round(limit_s / step_s, 3),

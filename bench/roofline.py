@@ -92,25 +92,28 @@ class Roofline:
     bytes_per_s: float
     flops_per_s: float
 
+    def step(self, num_tokens: float, num_logit_rows: float, num_pairs: float, num_kv_tokens: float) -> Work:
+        """One forward pass of `num_tokens`, of which `num_logit_rows` want logits.
+
+        `num_pairs` (query, key) pairs are attended, and the KV of `num_kv_tokens` is read.
+        """
+        shape = self.shape
+        return Work(
+            shape.num_parameters * self.weight_bytes_per_element
+            + num_kv_tokens * shape.kv_elements_per_token * self.kv_bytes_per_element,
+            2.0 * shape.num_layer_parameters * num_tokens
+            + 2.0 * shape.num_head_parameters * num_logit_rows
+            + shape.attention_flops(num_pairs),
+        )
+
     def decode_step(self, batch: int, context: float) -> Work:
         """One step of `batch` sequences that each have `context` tokens cached."""
-        shape = self.shape
-        kv_bytes = batch * context * shape.kv_elements_per_token * self.kv_bytes_per_element
-        return Work(
-            shape.num_parameters * self.weight_bytes_per_element + kv_bytes,
-            batch * 2.0 * shape.num_parameters + shape.attention_flops(batch * context),
-        )
+        return self.step(batch, batch, batch * context, batch * context)
 
     def prefill(self, num_tokens: int, cached_tokens: int = 0) -> Work:
         """The prompt's `num_tokens` after `cached_tokens`, and the logits of its last token."""
-        shape = self.shape
         pairs = num_tokens * cached_tokens + num_tokens * (num_tokens + 1) / 2
-        return Work(
-            shape.num_parameters * self.weight_bytes_per_element,
-            2.0 * shape.num_layer_parameters * num_tokens
-            + 2.0 * shape.num_head_parameters
-            + shape.attention_flops(pairs),
-        )
+        return self.step(num_tokens, 1, pairs, cached_tokens + num_tokens)
 
     def least_decode_s(self, batch: int, context: float) -> float:
         return self.decode_step(batch, context).least_seconds(self.bytes_per_s, self.flops_per_s)

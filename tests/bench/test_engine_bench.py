@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.engine import Case, Rates, against_limit, make_plan, work
+from bench.engine import Case, Rates, against_limit, make_plan, roofline, work
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.sampling import SamplingParams
 from kernels.cpu.probe import MachineProbe
@@ -29,6 +29,7 @@ SPEC = ModelSpec.from_hf_config(
 )
 MATRICES = 106_168_320  # of the layers, without norms
 VOCABULARY = 49152 * 576
+LINE = roofline(SPEC, Dtype.BF16, Rates(1e9, 1e9))
 
 
 def test_keys_seen_are_causal() -> None:
@@ -38,14 +39,14 @@ def test_keys_seen_are_causal() -> None:
 
 
 def test_a_decode_step_reads_weights_once_and_every_key_and_value() -> None:
-    num_bytes, multiply_adds = work(Case("", 8, 1, 1000), SPEC, Dtype.BF16)
-    assert num_bytes == 2 * (MATRICES + VOCABULARY) + 8 * 1000 * 23_040
-    assert multiply_adds == 8 * (MATRICES + VOCABULARY + 34_560 * 1000)
+    needed = work(Case("", 8, 1, 1000), LINE)
+    assert needed.read_bytes == 2 * (MATRICES + VOCABULARY) + 8 * 1000 * 23_040
+    assert needed.flops / 2 == 8 * (MATRICES + VOCABULARY + 34_560 * 1000)
 
 
 def test_a_chunk_pays_the_vocabulary_once() -> None:
-    _, multiply_adds = work(Case("", 1, 512, 512), SPEC, Dtype.BF16)
-    assert multiply_adds == 512 * MATRICES + VOCABULARY + 34_560 * 512 * 513 // 2
+    needed = work(Case("", 1, 512, 512), LINE)
+    assert needed.flops / 2 == 512 * MATRICES + VOCABULARY + 34_560 * 512 * 513 // 2
 
 
 def test_the_longer_of_the_two_limits_counts() -> None:

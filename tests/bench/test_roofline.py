@@ -54,8 +54,9 @@ def test_prefill_counts_causal_pairs_and_one_row_of_logits() -> None:
     assert work.flops == 2 * 106_168_320 * 512 + 2 * 28_311_552 + 4 * 30 * 9 * 64 * pairs
 
 
-def test_cached_prefix_costs_attention_only() -> None:
+def test_cached_prefix_costs_attention_and_its_kv() -> None:
     line = roofline()
+    assert line.prefill(512, 100).read_bytes - line.prefill(512).read_bytes == 100 * 23_040
     assert line.prefill(512, 100).flops - line.prefill(512).flops == 4 * 30 * 9 * 64 * 512 * 100
 
 
