@@ -9,18 +9,37 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_READ_BANDWIDTH_PROGRAM = """
-import sys, time, torch
-threads = int(sys.argv[1])
-torch.set_num_threads(threads)
+import msgspec
+
+# Each probe runs in a process of its own: thread counts are fixed there, and no torch is loaded here.
+_PROBE_PROGRAM = """
+import json, sys, time, torch
+torch.set_num_threads(int(sys.argv[1]))
+
+def best_rate(work, amount, repeats):
+    work()
+    best = 0.0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        best = max(best, amount / (time.perf_counter() - start))
+    return best / 1e9
+
 data = torch.ones(128 * 1024 * 1024, dtype=torch.float32)
-best = 0.0
-for _ in range(7):
-    start = time.perf_counter()
-    data.sum()
-    best = max(best, data.nbytes / (time.perf_counter() - start))
-print(best / 1e9)
+rates = {"read": best_rate(data.sum, data.nbytes, 7)}
+rows, columns, depth = 512, 1536, 1536
+for name, dtype, repeats in (("fp32", torch.float32, 20), ("bf16", torch.bfloat16, 3)):
+    a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(depth, columns, dtype=dtype)
+    rates[name] = best_rate(lambda: a @ b, 2 * rows * columns * depth, repeats)
+print(json.dumps(rates))
 """
+_PROBE_TIMEOUT_S = 180
+
+
+class _Rates(msgspec.Struct):
+    read: float  # GB/s of a 512 MiB sum
+    fp32: float  # GFLOP/s of a 512 x 1536 x 1536 product
+    bf16: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,40 +52,47 @@ class Machine:
     python: str
     read_gb_per_s_one_thread: float
     read_gb_per_s_all_threads: float
+    gemm_gflop_per_s_one_thread: float  # torch's better one of fp32 and bf16
+    gemm_gflop_per_s_all_threads: float
 
 
-def _read_bandwidth(num_threads: int) -> float:
-    """GB/s of a 512 MiB sum, best of seven, in a process of its own."""
+def _measure(num_threads: int) -> _Rates:
+    """The best of several tries each: what neighbours leave of the machine at its quietest."""
     environment = dict(os.environ, OMP_NUM_THREADS=str(num_threads))
     result = subprocess.run(
-        [sys.executable, "-c", _READ_BANDWIDTH_PROGRAM, str(num_threads)],
+        [sys.executable, "-c", _PROBE_PROGRAM, str(num_threads)],
         env=environment,
         capture_output=True,
-        text=True,
-        timeout=120,
+        timeout=_PROBE_TIMEOUT_S,
         check=True,
     )
-    return round(float(result.stdout), 1)
+    return msgspec.json.decode(result.stdout, type=_Rates)
+
+
+def cpu_facts() -> tuple[str, tuple[str, ...]]:
+    """Model name, and the instruction sets that matter to matrix products."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    pairs = (line.split(":", 1) for line in info if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in pairs}
+    flags = set(fields.get("flags", "").split())
+    isa = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
+    return fields.get("model name", platform.processor()), tuple(name for name in isa if name in flags)
 
 
 def describe_machine() -> Machine:
-    """Measure and describe; takes a few seconds."""
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in info if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in fields.items()}
-    flags = set(fields.get("flags", "").split())
+    """Measure and describe; takes about ten seconds."""
+    cpu, isa = cpu_facts()
     num_cores = len(os.sched_getaffinity(0))
+    one, together = _measure(1), _measure(num_cores)
     return Machine(
-        cpu=fields.get("model name", platform.processor()),
+        cpu=cpu,
         num_cores=num_cores,
-        isa=tuple(
-            name
-            for name in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
-            if name in flags
-        ),
+        isa=isa,
         python=platform.python_version(),
-        read_gb_per_s_one_thread=_read_bandwidth(1),
-        read_gb_per_s_all_threads=_read_bandwidth(num_cores),
+        read_gb_per_s_one_thread=round(one.read, 1),
+        read_gb_per_s_all_threads=round(together.read, 1),
+        gemm_gflop_per_s_one_thread=round(max(one.fp32, one.bf16), 1),
+        gemm_gflop_per_s_all_threads=round(max(together.fp32, together.bf16), 1),
     )
 
 

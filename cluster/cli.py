@@ -214,6 +214,16 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def bench(context: typer.Context) -> None:
+    """Load-test any OpenAI-compatible server: run, sweep, max-goodput, report, compare, mock."""
+    from bench.load.cli import app as bench_app  # its options cost an import only where they are used
+
+    bench_app(args=context.args, prog_name="baton bench")
+
+
 @app.command()
 def version() -> None:
     """Print Baton's version."""

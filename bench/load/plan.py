@@ -28,7 +28,9 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     scheduled_s: float  # since the run's start; closed loop: 0.0
     body: dict[str, Any]  # "prompt" (ids or text) or "messages", "max_tokens", ...
     input_tokens: int | None = None  # to be checked against usage.prompt_tokens; None: not known before
-    output_tokens: int | None = None  # to be checked against usage.completion_tokens; None: the model may stop
+    output_tokens: int | None = (
+        None  # to be checked against usage.completion_tokens; None: the model may stop
+    )
     session: int | None = None  # requests of one chat share it and run in order
     turn: int = 0
     think_s: float = 0.0

@@ -31,8 +31,12 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     sent_s: float | None = None  # when its last byte was handed to the kernel; None: never sent
     connected_s: float | None = None
     headers_s: float | None = None  # status line and headers read
-    chunk_times_s: list[float] = []  # moments of the chunks with content, at the socket read that brought them
-    chunk_tokens: list[int] = []  # tokens in each chunk, if the server says (continuous usage, token_ids); else empty
+    chunk_times_s: list[
+        float
+    ] = []  # moments of the chunks with content, at the socket read that brought them
+    chunk_tokens: list[
+        int
+    ] = []  # tokens in each chunk, if the server says (continuous usage, token_ids); else empty
     end_s: float | None = None  # last byte, or the moment it failed
     input_tokens: int | None = None  # usage.prompt_tokens
     cached_tokens: int | None = None  # usage.prompt_tokens_details.cached_tokens
@@ -43,7 +47,9 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     http_status: int | None = None
     error: str | None = None  # one sentence; for statuses other than OK
     text: str = ""  # what was generated; kept only if asked
-    timings: dict[str, float | int | str] = {}  # the server's own account ("timings" of the last chunk), if it sent one
+    timings: dict[
+        str, float | int | str
+    ] = {}  # the server's own account ("timings" of the last chunk), if it sent one
     session: int | None = None
     turn: int = 0
     prefix_group: int | None = None

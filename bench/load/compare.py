@@ -1,0 +1,219 @@
+"""Runs side by side: each headline figure per run, its ratio to the first run, and what makes them unlike.
+
+1. `compare_results` takes results as `result.read_result` gives them.
+2. It warns where the runs did not do the same work, or may not be believed.
+3. `as_text` is for a terminal, `as_dict` for a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from bench.load.files import json_safe
+from cluster.errors import ConfigError
+
+
+class Better(Enum):
+    HIGHER = "higher"
+    LOWER = "lower"
+
+
+class Metric(msgspec.Struct, frozen=True):
+    key: str  # of the result file; a dot leads into an object
+    title: str
+    unit: str
+    better: Better
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    metric: Metric
+    values: tuple[float | None, ...]  # per run
+    ratios: tuple[
+        float | None, ...
+    ]  # value / value of the first run; None where one is missing or the first is 0
+
+    def verdict(self, index: int) -> str:
+        """ "better" or "worse" than the first run; "" if equal or not known."""
+        ratio = self.ratios[index]
+        if ratio is None or ratio == 1:
+            return ""
+        return "better" if (ratio > 1) is (self.metric.better is Better.HIGHER) else "worse"
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    labels: tuple[str, ...]
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...]
+
+
+def _latency(name: str, title: str) -> tuple[Metric, ...]:
+    return tuple(
+        Metric(f"{prefix}_{name}_ms", f"{title} {word}", "ms", Better.LOWER)
+        for prefix, word in (("median", "median"), ("p99", "p99"))
+    )
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("request_goodput", "goodput", "req/s", Better.HIGHER),
+    Metric("slo_attainment", "SLO attainment", "share", Better.HIGHER),
+    Metric("token_goodput", "token goodput", "tok/s", Better.HIGHER),
+    Metric("request_throughput", "requests", "req/s", Better.HIGHER),
+    Metric("output_throughput", "output tokens", "tok/s", Better.HIGHER),
+    Metric("total_token_throughput", "input + output tokens", "tok/s", Better.HIGHER),
+    Metric("per_core.output_throughput", "output tokens per core", "tok/s", Better.HIGHER),
+    Metric("goodput_per_gpu", "goodput per accelerator", "req/s", Better.HIGHER),
+    *_latency("ttft", "TTFT"),
+    *_latency("tpot", "TPOT"),
+    *_latency("itl", "ITL"),
+    *_latency("gap", "worst gap"),
+    *_latency("e2el", "E2E"),
+    Metric("failed", "failed requests", "", Better.LOWER),
+    Metric("send_lag_ms.p99", "client send lag p99", "ms", Better.LOWER),
+)
+
+# What has to be equal for two runs to be comparable: words for a warning, and where it stands in the result.
+SAME: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
+    ("model", lambda result: result.get("model_id")),
+    ("endpoint", lambda result: result.get("endpoint")),
+    ("workload", lambda result: result.get("workload")),
+    ("trace", lambda result: _pick(result.get("trace"), "sha256", "speedup", "num_rows")),
+    ("arrival seed", lambda result: _get(result, "arrival.seed")),
+    (
+        "arrivals",
+        lambda result: _pick(result.get("arrival"), "kind", "rate", "burstiness", "closed_loop", "details"),
+    ),
+    ("number of requests", lambda result: _get(result, "window.num_run_offered")),
+    ("SLOs", lambda result: result.get("slos_ms")),
+    ("cores of the server", lambda result: result.get("num_cores")),
+    ("accelerators of the server", lambda result: result.get("num_accelerators")),
+)
+
+
+def compare_results(results: Sequence[Mapping[str, Any]], labels: Sequence[str] | None = None) -> Comparison:
+    """Ratios to the first result. `labels` defaults to each result's own label, else its backend.
+
+    Raises:
+        ConfigError: fewer than two results, or another number of labels.
+    """
+    if len(results) < 2:
+        raise ConfigError(f"compare: {len(results)} result(s) given; give two or more")
+    if labels is not None and len(labels) != len(results):
+        raise ConfigError(f"compare: {len(labels)} labels for {len(results)} results; give one per result")
+    names = _distinct(labels or [str(one.get("label") or one.get("backend") or "run") for one in results])
+    rows = [_row(metric, results) for metric in METRICS]
+    return Comparison(
+        labels=names,
+        rows=tuple(row for row in rows if any(value is not None for value in row.values)),
+        warnings=(*_differences(results, names), *_doubts(results, names)),
+    )
+
+
+def as_dict(comparison: Comparison) -> dict[str, Any]:
+    rows = [
+        {
+            "metric": row.metric.key,
+            "title": row.metric.title,
+            "unit": row.metric.unit,
+            "better": row.metric.better.value,
+            "values": list(row.values),
+            "ratios": list(row.ratios),
+        }
+        for row in comparison.rows
+    ]
+    safe: dict[str, Any] = json_safe(
+        {"labels": comparison.labels, "rows": rows, "warnings": comparison.warnings}
+    )
+    return safe
+
+
+def as_text(comparison: Comparison) -> str:
+    """A table of plain characters; warnings below it."""
+    header = ["", *comparison.labels]
+    table = [header] + [
+        [
+            f"{row.metric.title} ({row.metric.unit})" if row.metric.unit else row.metric.title,
+            *(_cell(row, index) for index in range(len(row.values))),
+        ]
+        for row in comparison.rows
+    ]
+    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in comparison.warnings)]) + "\n"
+
+
+def _cell(row: Row, index: int) -> str:
+    value, ratio = row.values[index], row.ratios[index]
+    if value is None:
+        return "–"
+    if index == 0 or ratio is None:
+        return f"{value:.4g}"
+    return f"{value:.4g}  {ratio:.2f}x {row.verdict(index)}".rstrip()
+
+
+def _row(metric: Metric, results: Sequence[Mapping[str, Any]]) -> Row:
+    values = tuple(_number(_get(result, metric.key)) for result in results)
+    first = values[0]
+    ratios = tuple(None if value is None or not first else value / first for value in values)
+    return Row(metric=metric, values=values, ratios=ratios)
+
+
+def _differences(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    warnings = []
+    for what, read in SAME:
+        first = read(results[0])
+        for name, result in zip(names[1:], results[1:], strict=True):
+            if read(result) != first:
+                warnings.append(
+                    f"`{name}` had another {what} than `{names[0]}`: "
+                    f"{_short(read(result))} instead of {_short(first)}"
+                )
+    return warnings
+
+
+def _doubts(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    warnings = []
+    for name, result in zip(names, results, strict=True):
+        if result.get("valid") is False:
+            reasons = " ".join(
+                str(reason) for reason in result.get("invalid_reasons") or ["no reason is given"]
+            )
+            warnings.append(f"`{name}` is not valid: {reasons}")
+        if result.get("completed") == 0:
+            warnings.append(f"`{name}` has no request that ended OK, so it has no latencies")
+    return warnings
+
+
+def _distinct(labels: Sequence[str]) -> tuple[str, ...]:
+    """A second label of the same name becomes `name #2`."""
+    return tuple(
+        label if label not in labels[:index] else f"{label} #{list(labels[: index + 1]).count(label)}"
+        for index, label in enumerate(labels)
+    )
+
+
+def _get(result: Mapping[str, Any], path: str) -> Any:
+    value: Any = result
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _pick(value: Any, *keys: str) -> Any:
+    return {key: value.get(key) for key in keys} if isinstance(value, Mapping) else value
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

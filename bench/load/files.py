@@ -1,0 +1,83 @@
+"""Files that appear whole or not at all, and values that JSON can hold."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Mapping
+from errno import EISDIR
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ConfigError
+
+
+def check_output(path: Path) -> None:
+    """Make the parents of `path` and try whether a file can be written there. Leaves no file.
+
+    Raises:
+        ConfigError: it is a directory, or its directory cannot be made or written.
+    """
+    temporary = _temporary(path)
+    try:
+        _open_new(path, temporary).close()
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        _remove(temporary)
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write beside `path`, then rename: a reader sees the old file or the whole new one.
+
+    Raises:
+        ConfigError: as `check_output`; or the disk is full.
+    """
+    temporary = _temporary(path)
+    try:
+        with _open_new(path, temporary) as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        _remove(temporary)
+
+
+def json_safe(value: Any) -> Any:
+    """The value with string keys, lists for tuples, and None for NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return value
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside `path` that no other process uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _open_new(path: Path, temporary: Path) -> BufferedWriter:
+    if path.is_dir():
+        raise IsADirectoryError(EISDIR, "it is a directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return temporary.open("wb")
+
+
+def _remove(temporary: Path) -> None:
+    with contextlib.suppress(OSError):  # renamed away or never made: what went wrong before is what counts
+        temporary.unlink()
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"Cannot write `{path}`: {error.strerror or error}; choose another place for the result"
+    )

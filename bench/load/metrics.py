@@ -1,0 +1,221 @@
+"""The figures of a run: latencies, throughput, goodput, failures, over the whole run or a window of it. Pure.
+
+1. `window.resolve` says which requests are measured (by scheduled time) and how long the window is.
+2. Each record is derived once (`latency.derive`) and held against the SLOs (`slo.evaluate`).
+3. `summarize` pools them into a `Summary`; `result` writes it, `validity` judges it, `search` reads its
+   attainment.
+
+What is counted over what:
+
+- Attainment, goodput, failures: **all offered** requests of the window. A failed, timed out, cancelled or
+  skipped request met nothing.
+- Latency distributions: the requests that ended OK, and of those the ones that have the figure; `num` says
+  how many.
+- Whole run: rates are totals of the OK requests ÷ duration (first scheduled to last end).
+- A window: output tokens per second are the tokens of OK requests whose chunk came **inside** it, whenever
+  they were offered, ÷ its length; input tokens count at the request's first chunk, requests at their end.
+  Dividing the totals of the requests offered in it would report the offered load, not what the server
+  delivered.
+- Goodput: good requests (or their tokens) offered in the window ÷ its length.
+
+What cannot be computed (no samples, no length, no SLO) is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from bench.load.activity import Activity
+from bench.load.latency import Latency, derive, gaps
+from bench.load.records import RequestRecord, RunRecord, Status
+from bench.load.slo import Slo, evaluate, is_good
+from bench.load.summary import Distribution, ErrorCount, Goodput, Load, Summary, Throughput
+from bench.load.timeslices import slice_run
+from bench.load.window import WHOLE_RUN, Span, SteadyWindow, Window, resolve
+from cluster.errors import ConfigError
+
+DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+
+
+def summarize(
+    run: RunRecord,
+    slos: Sequence[Slo] = (),
+    window: Window | SteadyWindow = WHOLE_RUN,
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+) -> Summary:
+    """All figures of a run.
+
+    Raises:
+        ConfigError: a percentile outside 0 to 100.
+    """
+    for percentile in percentiles:
+        if not 0 <= percentile <= 100:  # NaN too
+            raise ConfigError(f"percentile {percentile}: give numbers from 0 to 100, such as 50, 90, 95, 99")
+    span = resolve(window, run)
+    latencies = [derive(record) for record in run.records]
+    activity = Activity.of(run.records, run.wall_s)
+    inside = [span.contains(record) for record in run.records]
+    measured = [(r, x) for r, x, is_in in zip(run.records, latencies, inside, strict=True) if is_in]
+    outside = [record for record, is_in in zip(run.records, inside, strict=True) if not is_in]
+    done = [(record, latency) for record, latency in measured if record.status is Status.OK]
+    lags = [x.send_lag_s for _, x in measured if x.send_lag_s is not None]
+    return Summary(
+        slos=tuple(slos),
+        span=span,
+        num_run_offered=len(run.records),
+        num_offered=len(measured),
+        by_status=_by_status(record for record, _ in measured),
+        excluded_by_status={name: count for name, count in _by_status(outside).items() if count},
+        errors=_errors(record for record, _ in measured),
+        total_input_tokens=sum(_input_len(record) for record, _ in done),
+        total_output_tokens=sum(latency.output_len for _, latency in done),
+        total_cached_tokens=sum(record.cached_tokens or 0 for record, _ in done),
+        throughput=_throughput(run.records, done, activity, span),
+        goodput=_goodput(measured, slos, span.length_s) if slos else None,
+        load=_load(activity, span),
+        distributions=_distributions(done, percentiles),
+        send_lag=distribution(lags, sorted({*percentiles, 50.0, 99.0})),
+        timeslices=slice_run(run.records, latencies, activity),
+    )
+
+
+def distribution(values_s: Sequence[float], percentiles: Sequence[float]) -> Distribution:
+    names = [percentile_name(percentile) for percentile in percentiles]
+    if not values_s:
+        nothing: dict[str, float | None] = dict.fromkeys(names)
+        return Distribution(num=0, mean_s=None, median_s=None, std_s=None, max_s=None, percentiles_s=nothing)
+    values = np.asarray(values_s, dtype=np.float64)
+    quantiles = np.percentile(values, [*percentiles, 50.0]).tolist()
+    return Distribution(
+        num=len(values),
+        mean_s=float(values.mean()),
+        median_s=quantiles[-1],
+        std_s=float(values.std()),
+        max_s=float(values.max()),
+        percentiles_s=dict(zip(names, quantiles[:-1], strict=True)),
+    )
+
+
+def percentile_name(percentile: float) -> str:
+    """`99` for 99.0, `99.9` for 99.9: what vLLM puts after the p."""
+    return str(int(percentile)) if percentile == int(percentile) else str(percentile)
+
+
+def _distributions(
+    done: Sequence[tuple[RequestRecord, Latency]], percentiles: Sequence[float]
+) -> dict[str, Distribution]:
+    of_requests = [latency for _, latency in done]
+    pooled_gaps = [gap for record, _ in done for gap in gaps(record)]
+    e2es = [x.e2e_s for x in of_requests]
+    samples: dict[str, Iterable[float | None]] = {
+        "ttft": [x.ttft_s for x in of_requests],
+        "tpot": [x.tpot_s for x in of_requests],
+        "itl": pooled_gaps,
+        "gap": [x.gap_s for x in of_requests],
+        "e2el": e2es,
+        "client_queue_time": [x.send_lag_s for x in of_requests],
+        # vLLM's name for counting from the scheduled time, which all of ours do.
+        "e2el_including_client_queue": e2es,
+        "ttft_from_send": [x.ttft_from_send_s for x in of_requests],
+        "e2el_from_send": [x.e2e_from_send_s for x in of_requests],
+    }
+    return {
+        name: distribution([value for value in values if value is not None], percentiles)
+        for name, values in samples.items()
+    }
+
+
+def _throughput(
+    records: Sequence[RequestRecord],
+    done: Sequence[tuple[RequestRecord, Latency]],
+    activity: Activity,
+    span: Span,
+) -> Throughput:
+    if span.is_whole_run:
+        num_requests = len(done)
+        output_tokens = float(sum(latency.output_len for _, latency in done))
+        input_tokens = sum(_input_len(record) for record, _ in done)
+    else:
+        ok = [record for record in records if record.status is Status.OK]
+        num_requests = sum(_within(record.end_s, span) for record in ok)
+        output_tokens = activity.ok_tokens_between(span.start_s, span.end_s)
+        input_tokens = sum(
+            _input_len(record)
+            for record in ok
+            if record.chunk_times_s and _within(record.chunk_times_s[0], span)
+        )
+    return Throughput(
+        requests=per_second(num_requests, span.length_s),
+        output_tokens=per_second(output_tokens, span.length_s),
+        total_tokens=per_second(input_tokens + output_tokens, span.length_s),
+        max_output_tokens_in_a_second=activity.max_ok_tokens_in_a_second(span.start_s, span.end_s),
+    )
+
+
+def _goodput(
+    measured: Sequence[tuple[RequestRecord, Latency]], slos: Sequence[Slo], length_s: float
+) -> Goodput:
+    verdicts = [evaluate(slos, record.status, latency) for record, latency in measured]
+    good = [
+        (record, latency)
+        for (record, latency), met in zip(measured, verdicts, strict=True)
+        if is_good(record.status, met)
+    ]
+    output_tokens = sum(latency.output_len for _, latency in good)
+    input_tokens = sum(_input_len(record) for record, _ in good)
+    return Goodput(
+        num_good=len(good),
+        attainment=_share(len(good), len(measured)),
+        attainment_by_metric={
+            slo.metric.value: _share(sum(met[i] for met in verdicts), len(measured))
+            for i, slo in enumerate(slos)
+        },
+        requests=per_second(len(good), length_s),
+        output_tokens=per_second(output_tokens, length_s),
+        total_tokens=per_second(input_tokens + output_tokens, length_s),
+    )
+
+
+def _load(activity: Activity, span: Span) -> Load:
+    end_s = max(span.start_s, span.end_s)
+    halves = activity.mean_in_flight(np.linspace(span.start_s, end_s, 3))
+    return Load(
+        max_in_flight=activity.max_in_flight(span.start_s, end_s),
+        mean_in_flight=float(halves.mean()),
+        mean_first_half=float(halves[0]),
+        mean_second_half=float(halves[1]),
+    )
+
+
+def _by_status(records: Iterable[RequestRecord]) -> dict[str, int]:
+    counts = Counter(record.status for record in records)
+    return {status.value: counts[status] for status in Status}
+
+
+def _errors(records: Iterable[RequestRecord]) -> tuple[ErrorCount, ...]:
+    kinds = Counter((r.status.value, r.http_status, r.error) for r in records if r.status is not Status.OK)
+    return tuple(
+        ErrorCount(status=status, http_status=http_status, error=error, count=count)
+        for (status, http_status, error), count in kinds.most_common()
+    )
+
+
+def _input_len(record: RequestRecord) -> int:
+    """The server's usage, else the plan's count."""
+    return (record.planned_input_tokens or 0) if record.input_tokens is None else record.input_tokens
+
+
+def _within(moment_s: float | None, span: Span) -> bool:
+    return moment_s is not None and span.start_s <= moment_s <= span.end_s
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def per_second(amount: float, length_s: float) -> float | None:
+    return amount / length_s if length_s > 0 and math.isfinite(length_s) else None

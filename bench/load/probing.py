@@ -1,0 +1,48 @@
+"""Drives the max-goodput search: each probe is one measured run at a rate and a seed.
+
+1. `GoodputSearch` says the next (rate, seed).
+2. The plan is re-aimed at that rate (`at_rate`), with a salt of its own, so no probe finds its prompts cached.
+3. Its attainment, over all requests offered in the window, is reported back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.load.runner import Measurement
+from bench.load.search import GoodputSearch, to_dict
+from bench.load.search_values import Probe, ProbeOutcome, SearchSettings
+
+MeasureProbe = Callable[[Probe, int], Measurement]  # (probe, its number from 0) -> what was measured
+OnProbe = Callable[[Probe, ProbeOutcome, GoodputSearch], None]
+
+
+def outcome_of(measurement: Measurement) -> ProbeOutcome:
+    goodput = measurement.summary.goodput
+    return ProbeOutcome(
+        attainment=None if goodput is None else goodput.attainment,
+        num_offered=measurement.summary.num_offered,
+        valid=bool(measurement.result["valid"]),
+    )
+
+
+def find_max_goodput(
+    settings: SearchSettings, measure: MeasureProbe, on_probe: OnProbe
+) -> tuple[dict[str, Any], list[Measurement]]:
+    """The search's dict (settings, answers, probes) and every measurement, in order.
+
+    An interrupted probe ends the search; its answers then say that they are unfinished.
+    """
+    search = GoodputSearch(settings)
+    measurements: list[Measurement] = []
+    is_complete = True
+    while is_complete and (probe := search.next()) is not None:
+        measurement = measure(probe, len(measurements))
+        measurements.append(measurement)
+        is_complete = measurement.run.is_complete
+        if is_complete:
+            outcome = outcome_of(measurement)
+            search.report(probe, outcome)
+            on_probe(probe, outcome, search)
+    return to_dict(search) | {"is_complete": is_complete}, measurements

@@ -1,0 +1,194 @@
+"""The result file: vLLM's names, so that its readers work, and what theirs lacks.
+
+1. `files.check_output` before a run: a path that cannot be written is known before the minutes are spent.
+2. `build_result` turns plan, run and summary into one JSON-safe dict (no NaN, no infinity, string keys).
+3. `write_result` writes it, and beside it `<stem>.requests.jsonl`: each record with its derived times. Both
+   appear whole or not at all.
+4. `read_result` and `read_run` give both back, for reports and comparisons.
+
+Times are milliseconds where the key ends in `_ms`, else seconds. Latencies count from the **scheduled** time;
+`*_from_send` keys count from the send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from bench.load.files import json_safe, write_atomically
+from bench.load.latency import derive
+from bench.load.plan import Plan
+from bench.load.records import RequestRecord, RunRecord
+from bench.load.result_keys import (
+    counts_keys,
+    latencies_keys,
+    rates_keys,
+    timeslice_row,
+    trace_block,
+    window_block,
+)
+from bench.load.slo import Slo, evaluate, is_good, slos_from_ms
+from bench.load.summary import Summary
+from bench.load.validity import cpu_share, judge
+from bench.load.vllm_keys import detailed_arrays, ramp_keys
+from cluster.errors import BatonError
+
+SCHEMA_VERSION = 1
+
+
+def build_result(
+    plan: Plan,
+    run: RunRecord,
+    summary: Summary,
+    environment: Mapping[str, Any],
+    *,
+    label: str | None = None,
+    save_detailed: bool = False,
+) -> dict[str, Any]:
+    """The result as a dict fit for JSON.
+
+    `environment` is kept whole under its name. Read from it, where present: `backend`, `tokenizer_id`,
+    `server` (version, config_hash, topology), and `num_cores` and `num_accelerators`, what the server runs
+    on. `save_detailed` adds vLLM's arrays, one entry per request of the run in plan order.
+    """
+    model, backend, rate = (
+        plan.shared_body.get("model"),
+        environment.get("backend", "openai"),
+        plan.arrival.rate,
+    )
+    validity = judge(run, summary)
+    result: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.fromtimestamp(run.start_unix_s, UTC).strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai-chat" if "chat" in plan.endpoint else "openai",
+        "endpoint": plan.endpoint,
+        "backend": backend,
+        "label": label,
+        "model_id": model,
+        "tokenizer_id": environment.get("tokenizer_id", model),
+        "valid": validity.valid,
+        "invalid_reasons": list(validity.invalid_reasons),
+        "cautions": list(validity.cautions),
+        "is_complete": run.is_complete,
+        "notes": run.notes,
+        "num_prompts": summary.num_offered,
+        "request_rate": "inf" if rate is None or math.isinf(rate) else rate,
+        "burstiness": plan.arrival.burstiness,
+        "max_concurrency": plan.arrival.closed_loop,
+        **ramp_keys(plan.arrival, run.start_unix_s),
+        "arrival": msgspec.to_builtins(plan.arrival),
+        "workload": plan.workload,
+        "trace": trace_block(plan),
+        "window": window_block(summary),
+        **counts_keys(summary),
+        **rates_keys(summary, environment),
+        **latencies_keys(summary),
+        "client_cpu_pct": max((100 * (cpu_share(client) or 0.0) for client in run.clients), default=None),
+        "clients": msgspec.to_builtins(run.clients),
+        "start_unix_s": run.start_unix_s,
+        "wall_s": run.wall_s,
+        "timeslices": [timeslice_row(one) for one in summary.timeslices],
+        "server": environment.get("server"),
+        "environment": dict(environment),
+    }
+    if save_detailed:
+        result |= detailed_arrays(run)
+    safe: dict[str, Any] = json_safe(result)
+    return safe
+
+
+def write_result(path: Path, result: Mapping[str, Any], run: RunRecord | None = None) -> None:
+    """Write the result, and the requests beside it when `run` is given (first, so that a result implies
+    them).
+
+    Raises:
+        ConfigError: the path cannot be written.
+    """
+    if run is not None:
+        write_atomically(requests_path(path), _request_lines(result, run))
+    write_atomically(path, [orjson.dumps(json_safe(result), option=orjson.OPT_INDENT_2), b"\n"])
+
+
+def requests_path(path: Path) -> Path:
+    """`result.json` -> `result.requests.jsonl`."""
+    return path.with_name(f"{path.stem}.requests.jsonl")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result file, checked to be one of ours.
+
+    Raises:
+        BatonError: missing or unreadable, not JSON, not a result, or of another schema version.
+    """
+    try:
+        result = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise BatonError(f"Cannot read result `{path}`: {error.strerror or error}") from error
+    except orjson.JSONDecodeError as error:
+        raise BatonError(
+            f"Result `{path}` is not JSON ({error}); give a file written by `baton bench`"
+        ) from error
+    version = result.get("schema_version") if isinstance(result, dict) else None
+    if version is None:
+        raise BatonError(f"`{path}` is not a result of `baton bench`: it has no schema_version")
+    if version != SCHEMA_VERSION:
+        raise BatonError(
+            f"Result `{path}` has schema_version {version}, this program reads {SCHEMA_VERSION}; "
+            "measure again"
+        )
+    read: dict[str, Any] = result
+    return read
+
+
+def read_run(path: Path) -> RunRecord | None:
+    """The records beside the result file at `path`; None if they were not written.
+
+    Raises:
+        BatonError: as `read_result`, or a line of the requests file is not a record; names the line.
+    """
+    result, beside = read_result(path), requests_path(path)
+    if not beside.exists():
+        return None
+    records: list[RequestRecord] = []
+    decoder = msgspec.json.Decoder(RequestRecord)
+    try:
+        with beside.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    records.append(decoder.decode(line))
+                except msgspec.MsgspecError as error:
+                    raise BatonError(f"`{beside}` line {number} is not a request record: {error}") from error
+    except OSError as error:
+        raise BatonError(f"Cannot read requests `{beside}`: {error.strerror or error}") from error
+    try:
+        run = msgspec.convert({**result, "records": []}, RunRecord)
+    except msgspec.ValidationError as error:
+        raise BatonError(f"Result `{path}` does not describe its run: {error}") from error
+    run.records = records
+    return run
+
+
+def _request_lines(result: Mapping[str, Any], run: RunRecord) -> Iterator[bytes]:
+    slos = slos_from_ms(result["slos_ms"])
+    window = result["window"]
+    for record in run.records:
+        yield orjson.dumps(json_safe(_request_row(record, slos, window))) + b"\n"
+
+
+def _request_row(record: RequestRecord, slos: tuple[Slo, ...], window: Mapping[str, Any]) -> dict[str, Any]:
+    latency = derive(record)
+    met = evaluate(slos, record.status, latency)
+    is_inside = window["is_whole_run"] or window["start_s"] <= record.scheduled_s <= window["end_s"]
+    return {
+        **msgspec.to_builtins(record),
+        **msgspec.to_builtins(latency),
+        "good": is_good(record.status, met) if slos else None,
+        "met": {slo.metric.value: one for slo, one in zip(slos, met, strict=True)},
+        "in_window": is_inside,
+    }

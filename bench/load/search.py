@@ -1,0 +1,219 @@
+"""The headline number: the highest rate at which enough of the requests are inside all SLOs. Pure, no clock,
+no IO.
+
+1. `next()` says the (rate, seed) to probe; the runner offers that load and `report()`s the attainment.
+2. Each seed has its own bracket per target: doubling or halving finds it, bisection on the log of the rate
+   narrows it to the tolerance. The first seed starts from `start_rate`; each later one from the mean of the
+   earlier answers, in steps that begin at the tolerance and double, so seeds that agree cost about two
+   probes.
+3. Every outcome serves every target: the probes of 90 % bracket the search for 99 %.
+4. `answers()` gives, per target, the mean over seeds with its confidence interval.
+
+The rule under noise, since attainment does not fall evenly with the rate: a rate passes if its attainment is
+at least the target. Of one seed's outcomes the answer is the highest passing rate **below the lowest failing
+one**; a pass above a failure is luck and does not count. So an unlucky failure lowers the answer and a lucky
+pass does not raise it; other seeds and the interval show how much of that there was.
+
+A probe whose run was invalid (the client lagged, the run broke off) is repeated once. Invalid again, it
+counts as not passing: what the client could not offer properly cannot be claimed. Notes say so.
+
+It always ends: each outcome narrows a bracket by at least half the tolerance or ends it, rates stay within
+`min_rate` and `max_rate`, and `max_probes` bounds all probes together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import msgspec
+
+from bench.load.intervals import mean_half_width, wilson
+from bench.load.search_values import (
+    End,
+    Probe,
+    ProbeOutcome,
+    SearchSettings,
+    SeedAnswer,
+    TargetAnswer,
+    seed_notes,
+)
+from cluster.errors import BatonError
+
+ROUNDING = 1e-9  # relative; two rates closer than this are one
+
+
+class _Bracket(msgspec.Struct, frozen=True):
+    """Highest passing rate below the lowest failing one."""
+
+    passing: float | None
+    failing: float | None
+
+
+class GoodputSearch:
+    """Owns the outcomes; everything else follows from them."""
+
+    def __init__(self, settings: SearchSettings) -> None:
+        self.settings = settings
+        self._outcomes: dict[Probe, ProbeOutcome] = {}  # the last one of each probe
+        self._repeated: set[Probe] = set()
+        self._log: list[tuple[Probe, ProbeOutcome]] = []
+
+    @property
+    def log(self) -> tuple[tuple[Probe, ProbeOutcome], ...]:
+        """All probes in the order they were run, repeats too."""
+        return tuple(self._log)
+
+    def next(self) -> Probe | None:
+        """The probe to run now; the same one until it is reported. None: the search is over."""
+        if len(self._log) >= self.settings.max_probes:
+            return None
+        if self._log and self._must_repeat(self._log[-1][0]):
+            return self._log[-1][0]
+        for target in self.settings.targets:
+            for seed in self.settings.seeds:
+                rate = self._next_rate(target, seed)
+                if rate is not None:
+                    return Probe(rate, seed)
+        return None
+
+    def report(self, probe: Probe, outcome: ProbeOutcome) -> None:
+        """Take the outcome of the probe that `next` gave.
+
+        Raises:
+            BatonError: another probe is due, or the outcome is not one.
+        """
+        due = self.next()
+        if probe != due:
+            raise BatonError(f"max-goodput search: {probe} was reported, but {due} is due")
+        if outcome.attainment is not None and not 0 <= outcome.attainment <= 1:  # NaN too
+            raise BatonError(
+                f"max-goodput search: attainment {outcome.attainment} is not a share from 0 to 1"
+            )
+        if probe in self._outcomes:
+            self._repeated.add(probe)
+        self._outcomes[probe] = outcome
+        self._log.append((probe, outcome))
+
+    def answers(self) -> tuple[TargetAnswer, ...]:
+        """One per target, from what is known now."""
+        return tuple(self._answer(target) for target in self.settings.targets)
+
+    def _must_repeat(self, probe: Probe) -> bool:
+        return not _is_measured(self._outcomes[probe]) and probe not in self._repeated
+
+    def _passes(self, probe: Probe, target: float) -> bool:
+        outcome = self._outcomes[probe]
+        return _is_measured(outcome) and (outcome.attainment or 0.0) >= target - ROUNDING
+
+    def _bracket(self, target: float, seed: int) -> _Bracket:
+        probes = [probe for probe in self._outcomes if probe.seed == seed]
+        failing = min((probe.rate for probe in probes if not self._passes(probe, target)), default=None)
+        passing = [probe.rate for probe in probes if self._passes(probe, target)]
+        below = max((rate for rate in passing if failing is None or rate < failing), default=None)
+        return _Bracket(below, failing)
+
+    def _hint(self, target: float, seed: int) -> float | None:
+        """Where the earlier seeds ended, on average; None for the first seed."""
+        earlier = self.settings.seeds[: self.settings.seeds.index(seed)]
+        if not earlier:
+            return None
+        rate = statistics.fmean(self._bracket(target, other).passing or 0.0 for other in earlier)
+        return min(max(rate, self.settings.min_rate), self.settings.max_rate)
+
+    def _next_rate(self, target: float, seed: int) -> float | None:
+        settings, bracket = self.settings, self._bracket(target, seed)
+        if _end(bracket, settings) is not None:
+            return None
+        return propose(bracket.passing, bracket.failing, self._hint(target, seed), settings)
+
+    def _answer(self, target: float) -> TargetAnswer:
+        seeds = tuple(self._seed_answer(target, seed) for seed in self.settings.seeds)
+        lows = [one.rate for one in seeds]
+        highs = [one.failing_rate for one in seeds if one.failing_rate is not None]
+        low_half, high_half = mean_half_width(lows), mean_half_width(highs)
+        has_highs = len(highs) == len(seeds) and high_half is not None
+        num_offered = sum(one.num_offered for one in seeds)
+        num_good = sum((one.attainment or 0.0) * one.num_offered for one in seeds)
+        share = wilson(num_good, num_offered)
+        return TargetAnswer(
+            target=target,
+            rate=statistics.fmean(lows),
+            ci_low=None if low_half is None else max(0.0, statistics.fmean(lows) - low_half),
+            ci_high=statistics.fmean(highs) + (high_half or 0.0) if has_highs else None,
+            attainment_low=None if share is None else share[0],
+            attainment_high=None if share is None else share[1],
+            seeds=seeds,
+            is_converged=all(one.end is End.FOUND for one in seeds),
+            notes=(*seed_notes(target, seeds, self.settings, len(self._log)), *self._unmeasured_notes()),
+        )
+
+    def _seed_answer(self, target: float, seed: int) -> SeedAnswer:
+        bracket = self._bracket(target, seed)
+        outcome = None if bracket.passing is None else self._outcomes[Probe(bracket.passing, seed)]
+        return SeedAnswer(
+            seed=seed,
+            rate=bracket.passing or 0.0,
+            failing_rate=bracket.failing,
+            attainment=None if outcome is None else outcome.attainment,
+            num_offered=0 if outcome is None else outcome.num_offered,
+            end=_end(bracket, self.settings) or End.UNFINISHED,
+        )
+
+    def _unmeasured_notes(self) -> list[str]:
+        return [
+            f"Seed {probe.seed}: the probe at {probe.rate:g} req/s was invalid"
+            f"{' twice' if probe in self._repeated else ''} and counts as not passing."
+            for probe, outcome in self._outcomes.items()
+            if not _is_measured(outcome)
+        ]
+
+
+def propose(
+    passing: float | None, failing: float | None, hint: float | None, settings: SearchSettings
+) -> float:
+    """The rate to probe in an open bracket; lies strictly inside it.
+
+    The anchor (the hint, else `start_rate`) comes first, unless a bound is already there. Then steps lead
+    away from it, up after a pass and down after a failure: of factor `growth` without a hint; with one they
+    begin at the tolerance and double on the log scale up to `growth`. No step goes past the middle of the
+    bracket on the log scale, so in the end it is bisected.
+    """
+    near = math.sqrt(1 + settings.tolerance)
+    anchor, first_step = (settings.start_rate, settings.growth) if hint is None else (hint, near * near)
+    if (passing is None or passing * near < anchor) and (failing is None or anchor * near < failing):
+        return anchor
+    middle = None if passing is None or failing is None else math.sqrt(passing * failing)
+    if passing is not None and (failing is None or anchor <= passing * near):
+        step = min(settings.growth, first_step * max(1.0, passing / anchor))
+        return min(passing * step, settings.max_rate if middle is None else middle)
+    assert failing is not None  # else the anchor or a step up was returned
+    step = min(settings.growth, first_step * max(1.0, anchor / failing))
+    return max(failing / step, settings.min_rate if middle is None else middle)
+
+
+def _end(bracket: _Bracket, settings: SearchSettings) -> End | None:
+    passing, failing = bracket.passing, bracket.failing
+    if passing is not None and failing is not None:
+        return End.FOUND if failing <= passing * (1 + settings.tolerance) * (1 + ROUNDING) else None
+    if passing is not None and passing >= settings.max_rate:
+        return End.MAX_RATE
+    if failing is not None and failing <= settings.min_rate:
+        return End.NOTHING_PASSED
+    return None
+
+
+def _is_measured(outcome: ProbeOutcome) -> bool:
+    return outcome.valid and outcome.attainment is not None and outcome.num_offered > 0
+
+
+def to_dict(search: GoodputSearch) -> dict[str, Any]:
+    """Settings, answers and all probes in order, fit for JSON."""
+    return {
+        "settings": msgspec.to_builtins(search.settings),
+        "answers": msgspec.to_builtins(search.answers()),
+        "probes": [
+            {**msgspec.to_builtins(probe), **msgspec.to_builtins(outcome)} for probe, outcome in search.log
+        ],
+    }

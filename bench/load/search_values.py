@@ -1,0 +1,133 @@
+"""What goes into a search for the maximum goodput, and what comes out. Rates are requests per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+from cluster.errors import ConfigError
+
+MIN_SEEDS = 3  # for an interval to rely on
+
+
+class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates in requests per second."""
+
+    start_rate: float
+    targets: tuple[float, ...] = (0.9, 0.99)  # shares of all offered requests
+    seeds: tuple[int, ...] = (0, 1, 2)
+    growth: float = 2.0
+    tolerance: float = 0.05  # highest passing and lowest failing rate differ by at most this share
+    max_probes: int = 60
+    min_rate: float = 0.01
+    max_rate: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (
+                bool(self.targets) and all(0 < x <= 1 for x in self.targets),
+                "targets",
+                "shares above 0, up to 1",
+            ),
+            (len(set(self.targets)) == len(self.targets), "targets", "no target twice"),
+            (
+                bool(self.seeds) and len(set(self.seeds)) == len(self.seeds),
+                "seeds",
+                "different seeds, 3 or more",
+            ),
+            (1 < self.growth < math.inf, "growth", "a factor above 1"),
+            (0 < self.tolerance < 1, "tolerance", "a share between 0 and 1, such as 0.05"),
+            (self.max_probes >= 1, "max_probes", "1 or more"),
+            (
+                0 < self.min_rate <= self.max_rate < math.inf,
+                "min_rate and max_rate",
+                "0 < min_rate <= max_rate",
+            ),
+            (
+                self.min_rate <= self.start_rate <= self.max_rate,
+                "start_rate",
+                "a rate from min_rate to max_rate",
+            ),
+        )
+        for is_right, name, wanted in checks:
+            if not is_right:
+                raise ConfigError(f"max-goodput search: {name} cannot work; give {wanted}")
+
+
+class Probe(msgspec.Struct, frozen=True):
+    rate: float
+    seed: int
+
+
+class ProbeOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    attainment: float | None  # good / offered, of the window; None if nothing was offered in it
+    num_offered: int
+    valid: bool = True
+
+
+class End(Enum):
+    """Why the search of one seed ended."""
+
+    FOUND = "found"  # between a passing and a failing rate, within the tolerance
+    NOTHING_PASSED = "nothing_passed"  # not even min_rate; the answer is 0
+    MAX_RATE = "max_rate"  # max_rate itself passed; the answer is a lower bound
+    UNFINISHED = "unfinished"  # stopped, or out of probes; the answer is the highest rate that passed so far
+
+
+class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    seed: int
+    rate: float  # highest passing rate below the lowest failing one; 0 if there is none
+    failing_rate: float | None  # the lowest failing rate
+    attainment: float | None  # measured at `rate`
+    num_offered: int  # at `rate`
+    end: End
+
+
+class TargetAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Max goodput at one target.
+
+    `ci_low` and `ci_high`: 95 % by Student's t over seeds, from the passing rates downwards and from the
+    failing rates upwards, so the width of the brackets is in it. None with fewer than two seeds; `ci_high`
+    also where a seed has no failing rate.
+    """
+
+    target: float
+    rate: float  # mean over seeds
+    ci_low: float | None
+    ci_high: float | None
+    attainment_low: float | None  # Wilson 95 % of the attainment pooled over seeds, each at its own answer
+    attainment_high: float | None
+    seeds: tuple[SeedAnswer, ...]
+    is_converged: bool  # every seed ended FOUND
+    notes: tuple[str, ...]
+
+
+def seed_notes(
+    target: float, seeds: Sequence[SeedAnswer], settings: SearchSettings, num_probes: int
+) -> list[str]:
+    """One sentence for each seed whose answer is not simply a rate found, and one for too few seeds."""
+    notes = [_note(one, target, settings, num_probes) for one in seeds if one.end is not End.FOUND]
+    if len(settings.seeds) < MIN_SEEDS:
+        notes.append(f"{len(settings.seeds)} seed(s): an interval to rely on needs {MIN_SEEDS} or more.")
+    return notes
+
+
+def _note(one: SeedAnswer, target: float, settings: SearchSettings, num_probes: int) -> str:
+    if one.end is End.NOTHING_PASSED:
+        return (
+            f"Seed {one.seed}: no rate reached {target:.0%}, down to the lowest allowed, "
+            f"{settings.min_rate:g} req/s; the answer is 0."
+        )
+    if one.end is End.MAX_RATE:
+        return (
+            f"Seed {one.seed}: the highest rate allowed, {settings.max_rate:g} req/s, reached {target:.0%}; "
+            "the true rate may be higher."
+        )
+    failed = "none failed" if one.failing_rate is None else f"{one.failing_rate:g} req/s failed"
+    return (
+        f"Seed {one.seed}: the search stopped after {num_probes} of at most {settings.max_probes} probes; "
+        f"so far {one.rate:g} req/s passed and {failed}."
+    )

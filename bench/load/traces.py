@@ -1,0 +1,103 @@
+"""Traces of real traffic: a file becomes rows of (time, input tokens, output tokens), whoever recorded it.
+
+1. `read_trace` reads the file once (its sha256 goes into the result) and detects the format, unless it is
+   named.
+2. The parser of `trace_formats` makes each line a `TraceRow`; a line that is not of the format is an error
+   that names file, line and what was expected.
+3. Rows without input or output tokens (failed requests of BurstGPT, say) are left out and counted.
+4. Rows are sorted by time (stable; `was_sorted` says whether they were) and their times count from the first
+   one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+from bench.load.trace_formats import FORMATS, LineError, TraceFormat, TraceRow, detect
+from cluster.errors import BatonError
+
+
+class TraceError(BatonError):
+    """A trace or a conversation file cannot be read; the message names file, line and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    path: str
+    sha256: str
+    format: str
+    rows: tuple[TraceRow, ...]  # by time, the first at 0
+    num_empty: int  # rows left out because they have no input or no output tokens
+    was_sorted: bool
+    unknown_fields: tuple[str, ...]  # names in the file that nothing here reads
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's content.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"The trace {path} cannot be read: {error.strerror or error}.") from error
+
+
+def read_trace(path: Path, format_name: str | None = None) -> Trace:
+    """All usable rows of `path`, in the format named (azure, mooncake, burstgpt, canonical) or detected.
+
+    Raises:
+        TraceError: the file cannot be read, is of no known format, has a malformed line, or no usable row.
+    """
+    content = read_bytes(path)
+    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    trace_format = _format(path, lines, format_name)
+    parse = trace_format.parser()
+    rows: list[TraceRow] = []
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line:
+            continue
+        try:
+            row = parse(line)
+        except LineError as error:
+            raise TraceError(
+                f"{path}:{number}: {error}; {trace_format.name} lines look like {trace_format.example}"
+            ) from None
+        if row is not None:
+            rows.append(row)
+    usable = [row for row in rows if row.input_tokens > 0 and row.output_tokens > 0]
+    if not usable:
+        raise TraceError(
+            f"The trace {path} has no row with input and output tokens: there is nothing to offer."
+        )
+    ordered = sorted(usable, key=lambda row: row.time_s)
+    start_s = ordered[0].time_s
+    return Trace(
+        path=str(path),
+        sha256=sha256(content).hexdigest(),
+        format=trace_format.name,
+        rows=tuple(replace(row, time_s=row.time_s - start_s) for row in ordered),
+        num_empty=len(rows) - len(usable),
+        was_sorted=ordered == usable,
+        unknown_fields=parse.unknown_fields(),
+    )
+
+
+def _format(path: Path, lines: list[bytes], name: str | None) -> TraceFormat:
+    known = ", ".join(FORMATS)
+    if name is not None:
+        if name not in FORMATS:
+            raise TraceError(f"Trace format `{name}` is unknown: use {known}.")
+        return FORMATS[name]
+    first = next((line.strip() for line in lines if line.strip()), None)
+    if first is None:
+        raise TraceError(f"The trace {path} is empty.")
+    found = detect(first)
+    if found is None:
+        shown = first[:80].decode("utf-8", "replace")
+        raise TraceError(f"The trace {path} begins with `{shown}`, which is none of the formats {known}.")
+    return FORMATS[found]
