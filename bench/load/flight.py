@@ -1,0 +1,109 @@
+"""One request on its way: its moments, and the record they become."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from dataclasses import dataclass
+from typing import Any
+
+from bench.load.connection import Connection
+from bench.load.http_stream import ResponseStream
+from bench.load.offering import Due
+from bench.load.records import RequestRecord, Status
+
+NS = 1_000_000_000
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Mutable until it ends; owned by the load client."""
+
+    due: Due
+    payload: bytes
+    stream: ResponseStream
+    started_ns: int
+    last_ns: int  # when anything last happened: start, connection, send, read
+    connected_ns: int | None = None
+    sent_ns: int | None = None
+    is_reused: bool = False  # on a connection that carried another request before
+    is_ended: bool = False
+    connection: Connection | None = None
+    opening: asyncio.Task[None] | None = None
+
+    def note_sent(self, moment_ns: int) -> None:
+        self.sent_ns = self.last_ns = moment_ns
+
+    @property
+    def phase(self) -> str:
+        """Where it is, as the end of a sentence."""
+        if self.connected_ns is None:
+            return "while connecting"
+        if self.sent_ns is None:
+            return "while sending"
+        if self.stream.headers_ns is None:
+            return "waiting for the headers"
+        return f"after {len(self.stream.answer.moments_ns)} chunks with content"
+
+    def record(
+        self, status: Status, error: str | None, end_ns: int, *, start_ns: int, process: int, keep_text: bool
+    ) -> RequestRecord:
+        def seconds(moment_ns: int) -> float:
+            return (moment_ns - start_ns) / NS
+
+        def optional(moment_ns: int | None) -> float | None:
+            return None if moment_ns is None else seconds(moment_ns)
+
+        answer = self.stream.answer
+        record = blank_record(self.due, status, error, process)
+        record.started_s = seconds(self.started_ns)
+        record.connected_s = optional(self.connected_ns)
+        record.sent_s = optional(self.sent_ns)
+        record.headers_s = optional(self.stream.headers_ns)
+        record.chunk_times_s = [(moment_ns - start_ns) / NS for moment_ns in answer.moments_ns]
+        record.chunk_tokens = answer.chunk_tokens
+        record.end_s = seconds(end_ns)
+        record.finish_reason = answer.finish_reason
+        record.http_status = self.stream.http_status
+        record.text = "".join(answer.text_parts) if keep_text else ""
+        record.timings = scalars(answer.timings or {})
+        usage = answer.usage or {}
+        record.input_tokens = _count(usage.get("prompt_tokens"))
+        record.output_tokens = _count(usage.get("completion_tokens"))
+        details = usage.get("prompt_tokens_details")
+        record.cached_tokens = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+        return record
+
+
+def blank_record(due: Due, status: Status, error: str | None, process: int) -> RequestRecord:
+    """The record of a request of which nothing but its end is known."""
+    job = due.job
+    return RequestRecord(
+        index=job.index,
+        scheduled_s=due.scheduled_s,
+        status=status,
+        error=error,
+        planned_input_tokens=job.input_tokens,
+        planned_output_tokens=job.output_tokens,
+        session=job.session,
+        turn=job.turn,
+        prefix_group=job.prefix_group,
+        process=process,
+    )
+
+
+def scalars(timings: dict[str, Any]) -> dict[str, float | int | str]:
+    """The fields that are numbers or strings."""
+    return {name: value for name, value in timings.items() if isinstance(value, float | int | str)}
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def reason(error: OSError) -> str:
+    """Why, without the address: event loops word it differently."""
+    if error.errno is None or isinstance(error, ssl.SSLError):
+        return str(error)
+    return os.strerror(error.errno)

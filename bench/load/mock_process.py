@@ -1,0 +1,172 @@
+"""The mock server as a process: `python -m bench.load.mock_process`, and how to run one beside a test.
+
+It prints one JSON line, `{"url": "http://…"}`, once it listens, and serves until it is interrupted or its
+stdin, when that is a pipe of the parent's, ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+import orjson
+
+from bench.load.client_process import new_loop, raise_file_limit
+from bench.load.mock_script import Script, read_script
+from bench.load.mock_server import MockServer, MockSettings, Truth
+from bench.load.target import Target, call, parse_target
+from cluster.errors import BatonError, ConfigError
+
+START_S = 30.0
+EXIT_S = 5.0
+
+
+def serve_mock(
+    settings: MockSettings,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    on_listening: Callable[[str], None] | None = None,
+    ends_with_stdin: bool = False,
+) -> None:
+    """Serve until SIGINT or SIGTERM; `on_listening(url)` is called once connections are accepted.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    raise_file_limit()
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_serve(settings, host, port, on_listening, ends_with_stdin))
+
+
+async def _serve(
+    settings: MockSettings,
+    host: str,
+    port: int,
+    on_listening: Callable[[str], None] | None,
+    ends_with_stdin: bool,
+) -> None:
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, over.set)
+    if ends_with_stdin:
+        await loop.connect_read_pipe(lambda: _Lifeline(over), os.fdopen(0, "rb", 0))
+    try:
+        server = await MockServer(settings, host, port).__aenter__()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on `{host}:{port}`: {error.strerror or error}") from None
+    gc.freeze()
+    if on_listening is not None:
+        on_listening(server.url)
+    await over.wait()
+    await server.__aexit__()
+
+
+class _Lifeline(asyncio.Protocol):
+    def __init__(self, over: asyncio.Event) -> None:
+        self._over = over
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over.set()
+
+
+class MockProcess(NamedTuple):
+    target: Target
+    pid: int
+
+
+@contextmanager
+def running_mock(settings: MockSettings | None = None, core: int | None = None) -> Iterator[MockProcess]:
+    """A mock server in a process of its own, for the length of the block.
+
+    Raises:
+        BatonError: it did not start.
+    """
+    text = msgspec.json.encode(settings or MockSettings()).decode()
+    command = [sys.executable, "-m", "bench.load.mock_process", "--settings", text, "--with-stdin"]
+    if core is not None:
+        command += ["--core", str(core)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield MockProcess(parse_target(_read_url(process.stdout.fileno())), process.pid)
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def read_truths(target: Target) -> list[Truth]:
+    """The moments a mock kept."""
+    status, body = call(target, "GET", "/mock/truth")
+    if status != 200:
+        raise BatonError(f"`{target.url}` is no mock server: HTTP {status} for `/mock/truth`")
+    return msgspec.json.decode(body, type=list[Truth])
+
+
+def _read_url(stdout: int) -> str:
+    deadline = time.monotonic() + START_S
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stdout, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise BatonError(f"the mock server did not listen within {START_S:g} s")
+            part = os.read(stdout, 4096)
+            if not part:
+                raise BatonError("the mock server ended before it listened")
+            line += part
+    return str(orjson.loads(line)["url"])
+
+
+def _print_url(url: str) -> None:
+    print(orjson.dumps({"url": url}).decode(), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.load.mock_process", description="scripted mock server"
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--script", default="{}", help="JSON of the default script")
+    parser.add_argument("--capacity", type=int, help="requests served at once")
+    parser.add_argument("--settings", help="JSON of all settings; replaces --script and --capacity")
+    parser.add_argument("--core", type=int, help="pin to this core")
+    parser.add_argument("--with-stdin", action="store_true", help="end when stdin ends")
+    options = parser.parse_args(arguments)
+    if options.core is not None:
+        os.sched_setaffinity(0, {options.core})
+    try:
+        if options.settings is not None:
+            settings = msgspec.json.decode(options.settings, type=MockSettings)
+        else:
+            script: Script = read_script(options.script)
+            settings = MockSettings(script=script, capacity=options.capacity)
+        serve_mock(settings, options.host, options.port, _print_url, options.with_stdin)
+    except BatonError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The server under test: its address, and what it says about itself before the first request.
+
+1. `parse_target` reads a URL: `http://host:port`, with or without a base path and a trailing `/v1`.
+2. `probe` asks `/v1/models`, then `/version`; a wrong URL, a refused connection, a wrong key or a server
+   that serves another model is one clear sentence before anything is offered.
+3. `Target.head` is what every request of a run begins with.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import urllib.parse
+from typing import Any
+
+import msgspec
+import orjson
+
+from bench.load.answer import body_error
+from cluster.errors import BatonError, ConfigError
+
+PROBE_TIMEOUT_S = 10.0
+MAX_REPLY_BYTES = 16 << 20
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    host: str
+    port: int
+    is_tls: bool = False
+    base_path: str = ""  # without a trailing slash and without `/v1`
+    api_key: str | None = None
+    verify_tls: bool = True
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.base_path}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        headers = {
+            "host": f"{host}:{self.port}",
+            "user-agent": "baton-bench",
+            "content-type": "application/json",
+        }
+        if self.api_key is not None:
+            headers["authorization"] = f"Bearer {self.api_key}"
+        return headers
+
+    def head(self, endpoint: str) -> bytes:
+        """Request line and headers of a POST, up to the value of content-length."""
+        lines = [f"POST {self.base_path}{endpoint} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        return ("\r\n".join([*lines, "content-length: "])).encode()
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    models: tuple[str, ...]
+    version: str | None = None
+    max_model_len: int | None = None
+
+
+def parse_target(url: str, api_key: str | None = None, verify_tls: bool = True) -> Target:
+    """
+    Raises:
+        ConfigError: not an http or https URL, or one with parts that have no meaning here.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"`{url}` is no server URL; write it like http://127.0.0.1:8000")
+    if parts.query or parts.fragment or parts.username:
+        raise ConfigError(
+            f"`{url}`: a server URL has no query, fragment or user name; a key goes into `--api-key`"
+        )
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("the API key has characters that an HTTP header cannot carry")
+    is_tls = parts.scheme == "https"
+    try:
+        port = parts.port or (443 if is_tls else 80)
+    except ValueError:
+        raise ConfigError(f"`{url}`: the port is not a number from 1 to 65535") from None
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return Target(
+        host=parts.hostname, port=port, is_tls=is_tls, base_path=path, api_key=api_key, verify_tls=verify_tls
+    )
+
+
+def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> ServerInfo:
+    """What the server says about itself; `model` None: the first one it lists.
+
+    Raises:
+        ConfigError: `model` is not among those served.
+        BatonError: the server cannot be reached, or answers with something that is not a list of models.
+    """
+    status, body = call(target, "GET", "/v1/models", timeout_s=timeout_s)
+    if status != 200:
+        raise BatonError(f"`{target.url}/v1/models` answered HTTP {status}: {body_error(body)}")
+    try:
+        cards: dict[str, dict[str, Any]] = {card["id"]: card for card in orjson.loads(body)["data"]}
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise BatonError(
+            f"`{target.url}/v1/models` does not list models: is this an OpenAI-compatible server?"
+        ) from None
+    if not cards:
+        raise BatonError(f"`{target.url}` serves no model")
+    if model is not None and model not in cards:
+        raise ConfigError(f"`{target.url}` does not serve `{model}`; it serves: {', '.join(cards)}")
+    chosen = model if model is not None else next(iter(cards))
+    max_model_len = cards[chosen].get("max_model_len")
+    return ServerInfo(
+        model=chosen,
+        models=tuple(cards),
+        version=_version(target, timeout_s),
+        max_model_len=max_model_len if isinstance(max_model_len, int) else None,
+    )
+
+
+def call(
+    target: Target,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    timeout_s: float = PROBE_TIMEOUT_S,
+) -> tuple[int, bytes]:
+    """One plain request: (status, body). For questions around a run, not for measured requests.
+
+    Raises:
+        BatonError: no connection, or no HTTP answer within `timeout_s` per read.
+    """
+    connection = _connection(target, timeout_s)
+    payload = None if body is None else orjson.dumps(body)
+    try:
+        connection.request(method, target.base_path + path, body=payload, headers=target.headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read(MAX_REPLY_BYTES)
+    except ConnectionRefusedError:
+        raise BatonError(
+            f"nothing listens at `{target.url}`: is the server up, and the port right?"
+        ) from None
+    except socket.gaierror:
+        raise BatonError(f"the host name `{target.host}` is not known") from None
+    except TimeoutError:
+        raise BatonError(f"`{target.url}{path}` did not answer within {timeout_s:g} s") from None
+    except ssl.SSLError as error:
+        raise BatonError(f"no TLS connection to `{target.url}`: {error.reason or error}") from None
+    except http.client.HTTPException as error:
+        raise BatonError(f"`{target.url}` does not speak HTTP: {error or type(error).__name__}") from None
+    except OSError as error:
+        raise BatonError(f"cannot reach `{target.url}`: {error.strerror or error}") from None
+    finally:
+        connection.close()
+
+
+def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
+    if not target.is_tls:
+        return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
+    context = ssl.create_default_context()
+    if not target.verify_tls:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection(target.host, target.port, timeout=timeout_s, context=context)
+
+
+def _version(target: Target, timeout_s: float) -> str | None:
+    """`/version` is a habit, not a rule: a server without it has no version."""
+    status, body = call(target, "GET", "/version", timeout_s=timeout_s)
+    if status != 200:
+        return None
+    try:
+        version = orjson.loads(body)["version"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return str(version)
