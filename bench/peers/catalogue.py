@@ -44,7 +44,15 @@ def venv_steps(places: Places, name: str, requirements: Sequence[str]) -> list[S
         Step(f"make the environment {name}", (places.python, "-m", "venv", str(directory)), directory),
         Step(
             f"install {', '.join(requirements)}",
-            (places.venv_python(name), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements),
+            (
+                places.venv_python(name),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                *requirements,
+            ),
             directory,
         ),
     ]
@@ -83,7 +91,9 @@ def _baton(places: Places, cores: Sequence[int]) -> list[Peer]:
         )
 
     return [
-        peer("baton-disaggregated", "Baton, disaggregated", 1, "1 prefill and 1 decode worker share the cores"),
+        peer(
+            "baton-disaggregated", "Baton, disaggregated", 1, "1 prefill and 1 decode worker share the cores"
+        ),
         peer("baton-colocated", "Baton, colocated", 0, f"1 worker for both phases, {len(cores)} cores"),
     ]
 
@@ -110,7 +120,16 @@ def _openvino(places: Places, num_threads: int) -> list[Peer]:
         # a torchvision that belongs to another torch breaks every import of transformers
         Step(
             "remove torchvision from the environment export",
-            (places.venv_python("export"), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio"),
+            (
+                places.venv_python("export"),
+                "-m",
+                "pip",
+                "uninstall",
+                "--quiet",
+                "--yes",
+                "torchvision",
+                "torchaudio",
+            ),
             places.venv("export"),
         ),
     ]
@@ -205,7 +224,8 @@ def _vllm(places: Places, cores: Sequence[int]) -> list[Peer]:
                 "dtype": dtype,
                 "VLLM_CPU_NUM_OF_RESERVED_CPU": "0 (its default takes a core away from computing)",
                 "VLLM_CPU_OMP_THREADS_BIND": binding,
-                "LD_PRELOAD": "libiomp5" + (", tcmalloc" if places.tcmalloc else "; tcmalloc is not installed"),
+                "LD_PRELOAD": "libiomp5"
+                + (", tcmalloc" if places.tcmalloc else "; tcmalloc is not installed"),
                 "VLLM_CPU_KVCACHE_SPACE": f"{KV_GB} GiB",
                 "max_num_batched_tokens": str(BATCHED_TOKENS),
                 "max_num_seqs": str(MAX_SEQUENCES),
@@ -258,7 +278,10 @@ def _transformers(places: Places, num_threads: int) -> list[Peer]:
                 *("--model", str(places.model_directory("bf16")), "--name", SERVED_NAME),
                 *("--host", HOST, "--port", PORT, "--threads", str(num_threads), "--dtype", dtype),
                 *("--max-num-batched-tokens", str(BATCHED_TOKENS), "--max-num-seqs", str(MAX_SEQUENCES)),
-                *("--max-model-len", str(CONTEXT),),
+                *(
+                    "--max-model-len",
+                    str(CONTEXT),
+                ),
             ),
             model=SERVED_NAME,
             environment=_shim_environment(places, num_threads),

@@ -71,7 +71,9 @@ def _convert(gguf_file: Path, directory: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.peers.hf_model", description="Write the model once.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers.hf_model", description="Write the model once."
+    )
     parser.add_argument("--model", required=True, help="directory, .gguf file or `demo`")
     parser.add_argument("--out", required=True, type=Path)
     options = parser.parse_args(arguments)

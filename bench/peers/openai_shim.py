@@ -1,8 +1,9 @@
 """A small OpenAI-compatible server around an engine that has none: what a peer's own library is served by.
 
-Standard library only, for it runs inside each peer's environment, and thin, for it must not be what is measured.
+Standard library only, for it runs inside each peer's environment; thin, for it must not be what is
+measured.
 
-1. A connection's bytes become an `HttpRequest` (`http_parse`); a completion becomes a `Generation` for the engine.
+1. A connection's bytes become an `HttpRequest` (`http_parse`), a completion a `Generation` for the engine.
 2. The engine works in its own thread and hands over all tokens of a step at once (`Emit`): one wake-up of the
    event loop per step, however many streams run.
 3. Each token becomes one SSE chunk, written in the turn of the loop that received it.
@@ -179,7 +180,9 @@ class ShimServer:
         options = body.get("stream_options") or {}
         stream = _Stream(
             connection=connection,
-            generation=Generation(next(self._ids), prompt_ids, max_tokens, bool(body.get("ignore_eos", False))),
+            generation=Generation(
+                next(self._ids), prompt_ids, max_tokens, bool(body.get("ignore_eos", False))
+            ),
             created=int(time.time()),
             is_stream=bool(body.get("stream", False)),
             include_usage=bool(options.get("include_usage", False)),
@@ -318,7 +321,9 @@ class _Connection(asyncio.Protocol):
         self._busy = False
         if not self._keep_alive:
             self._transport.close()
-        elif self._buffer:  # a further request waits: after this turn, for the answer may be sent from `handle`
+        elif (
+            self._buffer
+        ):  # a further request waits: after this turn, for the answer may be sent from `handle`
             asyncio.get_running_loop().call_soon(self._next)
 
 

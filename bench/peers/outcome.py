@@ -1,4 +1,4 @@
-"""What was measured of each peer, as values, and what follows from it: means over rounds, ratios, losses. Pure."""
+"""What was measured of each peer, and what follows from it: means over rounds, ratios, losses. Pure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
 
 
 def closed_loop_from_result(result: Mapping[str, Any]) -> ClosedLoop:
-    """From a result of `bench.load`; a figure that does not exist (nothing succeeded) is NaN there and here."""
+    """From a result of `bench.load`; a figure that does not exist (nothing succeeded) becomes NaN."""
 
     def figure(key: str) -> float:
         value = result[key]

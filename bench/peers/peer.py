@@ -89,7 +89,7 @@ class Peer:
 
 
 def why_not(peer: Peer, isa: frozenset[str]) -> str | None:
-    """Why this peer cannot run here, as far as one can tell before trying; None: nothing speaks against it."""
+    """Why this peer cannot run here, as far as can be told before trying; None: nothing speaks against it."""
     missing = sorted(peer.needs_isa - isa)
     if missing:
         return f"its kernels need {', '.join(missing)}, which this CPU does not have"

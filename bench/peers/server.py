@@ -1,4 +1,4 @@
-"""One peer as a running server: started on given cores, ready when it has answered, stopped with all its processes.
+"""One peer as a running server: pinned to given cores, ready once it has answered, stopped as a whole.
 
 1. `start`: the command in a process group of its own, output to a log, pinned to the cores.
 2. Ready: `/v1/models` answers, then a completion of one token does. A process that ends before is an error
@@ -95,7 +95,8 @@ class PeerServer:
             status = self._process.poll()
             if status is not None:
                 raise CannotRun(
-                    f"its server {ending(status)} before it was ready: {last_line(self._log)}; see {self._log}"
+                    f"its server {ending(status)} before it was ready: "
+                    f"{last_line(self._log)}; see {self._log}"
                 )
             try:
                 info = probe(target, model, timeout_s=5.0)
@@ -103,7 +104,8 @@ class PeerServer:
             except BatonError as error:
                 if time.perf_counter() > deadline:
                     raise CannotRun(
-                        f"it was not ready within {self._peer.start_timeout_s:.0f} s ({error}); see {self._log}"
+                        f"it was not ready within {self._peer.start_timeout_s:.0f} s "
+                        f"({error}); see {self._log}"
                     ) from error
                 time.sleep(POLL_S)
         body = {"model": info.model, "prompt": [1000, 1001], "max_tokens": 1, "temperature": 0}

@@ -57,7 +57,9 @@ class OpenVinoEngine:
         def run() -> None:
             try:
                 self._run(emit)
-            except Exception as error:  # the thread's one broad catch: every request then ends with this sentence
+            except (
+                Exception
+            ) as error:  # the thread's one broad catch: every request then ends with this sentence
                 failed(f"the OpenVINO pipeline failed: {error}")
                 raise
 

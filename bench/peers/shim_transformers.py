@@ -4,7 +4,7 @@
 - `generate`: plain `model.generate`, one request after another in the order they came; a streamer hands on
   each token as it is produced.
 
-`python -m bench.peers.shim_transformers --mode continuous --model DIR --name NAME --port PORT --threads N ...`
+`python -m bench.peers.shim_transformers --mode continuous --model DIR --name NAME --port PORT ...`
 """
 
 from __future__ import annotations

