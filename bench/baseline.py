@@ -1,189 +1,172 @@
 """`make bench`: what a served cluster does on this machine, as shares of the machine's own limits.
 
-1. Measure the machine (memory read bandwidth).
+1. Measure the machine: memory read bandwidth, matrix products.
 2. For each topology (one prefill + one decode worker; colocated), run `baton serve` as a user would: time to
    ready, memory, time to first token of a short prompt alone, the hand-off gap of a 1,000-token prompt in
    decode steps, and closed-loop output tokens per second at several concurrencies.
-3. Write one JSON file with the environment and print a table.
+3. Hold each figure against the roofline of the cores it could use.
+4. Write one JSON file with the environment and print it.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import datetime
+import itertools
 import json
 import os
-import random
-import signal
-import socket
 import statistics
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from bench.client import StreamTimes, stream_completion
-from bench.machine import describe_machine, proportional_memory_bytes
+from bench.load.arrivals import closed_loop
+from bench.load.lengths import Fixed
+from bench.load.records import RequestRecord
+from bench.load.runner import Measurement, RunSettings, measure
+from bench.load.settings import PlanSettings, Synthetic
+from bench.load.target import Target, parse_target, probe
+from bench.machine import Machine, describe_machine
+from bench.roofline import ModelShape, Roofline
+from bench.served import ServedCluster
 
-HOST = "127.0.0.1"
-READY_TIMEOUT_S = 120.0
 RESULTS = Path(__file__).parent / "results"
+INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
+SMOLLM2_135M = ModelShape(
+    num_layers=30,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_size=64,
+    intermediate_size=1536,
+    vocab_size=49152,
+)
 
 
-class ServedCluster:
-    """One `baton serve` process, ended by SIGTERM."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Client:
+    """Offers closed loops to one server; no two share a prompt."""
 
-    def __init__(self, arguments: list[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = int(probe.getsockname()[1])
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--port", str(self.port), *arguments]
-        start = time.perf_counter()
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        self._wait_ready()
-        self.start_s = time.perf_counter() - start
+    target: Target
+    model: str
+    seed: int
 
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=5) as response:
-            return json.load(response)
-
-    def _wait_ready(self) -> None:
-        deadline = time.perf_counter() + READY_TIMEOUT_S
-        while time.perf_counter() < deadline:
-            if self._process.poll() is not None:
-                raise SystemExit(f"baton serve ended with status {self._process.returncode}")
-            try:
-                self.get("/ready")
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)  # HTTP has no way to wait for a server that does not listen yet
-        self.stop()
-        raise SystemExit(f"baton serve was not ready within {READY_TIMEOUT_S:.0f} s")
-
-    def memory(self) -> dict[str, dict[str, int]]:
-        """Resident MiB by process: the router and every worker."""
-        cluster = self.get("/cluster")
-        pids = {worker["id"]: worker["pid"] for worker in cluster["workers"]}
-        pids["router"] = cluster["router_pid"]
-        result = {}
-        for name, pid in pids.items():
-            rss, pss = proportional_memory_bytes(pid)
-            result[name] = {"rss_mib": rss >> 20, "pss_mib": pss >> 20}
-        return result
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(timeout=60)
+    def offer(
+        self, concurrency: int, num_requests: int, input_tokens: int, output_tokens: int
+    ) -> Measurement:
+        settings = PlanSettings(
+            model=self.model,
+            arrival=closed_loop(concurrency),
+            workload=Synthetic(input=Fixed(input_tokens), output=Fixed(output_tokens)),
+            num_requests=num_requests,
+            seed=self.seed,
+            salt=concurrency * 10_000 + input_tokens,
+            extra_body={"timings": True},
+        )
+        measured = measure(settings, RunSettings(), self.target, {}, None)
+        if measured.summary.failed:
+            raise SystemExit(f"requests failed: {measured.result['error_counts']}")
+        for reason in measured.result["invalid_reasons"]:
+            print(f"concurrency {concurrency}, {input_tokens} tokens in: {reason}")
+        return measured
 
 
-def prompt(rng: random.Random, num_tokens: int) -> list[int]:
-    """Random ordinary ids: no prefix is shared, no cache helps."""
-    return [rng.randrange(1000, 40000) for _ in range(num_tokens)]
+def gaps_s(record: RequestRecord) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(record.chunk_times_s)]
 
 
-def body(prompt_ids: list[int], max_tokens: int) -> dict[str, Any]:
+def handoff_steps(record: RequestRecord) -> float:
+    """The gap between token 0 and token 1, in ordinary decode steps of the same request."""
+    gaps = gaps_s(record)
+    return gaps[0] / statistics.median(gaps[1:])
+
+
+def measure_latency(client: Client, line: Roofline) -> dict[str, Any]:
+    short = client.offer(1, 9, 20, 8)
+    long = client.offer(1, 5, 1000, 24)
+    records = long.run.records
+    step_s = statistics.median(gap for record in records for gap in gaps_s(record)[1:])
+    ttft_s = long.result["median_ttft_ms"] / 1e3
     return {
-        "prompt": prompt_ids,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "timings": True,
+        "ttft_ms_20_tokens_median": round(short.result["median_ttft_ms"], 1),
+        "ttft_ms_1000_tokens_median": round(ttft_s * 1e3, 1),
+        "prefill_share_of_limit": round(line.least_prefill_s(1000) / ttft_s, 3),
+        "decode_step_ms_median": round(step_s * 1e3, 2),
+        "decode_share_of_limit": round(line.least_decode_s(1, 1012) / step_s, 3),
+        "handoff_decode_steps_median": round(statistics.median(map(handoff_steps, records)), 2),
+        "handoff_decode_steps_max": round(max(map(handoff_steps, records)), 2),
+        "example_timings": records[-1].timings,
     }
 
 
-async def measure_latency(port: int, rng: random.Random) -> dict[str, Any]:
-    short = [await stream_completion(HOST, port, body(prompt(rng, 20), 8)) for _ in range(9)]
-    long = [await stream_completion(HOST, port, body(prompt(rng, 1000), 24)) for _ in range(5)]
-
-    def handoff_steps(times: StreamTimes) -> float:
-        return times.gaps_s[0] / statistics.median(times.gaps_s[1:])
-
-    return {
-        "ttft_ms_20_tokens_median": round(statistics.median(t.ttft_s for t in short) * 1e3, 1),
-        "ttft_ms_1000_tokens_median": round(statistics.median(t.ttft_s for t in long) * 1e3, 1),
-        "decode_step_ms_median": round(statistics.median(g for t in long for g in t.gaps_s[1:]) * 1e3, 2),
-        "handoff_decode_steps_median": round(statistics.median(map(handoff_steps, long)), 2),
-        "handoff_decode_steps_max": round(max(map(handoff_steps, long)), 2),
-        "example_timings": long[-1].timings,
-    }
-
-
-async def measure_throughput(port: int, rng: random.Random, concurrency: int, num: int) -> dict[str, Any]:
-    """Closed loop: `concurrency` clients, `num` requests of 256 tokens in, 128 out."""
-    jobs = [body(prompt(rng, 256), 128) for _ in range(num)]
-    done: list[StreamTimes] = []
-
-    async def client() -> None:
-        while jobs:
-            done.append(await stream_completion(HOST, port, jobs.pop()))
-
-    start = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(concurrency)))
-    wall_s = time.perf_counter() - start
-    gaps = sorted(gap for times in done for gap in times.gaps_s)
+def measure_throughput(client: Client, line: Roofline, concurrency: int) -> dict[str, Any]:
+    result = client.offer(concurrency, max(3, 2 * concurrency), INPUT_TOKENS, OUTPUT_TOKENS).result
+    limit = line.most_output_tokens_per_s(concurrency, INPUT_TOKENS, OUTPUT_TOKENS)
     return {
         "concurrency": concurrency,
-        "requests": num,
-        "output_tok_per_s": round(sum(t.usage["completion_tokens"] for t in done) / wall_s, 1),
-        "ttft_ms_median": round(statistics.median(t.ttft_s for t in done) * 1e3, 1),
-        "itl_ms_median": round(statistics.median(gaps) * 1e3, 2),
-        "itl_ms_p99": round(gaps[int(len(gaps) * 0.99)] * 1e3, 2),
+        "requests": result["completed"],
+        "output_tok_per_s": round(result["output_throughput"], 1),
+        "share_of_limit": round(result["output_throughput"] / limit, 3),
+        "ttft_ms_median": round(result["median_ttft_ms"], 1),
+        "itl_ms_median": round(result["median_itl_ms"], 2),
+        "itl_ms_p99": round(result["p99_itl_ms"], 2),
     }
 
 
-def measure(arguments: list[str], concurrencies: list[int], seed: int) -> dict[str, Any]:
-    rng = random.Random(seed)
-    cluster = ServedCluster(arguments)
-    try:
-        result: dict[str, Any] = {"arguments": arguments, "start_to_ready_s": round(cluster.start_s, 2)}
-        result["latency"] = asyncio.run(measure_latency(cluster.port, rng))
-        result["throughput"] = [
-            asyncio.run(measure_throughput(cluster.port, rng, c, max(3, 2 * c))) for c in concurrencies
-        ]
-        result["memory"] = cluster.memory()
-        return result
-    finally:
-        cluster.stop()
+def roofline(machine: Machine, weight_bytes_per_element: float, num_threads: int) -> Roofline:
+    is_one = num_threads == 1
+    return Roofline(
+        shape=SMOLLM2_135M,
+        weight_bytes_per_element=weight_bytes_per_element,
+        kv_bytes_per_element=2,
+        bytes_per_s=1e9 * (machine.read_gb_per_s_one_thread if is_one else machine.read_gb_per_s_all_threads),
+        flops_per_s=1e9
+        * (machine.gemm_gflop_per_s_one_thread if is_one else machine.gemm_gflop_per_s_all_threads),
+    )
+
+
+def measure_topology(
+    machine: Machine, arguments: list[str], role_threads: int, concurrencies: list[int], seed: int
+) -> dict[str, Any]:
+    """`role_threads`: cores that one step can use; the closed loop is held against all cores."""
+    step_line, whole_line = roofline(machine, 2, role_threads), roofline(machine, 2, machine.num_cores)
+    with ServedCluster(arguments) as cluster:
+        target = parse_target(cluster.url)
+        client = Client(target, probe(target).model, seed)
+        return {
+            "arguments": arguments,
+            "start_to_ready_s": round(cluster.start_s, 2),
+            "latency": measure_latency(client, step_line),
+            "throughput": [measure_throughput(client, whole_line, one) for one in concurrencies],
+            "memory": cluster.memory_mib(),
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--weight-bytes", type=float, default=134.5e6 * 2, help="read per decode step")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--output", type=Path, default=RESULTS / f"baseline-{os.uname().machine}.json")
     options = parser.parse_args()
     machine = describe_machine()
-    common = ["--model", options.model]
+    threads = max(1, machine.num_cores // 2)
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": dataclasses.asdict(machine),
         "seed": options.seed,
-        "disaggregated": measure(
-            [*common, "--prefill", "1", "--decode", "1"], options.concurrency, options.seed
+        "disaggregated": measure_topology(
+            machine, ["--prefill", "1", "--decode", "1"], threads, options.concurrency, options.seed
         ),
-        "colocated": measure([*common, "--prefill", "0", "--decode", "1"], options.concurrency, options.seed),
+        "colocated": measure_topology(
+            machine, ["--prefill", "0", "--decode", "1"], machine.num_cores, options.concurrency, options.seed
+        ),
     }
-    for name, threads in (("disaggregated", 1), ("colocated", machine.num_cores)):
-        bandwidth = (
-            machine.read_gb_per_s_one_thread if threads == 1 else machine.read_gb_per_s_all_threads
-        ) * 1e9
-        step_s = report[name]["latency"]["decode_step_ms_median"] / 1e3
-        share = round(options.weight_bytes / step_s / bandwidth, 3)
-        report[name]["decode_share_of_read_bandwidth"] = share
-    output = options.output or RESULTS / f"baseline-{os.uname().machine}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
-    print(f"written: {output}")
+    print(f"written: {options.output}")
 
 
 if __name__ == "__main__":

@@ -13,120 +13,27 @@ first arrival of a random process comes after its first gap; that of a constant 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.load.plan import Arrival
 from bench.load.randomness import generator
+from bench.load.rate_curves import (
+    ConstantRate,
+    ExponentialRamp,
+    Floats,
+    LinearRamp,
+    PiecewiseRate,
+    RateCurve,
+)
 from cluster.errors import ConfigError
 
 MAX_REQUESTS = 5_000_000  # of one plan; it is held in memory
-
-Floats = NDArray[np.float64]
-
-
-class RateCurve(Protocol):
-    """A rate over time, by its integral Λ."""
-
-    def expected(self, time_s: float) -> float:
-        """Λ: the expected number of arrivals until `time_s`."""
-        ...
-
-    def invert(self, expected: Floats) -> Floats:
-        """Λ⁻¹, seconds; infinity where the curve ends before that many arrivals."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantRate:
-    rate: float
-
-    def expected(self, time_s: float) -> float:
-        return self.rate * time_s
-
-    def invert(self, expected: Floats) -> Floats:
-        return expected / self.rate
-
-
-@dataclass(frozen=True, slots=True)
-class LinearRamp:
-    """From `start_rate` to `end_rate` over `over_s`, then `end_rate` for good."""
-
-    start_rate: float
-    end_rate: float
-    over_s: float
-
-    def expected(self, time_s: float) -> float:
-        ramp_s = min(time_s, self.over_s)
-        slope = (self.end_rate - self.start_rate) / self.over_s
-        return (self.start_rate + slope * ramp_s / 2) * ramp_s + self.end_rate * (time_s - ramp_s)
-
-    def invert(self, expected: Floats) -> Floats:
-        # start·t + slope·t²/2 = x, solved in the form that neither cancels nor divides by a zero slope
-        slope = (self.end_rate - self.start_rate) / self.over_s
-        root = np.sqrt(np.maximum(self.start_rate**2 + 2 * slope * expected, 0.0))
-        divisor = self.start_rate + root
-        within = np.divide(2 * expected, divisor, out=np.zeros_like(expected), where=divisor > 0)
-        return _after_ramp(within, expected, self.expected(self.over_s), self.over_s, self.end_rate)
-
-
-@dataclass(frozen=True, slots=True)
-class ExponentialRamp:
-    """start · (end / start)^(t / over) until `over_s`, then `end_rate` for good."""
-
-    start_rate: float
-    end_rate: float
-    over_s: float
-
-    def expected(self, time_s: float) -> float:
-        ramp_s = min(time_s, self.over_s)
-        growth = math.log(self.end_rate / self.start_rate) / self.over_s
-        area = self.start_rate * (math.expm1(growth * ramp_s) / growth if growth else ramp_s)
-        return area + self.end_rate * (time_s - ramp_s)
-
-    def invert(self, expected: Floats) -> Floats:
-        growth = math.log(self.end_rate / self.start_rate) / self.over_s
-        total = self.expected(self.over_s)
-        inside = np.minimum(expected, total) / self.start_rate
-        within = np.log1p(growth * inside) / growth if growth else inside
-        return _after_ramp(within, expected, total, self.over_s, self.end_rate)
-
-
-@dataclass(frozen=True, slots=True)
-class PiecewiseRate:
-    """`(duration_s, rate)` one after another; ends with the last piece."""
-
-    pieces: tuple[tuple[float, float], ...]
-
-    def expected(self, time_s: float) -> float:
-        total, start_s = 0.0, 0.0
-        for duration_s, rate in self.pieces:
-            total += rate * min(max(time_s - start_s, 0.0), duration_s)
-            start_s += duration_s
-        return total
-
-    def invert(self, expected: Floats) -> Floats:
-        durations_s, rates = (np.array(column, dtype=np.float64) for column in zip(*self.pieces, strict=True))
-        starts_s = np.cumsum(durations_s) - durations_s
-        busy = rates > 0
-        ends = np.cumsum(durations_s[busy] * rates[busy])
-        index = np.searchsorted(ends, expected, side="left")
-        clipped = np.minimum(index, len(ends) - 1)
-        before = ends[clipped] - (durations_s * rates)[busy][clipped]
-        times_s = starts_s[busy][clipped] + (expected - before) / rates[busy][clipped]
-        return np.where(index < len(ends), times_s, np.inf)
-
-
-def _after_ramp(within: Floats, expected: Floats, total: float, over_s: float, end_rate: float) -> Floats:
-    later = over_s + (expected - total) / end_rate if end_rate else np.full_like(expected, np.inf)
-    return np.where(expected <= total, within, later)
+MIN_RATE, MAX_RATE = 1e-9, 1e9  # requests per second
 
 
 def poisson(rate: float, seed: int) -> Arrival:
-    return Arrival(kind="poisson", seed=seed, rate=_rate(rate))
+    return Arrival(kind="poisson", seed=seed, rate=check_rate(rate))
 
 
 def gamma(rate: float, burstiness: float, seed: int) -> Arrival:
@@ -135,12 +42,12 @@ def gamma(rate: float, burstiness: float, seed: int) -> Arrival:
         raise ConfigError(
             f"Burstiness {burstiness:g} cannot be a gamma shape: use a number above 0 (1 is Poisson)."
         )
-    return Arrival(kind="gamma", seed=seed, rate=_rate(rate), burstiness=burstiness)
+    return Arrival(kind="gamma", seed=seed, rate=check_rate(rate), burstiness=burstiness)
 
 
 def constant(rate: float, seed: int = 0) -> Arrival:
     """Request i at i / rate."""
-    return Arrival(kind="constant", seed=seed, rate=_rate(rate))
+    return Arrival(kind="constant", seed=seed, rate=check_rate(rate))
 
 
 def ramp(start_rate: float, end_rate: float, over_s: float, shape: str, seed: int) -> Arrival:
@@ -151,8 +58,9 @@ def ramp(start_rate: float, end_rate: float, over_s: float, shape: str, seed: in
         raise ConfigError(f"Ramp shape `{shape}` is unknown: use `linear` or `exponential`.")
     if not (0 < over_s < math.inf):
         raise ConfigError(f"A ramp over {over_s:g} s is no ramp: use a time above 0.")
-    ends = sorted((start_rate, end_rate))
-    if not (ends[0] >= 0 and 0 < ends[1] < math.inf) or (shape == "exponential" and ends[0] == 0):
+    needs_both = shape == "exponential"
+    ends = [rate for rate in (start_rate, end_rate) if needs_both or rate != 0]
+    if not ends or not all(MIN_RATE <= rate <= MAX_RATE for rate in ends):
         raise ConfigError(
             f"A ramp from {start_rate:g} to {end_rate:g} requests/s cannot be offered: linear ramps need "
             "one rate above 0 and none below, exponential ones both above 0."
@@ -165,7 +73,10 @@ def ramp(start_rate: float, end_rate: float, over_s: float, shape: str, seed: in
 
 def piecewise(pieces: list[tuple[float, float]], seed: int) -> Arrival:
     """A Poisson process with a rate per piece: `(duration_s, rate)`."""
-    sound = all(0 < duration_s < math.inf and 0 <= rate < math.inf for duration_s, rate in pieces)
+    sound = all(
+        0 < duration_s < math.inf and (rate == 0 or MIN_RATE <= rate <= MAX_RATE)
+        for duration_s, rate in pieces
+    )
     if not sound or not any(rate > 0 for _, rate in pieces):
         raise ConfigError(
             f"The rate pieces {pieces} cannot be offered: each needs a duration above 0 s and a rate of 0 "
@@ -191,7 +102,7 @@ def closed_loop(num_in_flight: int) -> Arrival:
 
 def trace_times(rate: float | None = None) -> Arrival:
     """The trace's own timestamps; with `rate`, sped up so that the mean of the rows taken is `rate`."""
-    return Arrival(kind="trace", seed=0, rate=None if rate is None else _rate(rate))
+    return Arrival(kind="trace", seed=0, rate=None if rate is None else check_rate(rate))
 
 
 def rate_curve(arrival: Arrival) -> RateCurve:
@@ -270,7 +181,14 @@ def _random_times(arrival: Arrival, curve: RateCurve, mean: int, target: float, 
         num_more = max(64, len(gaps) // 4)
 
 
-def _rate(rate: float) -> float:
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"A rate of {rate:g} requests/s cannot be offered: use a number above 0.")
+def check_rate(rate: float) -> float:
+    """`rate`, if it is one.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise ConfigError(
+            f"A rate of {rate:g} requests/s cannot be offered: use {MIN_RATE:g} to {MAX_RATE:g}."
+        )
     return rate

@@ -92,10 +92,17 @@ def build_plan(settings: PlanSettings, server: TokenizeClient | None) -> Plan:
         endpoint=settings.endpoint.path,
         shared_body=_shared_body(settings),
         requests=tuple(requests),
-        arrival=offer.arrival,
+        arrival=_with_seed(offer.arrival, settings.seed),
         workload=workload,
         trace=offer.trace,
     )
+
+
+def _with_seed(arrival: Arrival, seed: int) -> Arrival:
+    """Arrivals that draw nothing are told with the plan's seed, which decided everything else."""
+    if arrival.kind in ("constant", "burst", "closed-loop", "trace"):
+        return msgspec.structs.replace(arrival, seed=seed)
+    return arrival
 
 
 def _shared_body(settings: PlanSettings) -> dict[str, Any]:

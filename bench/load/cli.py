@@ -1,7 +1,8 @@
 """`baton bench`: the load test on the command line.
 
-`run` measures one load, `sweep` one load at several rates, `max-goodput` searches the highest rate that meets
-the SLOs; `report` and `compare` look at result files; `mock` is a server of scripted timings to measure against.
+`run` measures one load, `sweep` one load at several rates, `max-goodput` searches the highest rate that
+meets the SLOs; `report` and `compare` look at result files; `mock` is a server of scripted timings to measure
+against.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import orjson
 import typer
 
 from bench.load.cli_load import (
@@ -24,15 +26,16 @@ from bench.load.cli_load import (
 )
 from bench.load.cli_options import option, options
 from bench.load.compare import as_text, compare_results
+from bench.load.files import check_output, json_safe, write_atomically
 from bench.load.probing import find_max_goodput
-from bench.load.report import ReportRun, render_report
-from bench.load.result import check_output, read_result, read_run, write_json, write_result
+from bench.load.report import ReportRun, ReportSearch, render_report
+from bench.load.result import read_result, read_run, write_result
 from bench.load.runner import Measurement
 from bench.load.search import GoodputSearch
 from bench.load.search_values import Probe, ProbeOutcome, SearchSettings
 from bench.load.settings import at_rate
 from bench.load.summary_text import search_lines, summary_lines
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import ConfigError
 
 INTERRUPTED = 130
 
@@ -68,7 +71,9 @@ def run(given: LoadOptions) -> None:
     session = Session.open(given)
     if given.out is not None:
         check_output(given.out)
-    measurement = session.measure(plan_settings(given, session.model, session.max_model_len), run_settings(given))
+    measurement = session.measure(
+        plan_settings(given, session.model, session.max_model_len), run_settings(given)
+    )
     _print(summary_lines(measurement.result))
     if given.out is not None:
         write_result(given.out, measurement.result, measurement.run)
@@ -105,8 +110,8 @@ def sweep(given: SweepOptions) -> None:
 def max_goodput(given: SearchOptions) -> None:
     """The highest rate at which 90 % (and 99 %) of all offered requests meet every SLO.
 
-    Bisection over rates, for several seeds. Each probe offers the load for --duration (60 s); its first sixth is
-    warm-up unless --warmup or --steady says otherwise.
+    Bisection over rates, for several seeds. Each probe offers the load for --duration (60 s); its first sixth
+    is warm-up unless --warmup or --steady says otherwise.
     """
     search_settings = SearchSettings(
         start_rate=given.start_rate,
@@ -120,7 +125,7 @@ def max_goodput(given: SearchOptions) -> None:
     found, measured = search(given, search_settings, Session.open(given))
     _print(search_lines(found))
     if given.out is not None:
-        write_json(given.out, found)
+        write_atomically(given.out, [orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2)])
         _print([f"written: {given.out}"])
     _write_report(given.report, measured, found)
     if not found["is_complete"]:
@@ -141,24 +146,40 @@ def search(
         raise ConfigError("max-goodput offers each rate for --duration: leave --requests out.")
     duration_s = parse_seconds("--duration", given.duration or "60s")
     settings = plan_settings(
-        given, session.model, session.max_model_len, rate=search_settings.start_rate, duration_s=duration_s
+        given,
+        session.model,
+        session.max_model_len,
+        rate=search_settings.start_rate,
+        duration_s=duration_s,
+        random_offset=True,
     )
     how = run_settings(given, probe_duration_s=duration_s)
 
     def measure(probe: Probe, number: int) -> Measurement:
         aimed = at_rate(settings, probe.rate, probe.seed, settings.salt + number)
-        return session.measure(aimed, how, title=f"probe {number + 1}: {probe.rate:.4g} req/s, seed {probe.seed}")
+        return session.measure(
+            aimed, how, title=f"probe {number + 1}: {probe.rate:.4g} req/s, seed {probe.seed}"
+        )
 
     def on_probe(probe: Probe, outcome: ProbeOutcome, state: GoodputSearch) -> None:
         attained = "nothing offered" if outcome.attainment is None else f"{outcome.attainment:.1%}"
         best = ", ".join(f"{one.target:.0%}: {one.rate:.4g}" for one in state.answers())
-        _print([f"{probe.rate:8.4g} req/s  seed {probe.seed}  {attained} of {outcome.num_offered}   so far {best}"])
+        _print(
+            [
+                f"{probe.rate:8.4g} req/s  seed {probe.seed}  {attained} of {outcome.num_offered}"
+                f"   so far {best}"
+            ]
+        )
 
     found, measured = find_max_goodput(search_settings, measure, on_probe)
     first = measured[0].result if measured else {}
     kept = ("model_id", "backend", "slos_ms", "workload", "trace", "window", "server", "environment", "date")
-    found |= {"label": given.label, "duration_s": duration_s} | {key: first.get(key) for key in kept}
-    found["runs"] = [{key: value for key, value in one.result.items() if key != "timeslices"} for one in measured]
+    found |= {"label": given.label, "url": session.target.url, "duration_s": duration_s} | {
+        key: first.get(key) for key in kept
+    }
+    found["runs"] = [
+        {key: value for key, value in one.result.items() if key != "timeslices"} for one in measured
+    ]
     return found, measured
 
 
@@ -186,22 +207,21 @@ def compare(results: Annotated[list[Path], typer.Argument(help="two or more resu
 )
 def mock(context: typer.Context) -> None:
     """An OpenAI-compatible server with scripted timings and faults, to test load tests against."""
-    from bench.load.mock_server import main as serve_mock
+    from bench.load.mock_process import main as serve_mock
 
-    serve_mock(context.args)
+    raise typer.Exit(serve_mock(context.args))
 
 
-def _write_report(path: Path | None, measured: list[Measurement], found: dict[str, Any] | None = None) -> None:
+def _write_report(
+    path: Path | None, measured: list[Measurement], found: dict[str, Any] | None = None
+) -> None:
     if path is not None:
-        _write_text(path, render_report([ReportRun(one.result, one.run) for one in measured], found))
+        searches = [] if found is None else [ReportSearch(found["url"], found)]
+        _write_text(path, render_report([ReportRun(one.result, one.run) for one in measured], searches))
 
 
 def _write_text(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BatonError(f"cannot write {path}: {error.strerror}") from None
+    write_atomically(path, [text.encode()])
     _print([f"written: {path}"])
 
 

@@ -23,6 +23,7 @@ from bench.load.cli_options import option
 from bench.load.lengths import parse_lengths
 from bench.load.metrics import DEFAULT_PERCENTILES
 from bench.load.plan import Arrival
+from bench.load.pool import DEFAULT_TIMEOUT_S
 from bench.load.progress import LiveProgress
 from bench.load.runner import Measurement, RunSettings, describe_environment, measure
 from bench.load.settings import (
@@ -31,8 +32,8 @@ from bench.load.settings import (
     Oversize,
     PlanSettings,
     PromptForm,
-    ShareGpt,
     SharedPrefix,
+    ShareGpt,
     Synthetic,
     TraceReplay,
     Workload,
@@ -44,7 +45,6 @@ from bench.load.window import WHOLE_RUN, SteadyWindow, Window
 from cluster.errors import ConfigError
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = "256", "128"
-DEFAULT_TIMEOUT_S = 600.0
 SERVER, REQUESTS, ARRIVALS = "Server", "Requests", "Arrivals"
 MEASURING, OUTPUT = "Measuring", "Output"
 _SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -67,11 +67,15 @@ class LoadOptions:
     prefix_groups: int | None = option(None, "prompts share the prefix of one of this many groups", REQUESTS)
     prefix_tokens: int = option(512, "length of a shared prefix", REQUESTS)
     prefix_skew: float = option(0.0, "Zipf exponent of the groups' popularity; 0: all alike", REQUESTS)
-    turns: str | None = option(None, "multi-turn chats with this many requests each (any length form)", REQUESTS)
+    turns: str | None = option(
+        None, "multi-turn chats with this many requests each (any length form)", REQUESTS
+    )
     think: str = option("0", "time between an answer and the next turn, such as 2s", REQUESTS)
     random_think: bool = option(False, "draw think times from an exponential distribution", REQUESTS)
     system_tokens: int = option(0, "length of the system message that all chats share", REQUESTS)
-    trace: Path | None = option(None, "trace file: Azure CSV, Mooncake JSONL, BurstGPT CSV, canonical JSONL", REQUESTS)
+    trace: Path | None = option(
+        None, "trace file: Azure CSV, Mooncake JSONL, BurstGPT CSV, canonical JSONL", REQUESTS
+    )
     trace_format: str | None = option(None, "azure, mooncake, burstgpt or canonical (detected)", REQUESTS)
     trace_offset: str = option("0", "begin this far into the trace", REQUESTS)
     speed_up: float = option(1.0, "divide the trace's times by this", REQUESTS)
@@ -80,7 +84,9 @@ class LoadOptions:
     prompt: PromptForm | None = option(None, "prompts as token ids or as text of exact length", REQUESTS)
     ids: str = option("1000-30000", "range of the token ids of `ids` prompts", REQUESTS)
     max_model_len: int | None = option(None, "context length (default: what the server says)", REQUESTS)
-    oversize: Oversize = option(Oversize.SKIP, "requests that exceed the context: leave out or shorten", REQUESTS)
+    oversize: Oversize = option(
+        Oversize.SKIP, "requests that exceed the context: leave out or shorten", REQUESTS
+    )
     allow_stop: bool = option(False, "let the model end answers early (no ignore_eos)", REQUESTS)
     temperature: float = option(0.0, "sampling temperature", REQUESTS)
     extra_body: str | None = option(None, "JSON object to add to every request", REQUESTS)
@@ -105,7 +111,9 @@ class LoadOptions:
     cooldown: str | None = option(None, "leave out requests scheduled in the last so many seconds", MEASURING)
     steady: bool = option(False, "measure an automatic steady window instead", MEASURING)
     timeout: str | None = option(
-        None, "longest life of one request (10m; max-goodput with an e2e SLO: twice that, plus 5 s)", MEASURING
+        None,
+        "longest life of one request (10m; max-goodput with an e2e SLO: twice that, plus 5 s)",
+        MEASURING,
     )
     processes: int = option(1, "client processes", MEASURING)
     percentiles: str = option("50,90,95,99", "percentiles to report", MEASURING)
@@ -160,8 +168,10 @@ def plan_settings(
     *,
     rate: float | None = None,
     duration_s: float | None = None,
+    random_offset: bool = False,
 ) -> PlanSettings:
-    """`rate` and `duration_s` stand in for the options of the same name.
+    """`rate` and `duration_s` stand in for the options of the same name; with `random_offset` each seed takes
+    another part of the trace.
 
     Raises:
         ConfigError: options that contradict each other or cannot be read.
@@ -173,7 +183,7 @@ def plan_settings(
     return PlanSettings(
         model=model,
         arrival=_arrival(given, given.rate if rate is None else rate),
-        workload=_workload(given),
+        workload=_workload(given, random_offset),
         endpoint=_endpoint(given),
         prompt_form=given.prompt,
         num_requests=given.requests,
@@ -262,7 +272,7 @@ def _arrival(given: LoadOptions, rate: float | None) -> Arrival:
     return parse_arrival(text, rate, given.seed)
 
 
-def _workload(given: LoadOptions) -> Workload:
+def _workload(given: LoadOptions, random_offset: bool) -> Workload:
     kinds = {
         "--trace": given.trace,
         "--sharegpt": given.sharegpt,
@@ -280,6 +290,7 @@ def _workload(given: LoadOptions) -> Workload:
             format=given.trace_format,
             speed_up=given.speed_up,
             offset_s=parse_seconds("--trace-offset", given.trace_offset),
+            random_offset=random_offset,
             scale=given.scale_lengths,
         )
     output = None if given.output_tokens is None else parse_lengths(given.output_tokens)

@@ -24,7 +24,7 @@ Counting from s, not from the send, keeps the wait of a late send in the figures
 
 from __future__ import annotations
 
-import itertools
+import operator
 
 import msgspec
 
@@ -54,7 +54,7 @@ def output_len(record: RequestRecord) -> int:
 
 def gaps(record: RequestRecord) -> list[float]:
     """Seconds between successive chunks with content."""
-    return [later - earlier for earlier, later in itertools.pairwise(record.chunk_times_s)]
+    return list(map(operator.sub, record.chunk_times_s[1:], record.chunk_times_s))
 
 
 def derive(record: RequestRecord) -> Latency:

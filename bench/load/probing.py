@@ -1,7 +1,7 @@
 """Drives the max-goodput search: each probe is one measured run at a rate and a seed.
 
 1. `GoodputSearch` says the next (rate, seed).
-2. The plan is re-aimed at that rate (`at_rate`), with a salt of its own, so no probe finds its prompts cached.
+2. The plan is re-aimed at that rate (`at_rate`), with a salt of its own: no probe finds its prompts cached.
 3. Its attainment, over all requests offered in the window, is reported back.
 """
 

@@ -32,8 +32,12 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     connected_s: float | None = None  # when it had its connection; opening one takes network and server time
     sent_s: float | None = None  # when its last byte was handed to the kernel; None: never sent
     headers_s: float | None = None  # status line and headers read
-    chunk_times_s: list[float] = []  # moments of the chunks with content, at the socket read that brought them
-    chunk_tokens: list[int] = []  # tokens in each chunk, if the server says (continuous usage, token_ids); else empty
+    chunk_times_s: list[
+        float
+    ] = []  # moments of the chunks with content, at the socket read that brought them
+    chunk_tokens: list[
+        int
+    ] = []  # tokens in each chunk, if the server says (continuous usage, token_ids); else empty
     end_s: float | None = None  # the read that brought [DONE], else the last byte, or the moment it failed
     input_tokens: int | None = None  # usage.prompt_tokens
     cached_tokens: int | None = None  # usage.prompt_tokens_details.cached_tokens
@@ -44,7 +48,9 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     http_status: int | None = None
     error: str | None = None  # one sentence; for statuses other than OK
     text: str = ""  # what was generated; kept only if asked
-    timings: dict[str, float | int | str] = {}  # the server's own account ("timings" of the last chunk), if it sent one
+    timings: dict[
+        str, float | int | str
+    ] = {}  # the server's own account ("timings" of the last chunk), if it sent one
     session: int | None = None
     turn: int = 0
     prefix_group: int | None = None
@@ -66,7 +72,6 @@ class RunRecord(msgspec.Struct, kw_only=True):
     records: list[RequestRecord]
     clients: list[ClientReport]
     start_unix_s: float  # wall clock at the run's start
-    start_ns: int = 0  # the same moment on the machine's `perf_counter_ns` clock
     wall_s: float  # until the last record
     is_complete: bool  # False: interrupted, or a client process died
     notes: list[str] = []  # why it is not complete, one sentence each

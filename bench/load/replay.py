@@ -94,16 +94,19 @@ def _at_own_times(
     span_s = window[-1].time_s - window[0].time_s
     native_rate = (len(window) - 1) / span_s if span_s > 0 else None
     speed_up = workload.speed_up
-    if settings.arrival.rate is not None:
+    rate = settings.arrival.rate
+    if rate is not None:
         if native_rate is None:
             raise ConfigError(
                 f"The rows taken from {trace.path} all have one timestamp, so no speed-up gives them a rate."
             )
-        speed_up = settings.arrival.rate / native_rate
+        speed_up = rate / native_rate
+    elif native_rate is not None:
+        rate = native_rate * speed_up
     arrival = Arrival(
         kind="trace",
         seed=settings.arrival.seed,
-        rate=None if native_rate is None else native_rate * speed_up,
+        rate=rate,
         details={"speed_up": speed_up, "native_rate": native_rate},
     )
     times_s = [(row.time_s - window[0].time_s) / speed_up for row in window]

@@ -16,16 +16,17 @@ from importlib.metadata import version
 from typing import Any
 
 from bench.load.build import build_plan
-from bench.load.metrics import Summary, summarize
+from bench.load.metrics import DEFAULT_PERCENTILES, summarize
 from bench.load.plan import Plan
-from bench.load.pool import Progress, run_plan
+from bench.load.pool import DEFAULT_TIMEOUT_S, Progress, run_plan
 from bench.load.records import RunRecord
 from bench.load.result import build_result
 from bench.load.settings import PlanSettings
 from bench.load.slo import Slo
+from bench.load.summary import Summary
 from bench.load.target import ServerInfo, Target
 from bench.load.tokenize_client import TokenizeClient
-from bench.load.window import SteadyWindow, Window
+from bench.load.window import WHOLE_RUN, SteadyWindow, Window
 from bench.machine import cpu_facts
 
 OnProgress = Callable[[Progress], None]
@@ -36,9 +37,9 @@ class RunSettings:
     """How a plan is offered and measured."""
 
     slos: tuple[Slo, ...] = ()
-    window: Window | SteadyWindow = Window()
-    percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
-    timeout_s: float = 600.0
+    window: Window | SteadyWindow = WHOLE_RUN
+    percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
+    timeout_s: float = DEFAULT_TIMEOUT_S
     num_processes: int = 1
     keep_text: bool = False
     save_detailed: bool = False
@@ -90,7 +91,7 @@ def describe_environment(
     return {
         "backend": backend,
         "url": target.url,
-        "server": server.facts,
+        "server": {"version": server.version, "models": list(server.models)},
         "num_cores": num_cores,
         "num_accelerators": num_accelerators,
         "client": {

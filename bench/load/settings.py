@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from bench.load.arrivals import check_rate
 from bench.load.lengths import Lengths
 from bench.load.plan import Arrival
 from cluster.errors import ConfigError
@@ -150,9 +151,7 @@ def at_rate(settings: PlanSettings, rate: float, seed: int, salt: int) -> PlanSe
         raise ConfigError(
             f"A search over rates cannot use {arrival.kind} arrivals: use poisson, gamma, constant or trace."
         )
-    if not 0 < rate < float("inf"):
-        raise ConfigError(f"A rate of {rate:g} requests/s cannot be offered: use a number above 0.")
-    arrival = msgspec.structs.replace(arrival, rate=rate, seed=seed)
+    arrival = msgspec.structs.replace(arrival, rate=check_rate(rate), seed=seed)
     workload = settings.workload
     if isinstance(workload, TraceReplay):
         workload = msgspec.structs.replace(workload, speed_up=1.0)

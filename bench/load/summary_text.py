@@ -17,7 +17,10 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         *verdict_lines(result),
         row("load", f"{offered} ({result['arrival']['kind']}), seed {result['arrival']['seed']}"),
         row("measured", f"{result['window']['rule']}"),
-        row("requests", f"{result['num_prompts']} offered, {result['completed']} ok, {result['failed']} failed"),
+        row(
+            "requests",
+            f"{result['num_prompts']} offered, {result['completed']} ok, {result['failed']} failed",
+        ),
         *error_lines(result),
         row("tokens", f"{result['total_input_tokens']} in, {result['total_output_tokens']} out"),
         row("throughput", f"{number(result['request_throughput'])} req/s"),
@@ -31,7 +34,10 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"{title:>{WIDTH - 2}}  " + "".join(f"{number(value):>10}" for value in values))
     lag = result["send_lag_ms"]
     lines.append(
-        row("client", f"send lag p99 {number(lag['p99'])} ms, CPU {number(result['client_cpu_pct'])} % of a core")
+        row(
+            "client",
+            f"send lag p99 {number(lag['p99'])} ms, CPU {number(result['client_cpu_pct'])} % of a core",
+        )
     )
     return lines
 

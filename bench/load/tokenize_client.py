@@ -38,13 +38,17 @@ class HttpTokenizeClient:
     """One keep-alive connection to the server at `url`; not for use by several threads at once."""
 
     def __init__(self, url: str, model: str, api_key: str | None = None, timeout_s: float = 30.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+            if parts.scheme not in ("http", "https") or not host:
+                raise ValueError("it has no http scheme, or no host")
+        except ValueError as error:
             raise TokenizeError(
-                f"`{url}` is not the URL of a server: use a form such as http://127.0.0.1:8000."
-            )
+                f"`{url}` is not the URL of a server: {error}; use a form such as http://127.0.0.1:8000."
+            ) from None
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+        self._connection = kind(host, port, timeout=timeout_s)
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/tokenize"
         self._url = f"{parts.scheme}://{parts.netloc}{self._path}"
         self._model = model

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.load.latency import derive
 from bench.load.records import RequestRecord, RunRecord, Status
 from cluster.errors import ConfigError
 
@@ -89,7 +88,11 @@ def resolve(window: Window | SteadyWindow, run: RunRecord) -> Span:
 
 def _steady_trim(records: Sequence[RequestRecord], offering_s: float) -> tuple[float, str]:
     limit_s = max(0.0, offering_s) * STEADY_MAX_TRIM
-    lives_s = sorted(derive(record).e2e_s or 0.0 for record in records if record.status is Status.OK)
+    lives_s = sorted(
+        record.end_s - record.scheduled_s
+        for record in records
+        if record.status is Status.OK and record.end_s is not None
+    )
     if not lives_s:
         return limit_s, "no request ended OK, so a quarter of it"
     life_s = lives_s[min(len(lives_s) - 1, math.ceil(STEADY_QUANTILE * len(lives_s)) - 1)]

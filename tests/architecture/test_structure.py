@@ -28,7 +28,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "safetensors": ("cluster/engine/weights", "bench/peers/hf_model.py"),
     "typer": ("cluster/cli", "bench/load/cli"),
     "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py"),
-    "httptools": ("router/server.py", "bench/load/http_stream.py"),
+    "httptools": ("router/server.py", "bench/load/http_stream.py", "bench/load/mock_server.py"),
     "yaml": ("cluster/config",),
 }
 # `baton bench` is a verb of the one command line; it is imported only when called.

@@ -7,22 +7,17 @@ from hypothesis import strategies as st
 
 from bench.load import arrivals
 from bench.load.arrival_text import parse_arrival
-from bench.load.arrivals import (
-    ConstantRate,
-    ExponentialRamp,
-    LinearRamp,
-    PiecewiseRate,
-    RateCurve,
-    schedule,
-)
+from bench.load.arrivals import schedule
 from bench.load.plan import Arrival
+from bench.load.rate_curves import ConstantRate, ExponentialRamp, LinearRamp, PiecewiseRate, RateCurve
 from cluster.errors import ConfigError
 
 positive = st.floats(0.01, 1000)
+zero_or_more = st.one_of(st.just(0.0), st.floats(arrivals.MIN_RATE, 1000))
 CURVES = st.one_of(
     st.builds(ConstantRate, positive),
-    st.builds(LinearRamp, st.floats(0, 1000), positive, positive),
-    st.builds(LinearRamp, positive, st.floats(0, 1000), positive),
+    st.builds(LinearRamp, zero_or_more, positive, positive),
+    st.builds(LinearRamp, positive, zero_or_more, positive),
     st.builds(ExponentialRamp, positive, positive, positive),
     st.builds(
         PiecewiseRate,

@@ -1,3 +1,4 @@
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -24,7 +25,9 @@ def test_azure() -> None:
     trace = read_trace(DATA / "azure.csv")
     assert trace.format == "azure"
     assert trace.sha256 == hashlib.sha256((DATA / "azure.csv").read_bytes()).hexdigest()
-    assert [row.time_s for row in trace.rows] == pytest.approx([0, 4.314579, 4.541877, 6.0000001, 11], abs=1e-6)
+    assert [row.time_s for row in trace.rows] == pytest.approx(
+        [0, 4.314579, 4.541877, 6.0000001, 11], abs=1e-6
+    )
     assert [(row.input_tokens, row.output_tokens) for row in trace.rows[:2]] == [(374, 44), (396, 109)]
     assert trace.rows[-1].output_tokens == 142, "the last line has no newline"
     assert trace.num_empty == 1
@@ -136,11 +139,8 @@ def test_a_named_format_is_not_guessed() -> None:
 def test_no_bytes_do_anything_but_raise_line_errors(name: str, lines: list[bytes]) -> None:
     parse = FORMATS[name].parser()
     for line in lines:
-        try:
+        with contextlib.suppress(LineError):
             row = parse(line)
-        except LineError as error:
-            assert str(error)
-        else:
             assert row is None or row.input_tokens >= 0
 
 

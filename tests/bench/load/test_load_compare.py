@@ -1,0 +1,124 @@
+import json
+from typing import Any
+
+import pytest
+
+from bench.load.compare import Comparison, Row, as_dict, as_text, compare_results
+from bench.load.metrics import summarize
+from bench.load.plan import Arrival
+from bench.load.records import RunRecord
+from bench.load.result import build_result
+from bench.load.slo import parse_slos
+from cluster.errors import BatonError
+from tests.bench.load.load_values import plan_of, run_of, steady_run
+
+
+def result_of(
+    run: RunRecord, label: str, slos: str = "ttft=200ms", arrival: Arrival | None = None
+) -> dict[str, Any]:
+    summary = summarize(run, parse_slos(slos))
+    return build_result(plan_of(run, arrival), run, summary, {"num_cores": 2}, label=label)
+
+
+def row(comparison: Comparison, key: str) -> Row:
+    (found,) = [one for one in comparison.rows if one.metric.key == key]
+    return found
+
+
+FAST = result_of(steady_run(ttft_s=0.1, tpot_s=0.01), "fast")
+SLOW = result_of(steady_run(ttft_s=0.3, tpot_s=0.02), "slow")
+
+
+def test_ratios_to_the_first_and_which_is_better() -> None:
+    found = compare_results([SLOW, FAST])
+    assert found.labels == ("slow", "fast")
+    ttft = row(found, "median_ttft_ms")
+    assert ttft.values == (pytest.approx(300.0), pytest.approx(100.0))
+    assert ttft.ratios == (1.0, pytest.approx(1 / 3))
+    assert (ttft.verdict(0), ttft.verdict(1)) == ("", "better")
+    through = row(found, "output_throughput")
+    assert through.ratios[1] == pytest.approx(FAST["output_throughput"] / SLOW["output_throughput"])
+    assert through.verdict(1) == "better"
+    assert row(compare_results([FAST, SLOW]), "median_ttft_ms").verdict(1) == "worse"
+    assert row(compare_results([FAST, SLOW]), "per_core.output_throughput").verdict(1) == "worse"
+
+
+def test_a_ratio_that_does_not_exist_is_none() -> None:
+    found = compare_results([SLOW, FAST])  # nothing of the slow run met the SLO
+    good = row(found, "request_goodput")
+    assert good.values[0] == 0
+    assert good.ratios == (None, None)
+    assert good.verdict(1) == ""
+    missing = compare_results([FAST, {**SLOW, "median_ttft_ms": None}])
+    assert row(missing, "median_ttft_ms").ratios == (1.0, None)
+
+
+def test_equal_work_has_no_warnings() -> None:
+    assert compare_results([FAST, FAST]).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"model_id": "other"}, "model"),
+        ({"workload": {"kind": "lognormal"}}, "workload"),
+        ({"slos_ms": {"ttft": 1.0}}, "SLOs"),
+        ({"num_cores": 64}, "cores"),
+        ({"arrival": {**FAST["arrival"], "seed": 8}}, "arrival seed"),
+        ({"arrival": {**FAST["arrival"], "rate": 11.0}}, "arrivals"),
+        ({"trace": {"sha256": "aa", "speedup": 1.0, "num_rows": 5}}, "trace"),
+        ({"window": {**FAST["window"], "num_run_offered": 5}}, "number of requests"),
+    ],
+)
+def test_unlike_runs_warn(change: dict[str, Any], what: str) -> None:
+    (warning,) = compare_results([FAST, {**FAST, "label": "other", **change}]).warnings
+    assert f"`other` had another {what}" in warning
+    assert "`fast`" in warning
+
+
+def test_an_invalid_run_warns_with_its_reasons() -> None:
+    bad = {**FAST, "label": "bad", "valid": False, "invalid_reasons": ["The client sent late: 9 ms."]}
+    (warning,) = compare_results([FAST, bad]).warnings
+    assert "`bad` is not valid: The client sent late: 9 ms." in warning
+
+
+def test_a_run_without_answers_compares() -> None:
+    nothing = result_of(run_of([]), "nothing")
+    found = compare_results([nothing, FAST])
+    assert row(found, "median_ttft_ms").ratios == (None, None)
+    assert any("no request that ended OK" in warning for warning in found.warnings)
+    assert "–" in as_text(found)
+
+
+def test_labels() -> None:
+    assert compare_results([FAST, FAST, SLOW]).labels == ("fast", "fast #2", "slow")
+    assert compare_results([FAST, SLOW], ["a", "b"]).labels == ("a", "b")
+    assert compare_results([{**FAST, "label": None}, SLOW]).labels == ("openai", "slow")
+
+
+def test_what_cannot_be_compared() -> None:
+    with pytest.raises(BatonError, match="two or more"):
+        compare_results([FAST])
+    with pytest.raises(BatonError, match="1 labels for 2"):
+        compare_results([FAST, FAST], ["a"])
+
+
+def test_text_is_an_aligned_table() -> None:
+    text = as_text(compare_results([SLOW, {**FAST, "model_id": "x" * 500}]))
+    header, rule, *lines = text.splitlines()
+    assert header.split() == ["slow", "fast"]
+    assert set(rule) == {"-", " "}
+    column = header.index("slow")
+    (ttft,) = [line for line in lines if line.startswith("TTFT median (ms)")]
+    assert ttft[column:].split() == ["300", "100", "0.33x", "better"]
+    (warning,) = [line for line in lines if line.startswith("warning:")]
+    assert len(warning) < 300
+
+
+def test_dict_is_json() -> None:
+    found = as_dict(compare_results([SLOW, FAST]))
+    json.dumps(found, allow_nan=False)
+    (ttft,) = [one for one in found["rows"] if one["metric"] == "p99_ttft_ms"]
+    assert ttft["better"] == "lower"
+    assert ttft["unit"] == "ms"
+    assert ttft["ratios"][1] == pytest.approx(1 / 3)
