@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from bench.load.slo import parse_slos
+from bench.machine import describe_machine
 from bench.peers.catalogue import all_peers
 from bench.peers.compare_peers import Comparison, Interrupted, compare
 from bench.peers.load import TraceLoad
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.prepare_only:
             comparison = dataclasses.replace(comparison, num_rounds=0)
-        compare(comparison, peers, lambda line: print(line, flush=True))
+        compare(comparison, peers, describe_machine(), lambda line: print(line, flush=True))
     except BatonError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -212,7 +212,7 @@ def _vllm(places: Places, cores: Sequence[int]) -> list[Peer]:
         ),
     )
     preload = [str(path) for path in (places.tcmalloc, venv / "lib" / "libiomp5.so") if path is not None]
-    binding = f"{min(cores)}-{max(cores)}" if len(cores) > 1 else str(cores[0])
+    binding = ",".join(map(str, cores))
 
     def peer(dtype: str, precision: str, is_equal: bool) -> Peer:
         return Peer(

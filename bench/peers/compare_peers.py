@@ -24,7 +24,7 @@ import orjson
 
 from bench.load.files import json_safe, write_atomically
 from bench.load.runner import Measurement
-from bench.machine import Machine, describe_machine
+from bench.machine import Machine
 from bench.peers.load import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
@@ -60,13 +60,12 @@ class Interrupted(Exception):
     """The user wants to stop: what was measured is written."""
 
 
-def compare(comparison: Comparison, peers: Sequence[Peer], tell: Tell) -> list[PeerOutcome]:
+def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tell: Tell) -> list[PeerOutcome]:
     """Measure all peers and write the results.
 
     Raises:
         Interrupted: after the results so far were written.
     """
-    machine = describe_machine()
     outcomes = {peer.name: _outcome(peer) for peer in peers}
     report = _Report(comparison, machine, outcomes, tell)
     isa = cpu_flags()
