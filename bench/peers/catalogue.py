@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.peers.llamacpp_library import NPM_PACKAGE, NPM_VERSION, RELEASE
 from bench.peers.peer import PORT, Peer, Places, Step
 
 HOST = "127.0.0.1"
@@ -21,6 +22,7 @@ SERVED_NAME = "peer-model"
 OPENVINO_VERSION = "2026.4.1.0"
 VLLM_VERSION = "0.32.0"
 TORCH = "torch>=2.11,<2.14"
+NUMPY = "numpy>=2,<3"
 TRANSFORMERS = "transformers==5.24.0"
 EXPORT_PACKAGES = (TORCH, "optimum-intel[openvino]==2.2.0", "nncf")
 
@@ -33,6 +35,7 @@ def all_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
         *_baton(places, cores),
         *_openvino(places, len(cores)),
         *_vllm(places, cores),
+        *_llamacpp(places, len(cores)),
         *_transformers(places, len(cores)),
     ]
 
@@ -260,6 +263,67 @@ def _vllm(places: Places, cores: Sequence[int]) -> list[Peer]:
     return [
         peer("float32", "f32 weights and arithmetic", False),
         peer("bfloat16", "bf16 weights and arithmetic", True),
+    ]
+
+
+def _llamacpp(places: Places, num_threads: int) -> list[Peer]:
+    """Only for a model that has a GGUF file; 16- and 8-bit files are written from it by llama.cpp itself."""
+    if places.gguf is None:
+        return []
+    npm = places.cache / "npm" / "llamacpp"
+    libraries = npm / "node_modules" / NPM_PACKAGE / "bins" / "linux-x64"
+    shim = (places.venv_python("llamacpp"), "-m", "bench.peers.shim_llamacpp", "--libraries", str(libraries))
+    imports = (("PYTHONPATH", str(places.imports)),)
+    install = (
+        *venv_steps(places, "llamacpp", [NUMPY]),
+        Step(
+            f"install {NPM_PACKAGE} {NPM_VERSION}",
+            (
+                *("npm", "install", "--prefix", str(npm), "--ignore-scripts", "--no-audit", "--no-fund"),
+                f"{NPM_PACKAGE}@{NPM_VERSION}",
+            ),
+            npm,
+        ),
+    )
+
+    def peer(kind: str, precision: str, is_equal: bool) -> Peer:
+        assert places.gguf is not None
+        home = places.model_directory(f"llamacpp-{kind}")
+        model, steps = places.gguf, install
+        if kind != "gguf":
+            model = home / "model.gguf"
+            write = ("--model", str(places.gguf), "--write", kind, str(model))
+            steps = (*install, Step(f"write the model as {kind} GGUF", (*shim, *write), home, imports))
+        return Peer(
+            name=f"llamacpp-{kind}",
+            title=f"llama.cpp, {kind if kind != 'gguf' else 'GGUF as it is'}",
+            precision=precision,
+            is_equal_dtype=is_equal,
+            settings={
+                "library": f"llama.cpp {RELEASE} of npm's {NPM_PACKAGE} {NPM_VERSION}, best CPU backend by itself",
+                "server": "bench/peers/shim_llamacpp.py: one context, one sequence per request",
+                "n_batch": f"{BATCHED_TOKENS}, n_ubatch 512 (default)",
+                "n_seq_max": f"{MAX_SEQUENCES}, unified KV of {MAX_SEQUENCES * 1024} tokens, f16 (default)",
+                "flash attention": "default (auto)",
+                "threads": str(num_threads),
+            },
+            argv=(
+                *(*shim, "--model", str(model), "--name", SERVED_NAME, "--host", HOST, "--port", PORT),
+                *("--threads", str(num_threads), "--max-num-batched-tokens", str(BATCHED_TOKENS)),
+                *("--max-num-seqs", str(MAX_SEQUENCES), "--cache-tokens", str(MAX_SEQUENCES * 1024)),
+                *("--max-model-len", str(CONTEXT)),
+            ),
+            model=SERVED_NAME,
+            environment=_shim_environment(places, num_threads),
+            steps=steps,
+            python=places.venv_python("llamacpp"),
+            distributions=("numpy",),
+        )
+
+    return [
+        peer("f16", "f16 weights, f16 KV", True),
+        peer("q8_0", "Q8_0 weights, f16 KV", False),
+        peer("gguf", "the GGUF's own Q4_1 weights, f16 KV", False),
     ]
 
 
