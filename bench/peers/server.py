@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from bench.load.target import ServerInfo, Target, call, probe
-from bench.peers.catalogue import HOST
+from bench.peers.kinds.common import HOST
 from bench.peers.peer import Peer
 from bench.peers.prepare import CannotRun, ending, last_line
 from cluster.errors import BatonError

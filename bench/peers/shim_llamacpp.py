@@ -3,9 +3,10 @@
 The batching is what llama.cpp's own server does, in short:
 
 1. Each request takes a free sequence of the one context.
-2. A step's batch holds the next token of every request that decodes, then prompt tokens in order of arrival, up
-   to `n_batch` in all.
-3. `llama_decode` computes it; the largest logit of each row that asked for logits is that request's next token.
+2. A step's batch holds the next token of every request that decodes, then prompt tokens in order of
+   arrival, up to `n_batch` in all.
+3. `llama_decode` computes it; the largest logit of each row that asked for logits is that request's next
+   token.
 
 `python -m bench.peers.shim_llamacpp --libraries DIR --model GGUF --name NAME --port PORT --threads N ...`
 With `--write TYPE OUT` it writes the model with weights of another type instead, and serves nothing.
