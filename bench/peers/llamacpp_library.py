@@ -1,8 +1,8 @@
 """llama.cpp's C library through ctypes: the few functions and structs the shim needs, of one pinned release.
 
 The libraries come from the npm package `@node-llama-cpp/linux-x64`, which holds one CPU backend per
-instruction set and picks the best at run time. Structs are those of llama.cpp's release v0.5.0; `open_library` checks
-that the defaults land where they should, so another release is an error and not a crash.
+instruction set and picks the best at run time. Structs are those of llama.cpp's release v0.5.0;
+`open_library` checks that the defaults land where they should: another release is an error, not a crash.
 """
 
 from __future__ import annotations

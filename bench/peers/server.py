@@ -29,6 +29,7 @@ POLL_S = 0.25  # HTTP has no way to wait for a server that does not listen yet
 STOP_TIMEOUT_S = 20.0
 KILL_TIMEOUT_S = 10.0
 FIRST_ANSWER_TIMEOUT_S = 300.0
+NOT_YET = 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,6 @@ class PeerServer:
 
     def _wait_ready(self, target: Target, deadline: float) -> ServerInfo:
         assert self._process is not None
-        model = self._peer.model or None
         while True:
             status = self._process.poll()
             if status is not None:
@@ -99,8 +99,11 @@ class PeerServer:
                     f"{last_line(self._log)}; see {self._log}"
                 )
             try:
-                info = probe(target, model, timeout_s=5.0)
-                break
+                info = probe(target, self._peer.model or None, timeout_s=5.0)
+                _first_answer(target, info.model)
+                return info
+            except CannotRun:
+                raise
             except BatonError as error:
                 if time.perf_counter() > deadline:
                     raise CannotRun(
@@ -108,11 +111,6 @@ class PeerServer:
                         f"({error}); see {self._log}"
                     ) from error
                 time.sleep(POLL_S)
-        body = {"model": info.model, "prompt": [1000, 1001], "max_tokens": 1, "temperature": 0}
-        status, reply = call(target, "POST", "/v1/completions", body, timeout_s=FIRST_ANSWER_TIMEOUT_S)
-        if status != 200:
-            raise CannotRun(f"its first answer was HTTP {status}: {reply[:300].decode(errors='replace')}")
-        return info
 
     def stop(self) -> None:
         """End the server and all processes of its group; does nothing when there is none."""
@@ -126,6 +124,38 @@ class PeerServer:
         with contextlib.suppress(ProcessLookupError):  # nobody is left: what is wanted
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=KILL_TIMEOUT_S)
+        deadline = time.perf_counter() + KILL_TIMEOUT_S
+        while group_members(process.pid):  # the kernel tells nobody when a process that is no child ends
+            if time.perf_counter() > deadline:
+                raise BatonError(
+                    f"processes of {self._peer.name} survive SIGKILL; end group {process.pid} by hand"
+                )
+            time.sleep(POLL_S)
+
+
+def _first_answer(target: Target, model: str) -> None:
+    """
+    Raises:
+        CannotRun: the answer says that this will not work.
+        BatonError: there is none yet.
+    """
+    body = {"model": model, "prompt": [1000, 1001], "max_tokens": 1, "temperature": 0}
+    status, reply = call(target, "POST", "/v1/completions", body, timeout_s=FIRST_ANSWER_TIMEOUT_S)
+    if status == NOT_YET:
+        raise BatonError(f"the last answer was HTTP {status}")
+    if status != 200:
+        raise CannotRun(f"its first answer was HTTP {status}: {reply[:300].decode(errors='replace')}")
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group that still run; those that only wait to be reaped do not count."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, process_group = entry.read_text().rpartition(")")[2].split()[:3]
+            if int(process_group) == group and state not in "ZX":
+                members.append(int(entry.parent.name))
+    return members
 
 
 def free_port() -> int:

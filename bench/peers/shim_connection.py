@@ -1,4 +1,4 @@
-"""One client connection of the shim: bytes in, requests out, answers and event streams back. Knows no engine."""
+"""One client connection of the shim: requests in, answers and event streams out. Knows no engine."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from bench.peers.openai_shim import Delta, Emit, Engine, Failed, Generation, ser
 
 _NO_EOS = -1
 _RESULT_WAIT_S = 1.0
+_STOP_S = 10.0
 
 
 class _TransformersEngine:
@@ -102,7 +103,7 @@ class ContinuousEngine(_TransformersEngine):
 
     def close(self) -> None:
         self._closed.set()
-        self._manager.stop(block=True)
+        self._manager.stop(block=True, timeout=_STOP_S, hard_stop=True)
         if self._thread is not None:
             self._thread.join(timeout=60)
 

@@ -51,7 +51,8 @@ def llamacpp_peers(places: Places, num_threads: int) -> list[Peer]:
             precision=precision,
             is_equal_dtype=is_equal,
             settings={
-                "library": f"llama.cpp {RELEASE} of npm's {NPM_PACKAGE} {NPM_VERSION}, best CPU backend by itself",
+                "library": f"llama.cpp {RELEASE} of npm's {NPM_PACKAGE} {NPM_VERSION}",
+                "CPU backend": "the best one for this CPU, chosen by llama.cpp",
                 "server": "bench/peers/shim_llamacpp.py: one context, one sequence per request",
                 "n_batch": f"{BATCHED_TOKENS}, n_ubatch 512 (default)",
                 "n_seq_max": f"{MAX_SEQUENCES}, unified KV of {MAX_SEQUENCES * 1024} tokens, f16 (default)",

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its continuous-batching pipeline behind `shim_openvino`; weights of 16 and 8 bits, and the GGUF."""
+"""OpenVINO GenAI's continuous batching behind `shim_openvino`: 16- and 8-bit weights, and the GGUF."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from bench.machine import Machine
 from bench.peers.compare_peers import Comparison, compare
 from bench.peers.peer import PORT, Peer, Places
 from bench.peers.prepare import CannotRun
-from bench.peers.server import PeerServer
+from bench.peers.server import PeerServer, group_members
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = str(Path(__file__).with_name("scripted_engine.py"))
@@ -75,11 +75,9 @@ def test_the_whole_group_is_ended(tmp_path: Path) -> None:
     )
     with PeerServer(peer, CORES, tmp_path / "log"):
         pid = int(child.read_text())
-        assert Path(f"/proc/{pid}/cmdline").read_bytes() != b""
-    gone = (
-        not is_alive(pid) or Path(f"/proc/{pid}/cmdline").read_bytes() == b""
-    )  # dead, perhaps not yet reaped
-    assert gone
+        group = os.getpgid(pid)
+        assert pid in group_members(group)
+    assert group_members(group) == []
 
 
 def test_a_server_that_dies_is_quoted(tmp_path: Path) -> None:
@@ -104,6 +102,35 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     )
     with pytest.raises(CannotRun, match="not ready within"), PeerServer(peer, CORES, tmp_path / "log"):
         pass
+
+
+def test_a_server_that_says_not_yet_is_waited_for(tmp_path: Path) -> None:
+    program = tmp_path / "late.py"
+    program.write_text(
+        """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    answers = iter([503, 503, 200])
+    def do_GET(self): self.reply(200, {"data": [{"id": "m"}]})
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.reply(next(self.answers), {})
+    def reply(self, status, value):
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+    )
+    argv = (sys.executable, str(program), PORT)
+    peer = Peer(
+        name="late", title="Late", precision="-", is_equal_dtype=True, settings={}, model="m", argv=argv
+    )
+    with PeerServer(peer, CORES, tmp_path / "log") as running:
+        assert running.info.model == "m"
+    assert (tmp_path / "log").read_text().count('" 503 ') == 2
 
 
 def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Path) -> None:
