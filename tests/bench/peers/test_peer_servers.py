@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from bench.load.slo import parse_slos
 from bench.machine import Machine
 from bench.peers.compare_peers import Comparison, compare
+from bench.peers.load import TraceLoad
 from bench.peers.peer import PORT, Peer, Places
 from bench.peers.prepare import CannotRun
 from bench.peers.server import PeerServer, group_members
@@ -134,14 +136,25 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = ({"timestamp": 100 * i, "input_length": 80 + i, "output_length": 24} for i in range(200))
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     comparison = Comparison(
         places=Places(tmp_path / "cache", REPOSITORY, sys.executable, "demo", gguf=None, tcmalloc=None),
         cores=CORES,
         num_rounds=2,
         closed_loops=((2, 3),),
-        trace=None,
-        no_trace_reason="no trace was given (--trace FILE)",
-        goodput_names=frozenset(),
+        trace=TraceLoad(
+            path=trace,
+            scale=8.0,
+            slos=parse_slos("ttft=5s"),
+            probe_s=1.2,
+            seeds=(0,),
+            targets=(0.9,),
+            max_probes=1,
+        ),
+        no_trace_reason=None,
+        goodput_names=frozenset({"rival"}),
         out=tmp_path / "out" / "peers",
     )
     peers = [
@@ -162,4 +175,7 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
     written = json.loads((tmp_path / "out" / "peers.json").read_text())
     assert [peer["name"] for peer in written["peers"]] == ["baton", "rival", "dying", "absent"]
     assert len(written["results"]["rival"]) == 2
-    assert "no trace was given" in (tmp_path / "out" / "peers.md").read_text()
+    assert [one.target for one in outcomes["rival"].goodput] == [0.9]
+    assert outcomes["baton"].goodput_note == "not among the servers chosen for the search"
+    assert len(written["searches"]["rival"]["probes"]) == 1
+    assert "| Rival | 90% |" in (tmp_path / "out" / "peers.md").read_text()
