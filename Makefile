@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test test-quick check bench bench-engine clean
+.PHONY: setup serve test test-quick check bench bench-engine bench-peers clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ bench: $(STAMP)
 
 bench-engine: $(STAMP)
 	$(BIN)/python -m bench.engine $(BENCH_ARGS)
+
+# Baton beside its peers; environments and models go below ~/.cache/baton/peers. PEERS_ARGS=--list says which.
+bench-peers: $(STAMP)
+	$(BIN)/python -m bench.peers $(PEERS_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

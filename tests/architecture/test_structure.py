@@ -17,7 +17,7 @@ ROLES = ("prefill_worker", "decode_worker", "router")
 OWNERS: dict[str, tuple[str, ...]] = {
     "ray": ("cluster/launch", "cluster/launch_"),
     "redis": ("cluster/membership.py",),
-    "transformers": ("cluster/tokenizer.py",),
+    "transformers": ("cluster/tokenizer.py", "bench/peers/shim_transformers.py"),
     "tokenizers": ("cluster/tokenizer",),
     "fastapi": ("router/app.py",),
     "starlette": ("router/",),
@@ -25,7 +25,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "pydantic": ("router/",),
     "prometheus_client": ("cluster/metrics.py",),
     "gguf": ("cluster/engine/gguf_",),
-    "safetensors": ("cluster/engine/weights",),
+    "safetensors": ("cluster/engine/weights", "bench/peers/hf_model.py"),
     "typer": ("cluster/cli", "bench/load/cli"),
     "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py"),
     "httptools": ("router/server.py", "bench/load/client/http_stream.py", "bench/load/mock/connection.py"),

@@ -1,0 +1,217 @@
+"""Baton and its peers, measured side by side: `python -m bench.peers` (or `make bench-peers`).
+
+1. Say which peers cannot run on this machine, make the others ready.
+2. Rounds, A/B/A/B: in each, every server in turn is started, warmed up, measured in closed loops and
+   stopped, so that a machine that drifts drifts for all.
+3. In the last round, with a trace, each chosen server is searched for its max goodput.
+4. After every server the results so far are written: an interrupt loses one server's figures at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from bench.load.results.files import json_safe, write_atomically
+from bench.load.runner import Measurement
+from bench.machine import Machine
+from bench.peers.load import (
+    INPUT_TOKENS,
+    OUTPUT_TOKENS,
+    TraceLoad,
+    measure_closed_loop,
+    search_goodput,
+    warm_up,
+)
+from bench.peers.outcome import ClosedLoop, PeerOutcome, closed_loop_from_result
+from bench.peers.peer import Peer, Places, why_not
+from bench.peers.prepare import CannotRun, prepare, versions
+from bench.peers.server import PeerServer, Running
+from bench.peers.table import as_markdown
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared, and how."""
+
+    places: Places
+    cores: tuple[int, ...]
+    num_rounds: int
+    closed_loops: tuple[tuple[int, int], ...]  # (in flight, requests), in order
+    trace: TraceLoad | None
+    no_trace_reason: str | None
+    goodput_names: frozenset[str]  # peers that are searched for max goodput; empty: all
+    out: Path  # without suffix: .json and .md are written
+
+
+class Interrupted(Exception):
+    """The user wants to stop: what was measured is written."""
+
+
+def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tell: Tell) -> list[PeerOutcome]:
+    """Measure all peers and write the results.
+
+    Raises:
+        Interrupted: after the results so far were written.
+    """
+    outcomes = {peer.name: _outcome(peer) for peer in peers}
+    report = _Report(comparison, machine, outcomes, tell)
+    isa = cpu_flags()
+    for peer in peers:
+        _make_ready(peer, outcomes[peer.name], comparison.places, isa, tell)
+    report.write()
+    for number in range(comparison.num_rounds):
+        for peer in peers:
+            outcome = outcomes[peer.name]
+            if outcome.cannot_run is None:
+                tell(f"round {number + 1} of {comparison.num_rounds}: {peer.title}")
+                try:
+                    _measure_peer(comparison, peer, outcome, number, report, tell)
+                except CannotRun as error:
+                    outcome.cannot_run = str(error)
+                    tell(f"  cannot run: {error}")
+                finally:
+                    report.write()
+    return list(outcomes.values())
+
+
+def cpu_flags() -> frozenset[str]:
+    """The kernel's names of what this CPU can do."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _outcome(peer: Peer) -> PeerOutcome:
+    return PeerOutcome(
+        name=peer.name,
+        title=peer.title,
+        precision=peer.precision,
+        is_equal_dtype=peer.is_equal_dtype,
+        is_baton=peer.is_baton,
+        settings=dict(peer.settings),
+    )
+
+
+def _make_ready(peer: Peer, outcome: PeerOutcome, places: Places, isa: frozenset[str], tell: Tell) -> None:
+    outcome.cannot_run = why_not(peer, isa)
+    if outcome.cannot_run is None:
+        try:
+            prepare(peer, places, tell)
+            outcome.versions = versions(peer)
+        except CannotRun as error:
+            outcome.cannot_run = str(error)
+    if outcome.cannot_run is not None:
+        tell(f"{peer.name} cannot run on this machine: {outcome.cannot_run}")
+
+
+def _measure_peer(
+    comparison: Comparison, peer: Peer, outcome: PeerOutcome, round_number: int, report: _Report, tell: Tell
+) -> None:
+    log = comparison.places.logs / f"serve-{peer.name}-{round_number + 1}.log"
+    with PeerServer(peer, comparison.cores, log) as running:
+        outcome.start_s.append(round(running.start_s, 1))
+        salts = iter(range(time.time_ns(), time.time_ns() + 10**6))
+        most = max(concurrency for concurrency, _ in comparison.closed_loops)
+        _checked(warm_up(running, most, peer.name, next(salts)))
+        runs: list[ClosedLoop] = []
+        outcome.rounds.append(runs)
+        for concurrency, num_requests in comparison.closed_loops:
+            measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, next(salts))
+            report.keep(peer.name, measurement)
+            _checked(measurement)
+            runs.append(closed_loop_from_result(measurement.result))
+            last = runs[-1]
+            failed = f", {last.num_failed} failed" if last.num_failed else ""
+            tell(
+                f"  {concurrency} in flight: {last.output_tok_per_s:.1f} tok/s, "
+                f"TTFT {last.ttft_p50_ms:.0f} ms, TPOT {last.tpot_p50_ms:.1f} ms{failed}"
+            )
+        if round_number + 1 == comparison.num_rounds:
+            _goodput(comparison, peer, outcome, running, report, tell)
+
+
+def _goodput(
+    comparison: Comparison, peer: Peer, outcome: PeerOutcome, running: Running, report: _Report, tell: Tell
+) -> None:
+    if comparison.trace is None:
+        outcome.goodput_note = comparison.no_trace_reason
+        return
+    if comparison.goodput_names and peer.name not in comparison.goodput_names:
+        outcome.goodput_note = "not among the servers chosen for the search"
+        return
+    rate = outcome.rounds[-1][-1].output_tok_per_s
+    outcome.goodput, found = search_goodput(running, comparison.trace, rate, peer.name, tell)
+    report.searches[peer.name] = found
+    if not found["is_complete"]:
+        raise Interrupted
+
+
+def _checked(measurement: Measurement) -> None:
+    if not measurement.run.is_complete:
+        raise Interrupted
+
+
+class _Report:
+    """Owns what is written: `<out>.json` with every result, `<out>.md` with the tables."""
+
+    def __init__(
+        self, comparison: Comparison, machine: Machine, outcomes: dict[str, PeerOutcome], tell: Tell
+    ) -> None:
+        self._comparison = comparison
+        self._machine = dataclasses.asdict(machine)
+        self._outcomes = outcomes
+        self._tell = tell
+        self._date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._results: dict[str, list[dict[str, Any]]] = {}
+        self.searches: dict[str, dict[str, Any]] = {}
+
+    def keep(self, name: str, measurement: Measurement) -> None:
+        self._results.setdefault(name, []).append(measurement.result)
+
+    def write(self) -> None:
+        given = self._comparison
+        concurrencies = [concurrency for concurrency, _ in given.closed_loops]
+        facts = {
+            "date": self._date,
+            "system": f"{platform.system()} {platform.release()}",
+            "cores used by every server (and by the client beside it)": ", ".join(map(str, given.cores)),
+            "model": given.places.model,
+            "closed loop": f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy; "
+            f"{given.num_rounds} rounds, every server started anew in each",
+        }
+        if given.trace is not None:
+            slos = ", ".join(f"{slo.metric.value} {slo.bound_s:g} s" for slo in given.trace.slos)
+            facts["trace"] = (
+                f"{given.trace.path.name}, lengths divided by {given.trace.scale:g}, "
+                f"{given.trace.probe_s:g} s per probe, {len(given.trace.seeds)} seeds; SLOs: {slos}"
+            )
+        whole = {
+            "facts": facts,
+            "machine": self._machine,
+            "load_average": list(os.getloadavg()),
+            "peers": msgspec.to_builtins(list(self._outcomes.values())),
+            "searches": self.searches,
+            "results": self._results,
+        }
+        out = given.out
+        write_atomically(
+            out.with_name(f"{out.name}.json"),
+            [orjson.dumps(json_safe(whole), option=orjson.OPT_INDENT_2), b"\n"],
+        )
+        text = as_markdown(list(self._outcomes.values()), concurrencies, self._machine, facts)
+        write_atomically(out.with_name(f"{out.name}.md"), [text.encode()])

@@ -1,0 +1,1 @@
+"""One module per kind of peer: how it is installed, started and fairly set."""

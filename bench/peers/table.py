@@ -1,0 +1,123 @@
+"""A comparison as Markdown: tables of figures and ratios, losses, settings and versions. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.peers.outcome import PeerOutcome, best_peer, goodput_losses, losses, mean_of
+
+
+def as_markdown(
+    outcomes: Sequence[PeerOutcome],
+    concurrencies: Sequence[int],
+    machine: Mapping[str, Any],
+    facts: Mapping[str, str],
+) -> str:
+    """`facts` are lines such as date and workload, told at the top in their order."""
+    lines = ["# Peers, measured side by side", ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += [f"- {name.replace('_', ' ')}: {_value(value)}" for name, value in machine.items()]
+    for concurrency in concurrencies:
+        lines += ["", f"## {concurrency} in flight", "", *_closed_loop_table(outcomes, concurrency)]
+    lines += ["", "## Max goodput", "", *_goodput_table(outcomes)]
+    lost = [*losses(outcomes, concurrencies), *goodput_losses(outcomes)]
+    lines += ["", "## Where Baton loses", ""]
+    lines += [f"- {sentence}" for sentence in lost] or ["Nowhere, among what was measured."]
+    lines += ["", "## Could not be measured", ""]
+    missing = [f"- {one.title}: {one.cannot_run}" for one in outcomes if one.cannot_run is not None]
+    lines += missing or ["Nothing."]
+    lines += ["", "## Settings and versions", ""]
+    for one in outcomes:
+        told = ", ".join(f"{name} {version}" for name, version in one.versions.items())
+        lines += [f"### {one.title} (`{one.name}`)", "", f"- precision: {one.precision}"]
+        lines += [f"- versions: {told}"] if told else []
+        lines += [f"- {name}: {value}" for name, value in one.settings.items()]
+        lines += (
+            [f"- seconds to the first answer: {', '.join(f'{s:.1f}' for s in one.start_s)}"]
+            if one.start_s
+            else []
+        )
+        lines += [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> list[str]:
+    best = best_peer(outcomes, concurrency)
+    best_equal = best_peer(outcomes, concurrency, equal_dtype_only=True)
+    rows = [
+        "| server | precision | output tok/s (range) | to best peer | to best 16-bit peer "
+        "| TTFT ms p50 / p99 | TPOT ms p50 / p99 | requests | notes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        mean = mean_of(one, concurrency)
+        if mean is None:
+            reason = "cannot run on this machine" if one.cannot_run is not None else "not measured"
+            rows.append(_row(one.title, one.precision, *["–"] * 6, reason))
+            continue
+        notes = [f"{mean.num_failed} failed"] if mean.num_failed else []
+        notes += [f"invalid: {reason}" for reason in mean.invalid_reasons]
+        rate = mean.output_tok_per_s
+        rows.append(
+            _row(
+                one.title,
+                one.precision,
+                f"{rate:.1f} ({mean.lowest_tok_per_s:.1f}–{mean.highest_tok_per_s:.1f})",
+                _ratio(rate, None if best is None else best[1].output_tok_per_s),
+                _ratio(rate, None if best_equal is None else best_equal[1].output_tok_per_s),
+                f"{_ms(mean.ttft_p50_ms)} / {_ms(mean.ttft_p99_ms)}",
+                f"{_ms(mean.tpot_p50_ms)} / {_ms(mean.tpot_p99_ms)}",
+                f"{mean.num_rounds} × {mean.num_requests}",
+                "; ".join(notes),
+            )
+        )
+    return rows
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
+    if not any(one.goodput for one in outcomes):
+        reasons = dict.fromkeys(one.goodput_note for one in outcomes if one.goodput_note is not None)
+        return [f"Not measured: {'; '.join(reasons) or 'it was not asked for'}."]
+    rows = ["| server | target | req/s (95 % interval) | to best peer | notes |", "|---|---|---|---|---|"]
+    for one in outcomes:
+        if not one.goodput:
+            rows.append(
+                f"| {one.title} | – | – | – | {one.goodput_note or one.cannot_run or 'not measured'} |"
+            )
+        for own in one.goodput:
+            peers = [
+                other.requests_per_s
+                for outcome in outcomes
+                if not outcome.is_baton
+                for other in outcome.goodput
+                if other.target == own.target
+            ]
+            interval = "–" if own.ci_low is None else f"{own.ci_low:.3g}–{_bound(own.ci_high)}"
+            notes = [*([] if own.is_converged else ["not converged"]), *own.notes]
+            rows.append(
+                f"| {one.title} | {own.target:.0%} | {own.requests_per_s:.3g} ({interval}) "
+                f"| {_ratio(own.requests_per_s, max(peers, default=None))} | {'; '.join(notes)} |"
+            )
+    return rows
+
+
+def _ratio(value: float, best: float | None) -> str:
+    return "–" if best is None or not best > 0 else f"{value / best:.2f}"
+
+
+def _ms(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _bound(value: float | None) -> str:
+    return "open" if value is None else f"{value:.3g}"
+
+
+def _value(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,122 @@
+import math
+from typing import Any
+
+from bench.peers.outcome import (
+    ClosedLoop,
+    Goodput,
+    PeerOutcome,
+    best_peer,
+    closed_loop_from_result,
+    goodput_losses,
+    losses,
+    mean_of,
+)
+from bench.peers.table import as_markdown
+
+
+def run(concurrency: int, rate: float, ttft: float = 100.0, tpot: float = 20.0, **extra: Any) -> ClosedLoop:
+    fields = {"num_requests": 4, "num_failed": 0, "valid": True} | extra
+    return ClosedLoop(
+        concurrency=concurrency,
+        output_tok_per_s=rate,
+        ttft_p50_ms=ttft,
+        ttft_p99_ms=2 * ttft,
+        tpot_p50_ms=tpot,
+        tpot_p99_ms=2 * tpot,
+        **fields,
+    )
+
+
+def outcome(name: str, *rounds: list[ClosedLoop], **extra: Any) -> PeerOutcome:
+    fields = {"is_equal_dtype": True, "is_baton": name.startswith("baton"), "settings": {"a": "1"}} | extra
+    return PeerOutcome(name=name, title=name.title(), precision="bf16", rounds=list(rounds), **fields)
+
+
+def test_means_over_rounds() -> None:
+    one = outcome("x", [run(1, 10.0), run(8, 80.0)], [run(1, 30.0, ttft=300.0, num_failed=2)])
+    mean = mean_of(one, 1)
+    assert mean is not None
+    assert (mean.output_tok_per_s, mean.lowest_tok_per_s, mean.highest_tok_per_s) == (20.0, 10.0, 30.0)
+    assert (mean.ttft_p50_ms, mean.ttft_p99_ms, mean.num_failed, mean.num_rounds) == (200.0, 400.0, 2, 2)
+    assert mean_of(one, 32) is None
+
+
+def test_the_best_peer_is_never_baton() -> None:
+    outcomes = [
+        outcome("baton", [run(8, 500.0)]),
+        outcome("slow", [run(8, 50.0)]),
+        outcome("int8", [run(8, 90.0)], is_equal_dtype=False),
+    ]
+    best, equal = best_peer(outcomes, 8), best_peer(outcomes, 8, equal_dtype_only=True)
+    assert best is not None
+    assert equal is not None
+    assert (best[0].name, equal[0].name) == ("int8", "slow")
+    assert best_peer(outcomes, 1) is None
+
+
+def test_losses_name_figure_rival_and_ratio() -> None:
+    outcomes = [
+        outcome("baton", [run(8, 60.0, ttft=100.0, tpot=30.0)]),
+        outcome("fast", [run(8, 80.0, ttft=200.0, tpot=20.0)]),
+        outcome("quick", [run(8, 40.0, ttft=150.0, tpot=25.0)]),
+    ]
+    said = losses(outcomes, [1, 8])
+    assert said == [
+        "Baton, 8 in flight: output of 60 tok/s is 0.75 times that of Fast (80 tok/s).",
+        "Baton, 8 in flight: median TPOT of 30 ms is 1.50 times that of Fast (20 ms).",
+    ]
+
+
+def test_no_peer_no_loss() -> None:
+    assert losses([outcome("baton", [run(1, 1.0)])], [1]) == []
+
+
+def goodput(rate: float, target: float = 0.9) -> Goodput:
+    return Goodput(target=target, requests_per_s=rate, ci_low=rate, ci_high=None, is_converged=True)
+
+
+def test_goodput_losses_compare_like_targets() -> None:
+    outcomes = [
+        outcome("baton", goodput=[goodput(2.0), goodput(1.0, 0.99)]),
+        outcome("fast", goodput=[goodput(4.0), goodput(0.5, 0.99)]),
+    ]
+    assert goodput_losses(outcomes) == [
+        "Baton: max goodput at 90% of 2 req/s is 0.50 times that of Fast (4 req/s)."
+    ]
+
+
+def test_a_result_without_successes_has_no_latencies() -> None:
+    result = {
+        "max_concurrency": 8,
+        "num_prompts": 16,
+        "failed": 16,
+        "output_throughput": 0.0,
+        "median_ttft_ms": None,
+        "p99_ttft_ms": None,
+        "median_tpot_ms": None,
+        "p99_tpot_ms": None,
+        "valid": False,
+        "invalid_reasons": ["nothing succeeded"],
+    }
+    loop = closed_loop_from_result(result)
+    assert (loop.num_failed, loop.valid, loop.invalid_reasons) == (16, False, ["nothing succeeded"])
+    assert math.isnan(loop.ttft_p50_ms)
+
+
+def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
+    outcomes = [
+        outcome("baton", [run(1, 10.0)], [run(1, 30.0)], versions={"torch": "2.13"}),
+        outcome("fast", [run(1, 40.0, num_failed=1)], [run(1, 40.0, invalid_reasons=["it lagged"])]),
+        outcome("absent", cannot_run="its kernels need avx512f, which this CPU does not have"),
+    ]
+    text = as_markdown(outcomes, [1], {"cpu": "X", "isa": ("avx2", "fma")}, {"date": "today"})
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    assert "| 20.0 (10.0–30.0) | 0.50 | 0.50 | 100 / 200 | 20.0 / 40.0 | 2 × 4 |" in rows["Baton"]
+    assert "| 1.00 | 1.00 |" in rows["Fast"]
+    assert "1 failed; invalid: it lagged" in rows["Fast"]
+    assert "cannot run on this machine" in rows["Absent"]
+    assert "- Absent: its kernels need avx512f" in text
+    assert "- Baton, 1 in flight: output of 20 tok/s is 0.50 times that of Fast (40 tok/s)." in text
+    assert "- isa: avx2, fma" in text
+    assert "- versions: torch 2.13" in text
+    assert "Not measured: it was not asked for." in text

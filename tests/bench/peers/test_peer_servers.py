@@ -1,0 +1,181 @@
+"""Servers as processes, and a whole comparison of scripted ones."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.load.figures.slo import parse_slos
+from bench.machine import Machine
+from bench.peers.compare_peers import Comparison, compare
+from bench.peers.load import TraceLoad
+from bench.peers.peer import PORT, Peer, Places
+from bench.peers.prepare import CannotRun
+from bench.peers.server import PeerServer, group_members
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SCRIPT = str(Path(__file__).with_name("scripted_engine.py"))
+CORES = tuple(sorted(os.sched_getaffinity(0)))
+MACHINE = Machine("a CPU", 2, ("avx2",), "3.11", 10.0, 20.0, 30.0, 60.0)
+
+
+def scripted(name: str, *extra: str, **fields: Any) -> Peer:
+    values = {
+        "precision": "-",
+        "is_equal_dtype": True,
+        "settings": {"script": "counts"},
+        "model": "scripted",
+    } | fields
+    return Peer(
+        name=name,
+        title=name.title(),
+        argv=(sys.executable, SCRIPT, PORT, *extra),
+        environment={"PYTHONPATH": str(REPOSITORY)},
+        **values,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_server_is_ready_pinned_and_gone_afterwards(tmp_path: Path) -> None:
+    with PeerServer(scripted("good"), CORES[:1], tmp_path / "log") as running:
+        assert running.info.model == "scripted"
+        assert running.info.max_model_len == 512
+        assert os.sched_getaffinity(running.pid) == {CORES[0]}
+    assert not is_alive(running.pid)
+    assert set(os.sched_getaffinity(0)) == set(CORES)
+    assert "serving scripted" in (tmp_path / "log").read_text()
+
+
+def test_the_whole_group_is_ended(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    program = (
+        "import os, runpy, subprocess, sys;"
+        f"p = subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()']);"
+        f"open({str(child)!r}, 'w').write(str(p.pid));"
+        f"sys.argv = [{SCRIPT!r}, sys.argv[1]]; runpy.run_path({SCRIPT!r}, run_name='__main__')"
+    )
+    peer = scripted("parent")
+    peer = Peer(
+        name=peer.name,
+        title=peer.title,
+        precision="-",
+        is_equal_dtype=True,
+        settings={},
+        model="scripted",
+        argv=(sys.executable, "-c", program, PORT),
+        environment=peer.environment,
+    )
+    with PeerServer(peer, CORES, tmp_path / "log"):
+        pid = int(child.read_text())
+        group = os.getpgid(pid)
+        assert pid in group_members(group)
+    assert group_members(group) == []
+
+
+def test_a_server_that_dies_is_quoted(tmp_path: Path) -> None:
+    server = PeerServer(scripted("bad", "die"), CORES, tmp_path / "log")
+    with (
+        pytest.raises(CannotRun, match=r"ended with status 1 before it was ready: cannot start: the dog ate"),
+        server,
+    ):
+        pass
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    peer = Peer(
+        name="mute",
+        title="Mute",
+        precision="-",
+        is_equal_dtype=True,
+        settings={},
+        model="m",
+        start_timeout_s=0.3,
+        argv=(sys.executable, "-c", "import threading; threading.Event().wait()", PORT),
+    )
+    with pytest.raises(CannotRun, match="not ready within"), PeerServer(peer, CORES, tmp_path / "log"):
+        pass
+
+
+def test_a_server_that_says_not_yet_is_waited_for(tmp_path: Path) -> None:
+    program = tmp_path / "late.py"
+    program.write_text(
+        """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    answers = iter([503, 503, 200])
+    def do_GET(self): self.reply(200, {"data": [{"id": "m"}]})
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.reply(next(self.answers), {})
+    def reply(self, status, value):
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+    )
+    argv = (sys.executable, str(program), PORT)
+    peer = Peer(
+        name="late", title="Late", precision="-", is_equal_dtype=True, settings={}, model="m", argv=argv
+    )
+    with PeerServer(peer, CORES, tmp_path / "log") as running:
+        assert running.info.model == "m"
+    assert (tmp_path / "log").read_text().count('" 503 ') == 2
+
+
+def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = ({"timestamp": 100 * i, "input_length": 80 + i, "output_length": 24} for i in range(200))
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    comparison = Comparison(
+        places=Places(tmp_path / "cache", REPOSITORY, sys.executable, "demo", gguf=None, tcmalloc=None),
+        cores=CORES,
+        num_rounds=2,
+        closed_loops=((2, 3),),
+        trace=TraceLoad(
+            path=trace,
+            scale=8.0,
+            slos=parse_slos("ttft=5s"),
+            probe_s=1.2,
+            seeds=(0,),
+            targets=(0.9,),
+            max_probes=1,
+        ),
+        no_trace_reason=None,
+        goodput_names=frozenset({"rival"}),
+        out=tmp_path / "out" / "peers",
+    )
+    peers = [
+        scripted("baton", is_baton=True),
+        scripted("rival"),
+        scripted("dying", "die"),
+        scripted("absent", needs_isa=frozenset({"no_such_flag"})),
+    ]
+    told: list[str] = []
+    outcomes = {one.name: one for one in compare(comparison, peers, MACHINE, told.append)}
+    for name in ("baton", "rival"):
+        assert [[run.concurrency for run in one] for one in outcomes[name].rounds] == [[2], [2]]
+        assert all(run.num_failed == 0 for one in outcomes[name].rounds for run in one)
+    assert "the dog ate the weights" in (outcomes["dying"].cannot_run or "")
+    assert "no_such_flag" in (outcomes["absent"].cannot_run or "")
+    order = [line for line in told if line.startswith("round")]
+    assert [line.rpartition(" ")[2] for line in order] == ["Baton", "Rival", "Dying", "Baton", "Rival"]
+    written = json.loads((tmp_path / "out" / "peers.json").read_text())
+    assert [peer["name"] for peer in written["peers"]] == ["baton", "rival", "dying", "absent"]
+    assert len(written["results"]["rival"]) == 2
+    assert [one.target for one in outcomes["rival"].goodput] == [0.9]
+    assert outcomes["baton"].goodput_note == "not among the servers chosen for the search"
+    assert len(written["searches"]["rival"]["probes"]) == 1
+    assert "| Rival | 90% |" in (tmp_path / "out" / "peers.md").read_text()
