@@ -25,6 +25,7 @@ import orjson
 from bench.load.results.files import json_safe, write_atomically
 from bench.load.runner import Measurement
 from bench.machine import Machine
+from bench.peers.limits import most_tokens_per_s
 from bench.peers.load import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
@@ -38,6 +39,7 @@ from bench.peers.peer import Peer, Places, why_not
 from bench.peers.prepare import CannotRun, prepare, versions
 from bench.peers.server import PeerServer, Running
 from bench.peers.table import as_markdown
+from bench.roofline import ModelShape
 
 Tell = Callable[[str], None]
 
@@ -71,6 +73,13 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
     isa = cpu_flags()
     for peer in peers:
         _make_ready(peer, outcomes[peer.name], comparison.places, isa, tell)
+    shape = _model_shape(comparison.places)
+    if shape is not None:
+        loops = [concurrency for concurrency, _ in comparison.closed_loops]
+        for peer in peers:
+            outcomes[peer.name].limits_tok_per_s = most_tokens_per_s(
+                shape, peer, machine, loops, INPUT_TOKENS, OUTPUT_TOKENS
+            )
     report.write()
     for number in range(comparison.num_rounds):
         for peer in peers:
@@ -96,12 +105,19 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def _model_shape(places: Places) -> ModelShape | None:
+    """Of the directory that the peers read; None: no peer needed it."""
+    config = places.model_directory("bf16") / "config.json"
+    return ModelShape.from_config(orjson.loads(config.read_bytes())) if config.is_file() else None
+
+
 def _outcome(peer: Peer) -> PeerOutcome:
     return PeerOutcome(
         name=peer.name,
         title=peer.title,
         precision=peer.precision,
-        is_equal_dtype=peer.is_equal_dtype,
+        weight_bits=peer.weight_bits,
+        kv_bits=peer.kv_bits,
         is_baton=peer.is_baton,
         settings=dict(peer.settings),
     )

@@ -41,7 +41,8 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     name: str
     title: str
     precision: str
-    is_equal_dtype: bool
+    weight_bits: float
+    kv_bits: float
     is_baton: bool
     settings: dict[str, str]
     versions: dict[str, str] = {}
@@ -50,6 +51,12 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     rounds: list[list[ClosedLoop]] = []
     goodput: list[Goodput] = []
     goodput_note: str | None = None  # why there is no goodput
+    limits_tok_per_s: dict[int, float] = {}  # by concurrency: the most that machine and bytes allow
+
+    @property
+    def is_equal_dtype(self) -> bool:
+        """16-bit weights, as Baton's."""
+        return self.weight_bits == 16
 
 
 def closed_loop_from_result(result: Mapping[str, Any]) -> ClosedLoop:

@@ -71,7 +71,7 @@ class Peer:
     name: str
     title: str
     precision: str  # weights and arithmetic, as the table tells
-    is_equal_dtype: bool  # 16-bit weights, as Baton's
+    weight_bits: float  # as stored and read in every step
     settings: Mapping[str, str]  # every setting that was chosen, with its reason where it has one
     argv: tuple[str, ...]  # `{port}` stands for the port
     model: str  # as requests name it
@@ -82,6 +82,7 @@ class Peer:
     python: str | None = None  # the interpreter whose `distributions` are its versions
     distributions: tuple[str, ...] = ()
     is_baton: bool = False
+    kv_bits: float = 16
     start_timeout_s: float = 300.0
 
     def command(self, port: int) -> list[str]:

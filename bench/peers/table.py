@@ -47,15 +47,15 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
     best = best_peer(outcomes, concurrency)
     best_equal = best_peer(outcomes, concurrency, equal_dtype_only=True)
     rows = [
-        "| server | precision | output tok/s (range) | to best peer | to best 16-bit peer "
+        "| server | precision | output tok/s (range) | of its limit | to best peer | to best 16-bit peer "
         "| TTFT ms p50 / p99 | TPOT ms p50 / p99 | requests | notes |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
         mean = mean_of(one, concurrency)
         if mean is None:
             reason = "cannot run on this machine" if one.cannot_run is not None else "not measured"
-            rows.append(_row(one.title, one.precision, *["–"] * 6, reason))
+            rows.append(_row(one.title, one.precision, *["–"] * 7, reason))
             continue
         notes = [f"{mean.num_failed} failed"] if mean.num_failed else []
         notes += [f"invalid: {reason}" for reason in mean.invalid_reasons]
@@ -65,6 +65,7 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
                 one.title,
                 one.precision,
                 f"{rate:.1f} ({mean.lowest_tok_per_s:.1f}–{mean.highest_tok_per_s:.1f})",
+                _share(rate, one.limits_tok_per_s.get(concurrency)),
                 _ratio(rate, None if best is None else best[1].output_tok_per_s),
                 _ratio(rate, None if best_equal is None else best_equal[1].output_tok_per_s),
                 f"{_ms(mean.ttft_p50_ms)} / {_ms(mean.ttft_p99_ms)}",
@@ -109,6 +110,10 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
 
 def _ratio(value: float, best: float | None) -> str:
     return "–" if best is None or not best > 0 else f"{value / best:.2f}"
+
+
+def _share(value: float, limit: float | None) -> str:
+    return "–" if limit is None else f"{value / limit:.0%}"
 
 
 def _ms(value: float) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from pathlib import Path
 
 from cluster.engine.model_source import ModelSource, resolve_model
@@ -38,7 +39,7 @@ def note_prepared(source: ModelSource, dtype: str, backend: str, directory: Path
         ModelError: the cache cannot be written.
     """
     note = _note(source, dtype, backend, directory.parent)
-    temporary = note.with_name(f"{note.name}.{os.getpid()}")
+    temporary = note.with_name(f"{note.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_text(directory.name, encoding="utf-8")
         temporary.rename(note)

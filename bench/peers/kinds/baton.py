@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.peers.kinds.common import model_step
 from bench.peers.peer import PORT, Peer, Places
 
 
@@ -14,11 +15,12 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
             name=name,
             title=title,
             precision="bf16 weights",
-            is_equal_dtype=True,
+            weight_bits=16,
             settings={"workers": note, "everything else": "defaults of `baton serve`"},
             argv=(*argv, "--prefill", str(num_prefill), "--decode", "1"),
             model="",  # whatever it serves
             environment={"PYTHONPATH": str(places.repository)},
+            steps=(model_step(places),),
             python=places.python,
             distributions=("baton-serve", "torch"),
             is_baton=True,

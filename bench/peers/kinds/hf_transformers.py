@@ -21,12 +21,13 @@ TRANSFORMERS = "transformers==5.24.0"
 def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
     steps = (model_step(places), *venv_steps(places, "transformers", [TORCH, TRANSFORMERS]))
 
-    def peer(mode: str, title: str, dtype: str, is_equal: bool, extra: dict[str, str]) -> Peer:
+    def peer(mode: str, title: str, dtype: str, bits: int, extra: dict[str, str]) -> Peer:
         return Peer(
             name=f"transformers-{mode}-{dtype}",
             title=f"{title}, {dtype}",
             precision=f"{dtype} weights and arithmetic",
-            is_equal_dtype=is_equal,
+            weight_bits=bits,
+            kv_bits=bits,
             settings={"torch threads": str(num_threads), "attention": "sdpa"} | extra,
             argv=(
                 *(places.venv_python("transformers"), "-m", "bench.peers.shim_transformers", "--mode", mode),
@@ -52,7 +53,7 @@ def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
     }
     alone = {"server": "model.generate behind bench/peers/shim_transformers.py, one request at a time"}
     return [
-        peer("continuous", "transformers, continuous batching", "float32", False, batching),
-        peer("generate", "transformers, generate", "float32", False, alone),
-        peer("generate", "transformers, generate", "bfloat16", True, alone),
+        peer("continuous", "transformers, continuous batching", "float32", 32, batching),
+        peer("generate", "transformers, generate", "float32", 32, alone),
+        peer("generate", "transformers, generate", "bfloat16", 16, alone),
     ]

@@ -37,7 +37,7 @@ def llamacpp_peers(places: Places, num_threads: int) -> list[Peer]:
         ),
     )
 
-    def peer(kind: str, precision: str, is_equal: bool) -> Peer:
+    def peer(kind: str, precision: str, bits: float) -> Peer:
         assert places.gguf is not None
         home = places.model_directory(f"llamacpp-{kind}")
         model, steps = places.gguf, install
@@ -49,7 +49,7 @@ def llamacpp_peers(places: Places, num_threads: int) -> list[Peer]:
             name=f"llamacpp-{kind}",
             title=f"llama.cpp, {kind if kind != 'gguf' else 'GGUF as it is'}",
             precision=precision,
-            is_equal_dtype=is_equal,
+            weight_bits=bits,
             settings={
                 "library": f"llama.cpp {RELEASE} of npm's {NPM_PACKAGE} {NPM_VERSION}",
                 "CPU backend": "the best one for this CPU, chosen by llama.cpp",
@@ -73,7 +73,7 @@ def llamacpp_peers(places: Places, num_threads: int) -> list[Peer]:
         )
 
     return [
-        peer("f16", "f16 weights, f16 KV", True),
-        peer("q8_0", "Q8_0 weights, f16 KV", False),
-        peer("gguf", "the GGUF's own Q4_1 weights, f16 KV", False),
+        peer("f16", "f16 weights, f16 KV", 16),
+        peer("q8_0", "Q8_0 weights, f16 KV", 8.5),
+        peer("gguf", "the GGUF's own Q4_1 weights, f16 KV", 5),
     ]

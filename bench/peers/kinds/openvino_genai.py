@@ -70,12 +70,13 @@ def openvino_peers(places: Places, num_threads: int) -> list[Peer]:
         "prefix caching": "off",
     }
 
-    def peer(name: str, title: str, precision: str, model: Path, steps: list[Step], is_equal: bool) -> Peer:
+    def peer(name: str, title: str, precision: str, model: Path, steps: list[Step], bits: float) -> Peer:
         return Peer(
             name=name,
             title=title,
             precision=precision,
-            is_equal_dtype=is_equal,
+            weight_bits=bits,
+            kv_bits=8,
             settings=settings,
             argv=(
                 *(places.venv_python("openvino"), "-m", "bench.peers.shim_openvino"),
@@ -98,7 +99,7 @@ def openvino_peers(places: Places, num_threads: int) -> list[Peer]:
         "f16 weights, f32 arithmetic, u8 KV",
         places.model_directory("openvino-fp16"),
         [*export, _export(places, "fp16")],
-        True,
+        16,
     )
     int8 = peer(
         "openvino-int8",
@@ -106,11 +107,11 @@ def openvino_peers(places: Places, num_threads: int) -> list[Peer]:
         "int8 weights per channel, u8 KV",
         places.model_directory("openvino-int8"),
         [*export, _export(places, "int8")],
-        False,
+        8,
     )
     if places.gguf is None:
         return [f16, int8]
     gguf = peer(
-        "openvino-gguf", "OpenVINO GenAI, GGUF", "the GGUF's own Q4_1 weights, u8 KV", places.gguf, [], False
+        "openvino-gguf", "OpenVINO GenAI, GGUF", "the GGUF's own Q4_1 weights, u8 KV", places.gguf, [], 5
     )
     return [f16, int8, gguf]

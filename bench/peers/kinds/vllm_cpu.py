@@ -43,12 +43,13 @@ def vllm_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
     preload = [str(path) for path in (places.tcmalloc, venv / "lib" / "libiomp5.so") if path is not None]
     binding = ",".join(map(str, cores))
 
-    def peer(dtype: str, precision: str, is_equal: bool) -> Peer:
+    def peer(dtype: str, precision: str, bits: int) -> Peer:
         return Peer(
             name=f"vllm-{dtype}",
             title=f"vLLM CPU, {dtype}",
             precision=precision,
-            is_equal_dtype=is_equal,
+            weight_bits=bits,
+            kv_bits=bits,
             settings={
                 "dtype": dtype,
                 "VLLM_CPU_NUM_OF_RESERVED_CPU": "0 (its default takes a core away from computing)",
@@ -87,6 +88,6 @@ def vllm_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
         )
 
     return [
-        peer("float32", "f32 weights and arithmetic", False),
-        peer("bfloat16", "bf16 weights and arithmetic", True),
+        peer("float32", "f32 weights and arithmetic", 32),
+        peer("bfloat16", "bf16 weights and arithmetic", 16),
     ]

@@ -28,7 +28,12 @@ def run(concurrency: int, rate: float, ttft: float = 100.0, tpot: float = 20.0, 
 
 
 def outcome(name: str, *rounds: list[ClosedLoop], **extra: Any) -> PeerOutcome:
-    fields = {"is_equal_dtype": True, "is_baton": name.startswith("baton"), "settings": {"a": "1"}} | extra
+    fields = {
+        "weight_bits": 16,
+        "kv_bits": 16,
+        "is_baton": name.startswith("baton"),
+        "settings": {"a": "1"},
+    } | extra
     return PeerOutcome(name=name, title=name.title(), precision="bf16", rounds=list(rounds), **fields)
 
 
@@ -45,7 +50,7 @@ def test_the_best_peer_is_never_baton() -> None:
     outcomes = [
         outcome("baton", [run(8, 500.0)]),
         outcome("slow", [run(8, 50.0)]),
-        outcome("int8", [run(8, 90.0)], is_equal_dtype=False),
+        outcome("int8", [run(8, 90.0)], weight_bits=8),
     ]
     best, equal = best_peer(outcomes, 8), best_peer(outcomes, 8, equal_dtype_only=True)
     assert best is not None
@@ -111,7 +116,7 @@ def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
     ]
     text = as_markdown(outcomes, [1], {"cpu": "X", "isa": ("avx2", "fma")}, {"date": "today"})
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
-    assert "| 20.0 (10.0–30.0) | 0.50 | 0.50 | 100 / 200 | 20.0 / 40.0 | 2 × 4 |" in rows["Baton"]
+    assert "| 20.0 (10.0–30.0) | – | 0.50 | 0.50 | 100 / 200 | 20.0 / 40.0 | 2 × 4 |" in rows["Baton"]
     assert "| 1.00 | 1.00 |" in rows["Fast"]
     assert "1 failed; invalid: it lagged" in rows["Fast"]
     assert "cannot run on this machine" in rows["Absent"]
@@ -120,3 +125,8 @@ def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
     assert "- isa: avx2, fma" in text
     assert "- versions: torch 2.13" in text
     assert "Not measured: it was not asked for." in text
+
+
+def test_the_table_says_what_share_of_the_limit_was_reached() -> None:
+    text = as_markdown([outcome("fast", [run(8, 80.0)], limits_tok_per_s={8: 160.0})], [8], {}, {})
+    assert "| 80.0 (80.0–80.0) | 50% |" in text

@@ -19,7 +19,7 @@ def peer(*steps: Step, **extra: object) -> Peer:
     fields = {
         "title": "A peer",
         "precision": "-",
-        "is_equal_dtype": False,
+        "weight_bits": 8,
         "settings": {},
         "argv": (),
         "model": "m",

@@ -25,7 +25,7 @@ MACHINE = Machine("a CPU", 2, ("avx2",), "3.11", 10.0, 20.0, 30.0, 60.0)
 def scripted(name: str, *extra: str, **fields: Any) -> Peer:
     values = {
         "precision": "-",
-        "is_equal_dtype": True,
+        "weight_bits": 16,
         "settings": {"script": "counts"},
         "model": "scripted",
     } | fields
@@ -69,7 +69,7 @@ def test_the_whole_group_is_ended(tmp_path: Path) -> None:
         name=peer.name,
         title=peer.title,
         precision="-",
-        is_equal_dtype=True,
+        weight_bits=16,
         settings={},
         model="scripted",
         argv=(sys.executable, "-c", program, PORT),
@@ -96,7 +96,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
         name="mute",
         title="Mute",
         precision="-",
-        is_equal_dtype=True,
+        weight_bits=16,
         settings={},
         model="m",
         start_timeout_s=0.3,
@@ -127,9 +127,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
     )
     argv = (sys.executable, str(program), PORT)
-    peer = Peer(
-        name="late", title="Late", precision="-", is_equal_dtype=True, settings={}, model="m", argv=argv
-    )
+    peer = Peer(name="late", title="Late", precision="-", weight_bits=16, settings={}, model="m", argv=argv)
     with PeerServer(peer, CORES, tmp_path / "log") as running:
         assert running.info.model == "m"
     assert (tmp_path / "log").read_text().count('" 503 ') == 2
