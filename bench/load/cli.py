@@ -25,6 +25,7 @@ from bench.load.cli_load import (
     run_settings,
 )
 from bench.load.cli_options import option, options
+from bench.load.goodput.console import answer_lines, opening_lines, probe_line
 from bench.load.goodput.probing import find_max_goodput
 from bench.load.goodput.search import GoodputSearch
 from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
@@ -33,7 +34,7 @@ from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.results.compare import as_text, compare_results
 from bench.load.results.files import check_output, json_safe, write_atomically
 from bench.load.results.result import read_result, read_run, write_result
-from bench.load.results.summary_text import search_lines, summary_lines
+from bench.load.results.summary_text import summary_lines
 from bench.load.runner import Measurement
 from cluster.errors import ConfigError
 
@@ -123,7 +124,7 @@ def max_goodput(given: SearchOptions) -> None:
         max_probes=given.max_probes,
     )
     found, measured = search(given, search_settings, Session.open(given))
-    _print(search_lines(found))
+    _print(answer_lines(found))
     if given.out is not None:
         write_atomically(given.out, [orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2)])
         _print([f"written: {given.out}"])
@@ -162,15 +163,9 @@ def search(
         )
 
     def on_probe(probe: Probe, outcome: ProbeOutcome, state: GoodputSearch) -> None:
-        attained = "nothing offered" if outcome.attainment is None else f"{outcome.attainment:.1%}"
-        best = ", ".join(f"{one.target:.0%}: {one.rate:.4g}" for one in state.answers())
-        _print(
-            [
-                f"{probe.rate:8.4g} req/s  seed {probe.seed}  {attained} of {outcome.num_offered}"
-                f"   so far {best}"
-            ]
-        )
+        _print([probe_line(probe, outcome, state)])
 
+    _print(opening_lines(search_settings, duration_s, how.window))
     found, measured = find_max_goodput(search_settings, measure, on_probe)
     first = measured[0].result if measured else {}
     kept = ("model_id", "backend", "slos_ms", "workload", "trace", "window", "server", "environment", "date")

@@ -116,11 +116,11 @@ def search_goodput(
     return [
         Goodput(
             target=answer["target"],
-            requests_per_s=answer["rate"],
+            requests_per_s=answer["rate"] or 0.0,  # None: no rate passed; the notes say so
             ci_low=answer["ci_low"],
             ci_high=answer["ci_high"],
             is_converged=answer["is_converged"],
-            notes=list(answer["notes"]),
+            notes=[*answer["notes"], *found["notes"]],
         )
         for answer in found["answers"]
     ], found

@@ -27,6 +27,7 @@ from bench.load.figures.summary import Summary
 from bench.load.figures.validity import cpu_share, judge
 from bench.load.plan import Plan
 from bench.load.records import RequestRecord, RunRecord
+from bench.load.results.checks import check_keys, check_requests
 from bench.load.results.files import json_safe, write_atomically
 from bench.load.results.result_keys import (
     counts_keys,
@@ -142,7 +143,7 @@ def read_any(path: Path) -> dict[str, Any]:
     """A result file of any kind: its `kind` is `RUN` (or missing, in older files) or `SEARCH`.
 
     Raises:
-        BatonError: missing or unreadable, not JSON, not a result, or of another schema version.
+        BatonError: missing or unreadable, not JSON, not a whole result, or of another schema version.
     """
     try:
         result = orjson.loads(path.read_bytes())
@@ -160,6 +161,7 @@ def read_any(path: Path) -> dict[str, Any]:
             f"Result `{path}` has schema_version {version}, this program reads {SCHEMA_VERSION}; "
             "measure again"
         )
+    check_keys(path, result)
     read: dict[str, Any] = result
     return read
 
@@ -168,7 +170,8 @@ def read_run(path: Path) -> RunRecord | None:
     """The records beside the result file at `path`; None if they were not written.
 
     Raises:
-        BatonError: as `read_result`, or a line of the requests file is not a record; names the line.
+        BatonError: as `read_result`; or a line of the requests file is not a record (names the line), or the
+            requests are of another run.
     """
     result, beside = read_result(path), requests_path(path)
     if not beside.exists():
@@ -189,6 +192,7 @@ def read_run(path: Path) -> RunRecord | None:
     except msgspec.ValidationError as error:
         raise BatonError(f"Result `{path}` does not describe its run: {error}") from error
     run.records = records
+    check_requests(beside, path, result, run)
     return run
 
 

@@ -1,4 +1,4 @@
-"""What a person reads when a run or a search is over: a few lines from the result's dict. Pure."""
+"""What a person reads when a run is over: a few lines from the result's dict. Pure."""
 
 from __future__ import annotations
 
@@ -108,20 +108,6 @@ def slo_lines(result: Mapping[str, Any]) -> list[str]:
         row("goodput", f"{number(result['request_goodput'])} req/s, {number(result['token_goodput'])} tok/s"),
         row("SLO attainment", f"{percent(result['slo_attainment'])} of all offered{of_sent} ({bounds})"),
     ]
-
-
-def search_lines(found: Mapping[str, Any]) -> list[str]:
-    """The answers of a max-goodput search."""
-    lines = [] if found["is_complete"] else ["INCOMPLETE: the search was interrupted; this is what it knows"]
-    for answer in found["answers"]:
-        lines.append(
-            f"max goodput at {answer['target']:.0%} attainment: {number(answer['rate'])} req/s "
-            f"(95 % interval {number(answer['ci_low'])} to {number(answer['ci_high'])}, "
-            f"{len(answer['seeds'])} seeds)"
-        )
-        lines += [f"  {note}" for note in answer["notes"]]
-    lines.append(f"{len(found['probes'])} probes of {found['duration_s']:g} s each")
-    return lines
 
 
 def row(title: str, text: str) -> str:
