@@ -1,5 +1,5 @@
-"""What can be known to be wrong before anything is measured: options that contradict each other or do nothing,
-numbers out of range, outputs that cannot be written. Each is one sentence that names the flags.
+"""What can be known to be wrong before anything is measured: options that contradict each other or do
+nothing, numbers out of range, outputs that cannot be written. Each is one sentence that names the flags.
 """
 
 from __future__ import annotations

@@ -74,14 +74,18 @@ class LoadOptions:
     )
     burstiness: float | None = option(None, "short for --arrival gamma:B; 1 is Poisson", ARRIVALS)
     closed_loop: int | None = option(None, "instead: keep this many requests in flight", ARRIVALS)
-    requests: int | None = option(None, "how many requests (or chats) to offer; a trace ends by itself", ARRIVALS)
+    requests: int | None = option(
+        None, "how many requests (or chats) to offer; a trace ends by itself", ARRIVALS
+    )
     duration: str | None = option(None, "for how long to offer, such as 60s or 5m", ARRIVALS)
     seed: int = option(0, "decides arrivals, lengths and tokens", ARRIVALS)
     salt: int | None = option(
         None, "changes the tokens only; a new one each run, so no run finds its prompts cached", ARRIVALS
     )
 
-    slo: str | None = option(None, "bounds such as ttft=200ms,tpot=50ms,gap=150ms,itl=60ms,e2e=5s; a plain number is ms", MEASURING)
+    slo: str | None = option(
+        None, "bounds such as ttft=200ms,tpot=50ms,gap=150ms,itl=60ms,e2e=5s; a plain number is ms", MEASURING
+    )
     warmup: str | None = option(None, "leave out requests scheduled in the first so many seconds", MEASURING)
     cooldown: str | None = option(None, "leave out requests scheduled in the last so many seconds", MEASURING)
     steady: bool = option(False, "measure an automatic steady window instead", MEASURING)

@@ -11,7 +11,7 @@ from bench.load.cli_options import option
 from bench.load.cli_screen import say
 from bench.load.cli_session import Session
 from bench.load.cli_settings import parse_seconds, plan_settings, run_settings
-from bench.load.client.interrupts import StopSwitch
+from bench.load.goodput.console import opening_lines, probe_line
 from bench.load.goodput.probing import find_max_goodput
 from bench.load.goodput.search import GoodputSearch
 from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
@@ -83,10 +83,13 @@ class Search:
             title = f"probe {number + 1}: {probe.rate:.4g} req/s, seed {probe.seed}"
             return session.measure(aimed, self.how, title=title)
 
+        say(opening_lines(self.settings, self.duration_s, self.how.window))
         found, measured = find_max_goodput(self.settings, measure, _tell)
         first = measured[0].result if measured else {}
-        kept = ("model_id", "backend", "slos_ms", "workload", "trace", "window", "settings")
-        kept += ("server", "environment", "date")
+        kept = (
+            *("model_id", "backend", "slos_ms", "workload", "trace", "window"),
+            *("server", "environment", "date"),
+        )
         return {
             "schema_version": SCHEMA_VERSION,
             "kind": SEARCH,
@@ -94,8 +97,7 @@ class Search:
             "url": session.target.url,
             "duration_s": self.duration_s,
             **{key: first.get(key) for key in kept},
-            "search": found["settings"],
-            **{key: value for key, value in found.items() if key != "settings"},
+            **found,
             "runs": [
                 {key: value for key, value in one.result.items() if key != "timeslices"} for one in measured
             ],
@@ -103,8 +105,4 @@ class Search:
 
 
 def _tell(probe: Probe, outcome: ProbeOutcome, state: GoodputSearch) -> None:
-    attained = "nothing offered" if outcome.attainment is None else f"{outcome.attainment:.1%}"
-    best = ", ".join(f"{one.target:.0%}: {one.rate:.4g}" for one in state.answers())
-    say(
-        [f"{probe.rate:8.4g} req/s  seed {probe.seed}  {attained} of {outcome.num_offered}   so far {best}"]
-    )
+    say([probe_line(probe, outcome, state)])

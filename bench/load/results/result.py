@@ -60,7 +60,8 @@ def build_result(
 
     `environment` is kept whole under its name. Read from it, where present: `backend`, `tokenizer_id`,
     `server` (version, config_hash, topology), and `num_cores` and `num_accelerators`, what the server runs
-    on. `settings` is what was asked for, beside the plan. `save_detailed` adds vLLM's arrays, one entry per request of the run in plan order.
+    on. `settings` is what was asked for beside the plan. `save_detailed` adds vLLM's arrays, one entry per
+    request of the run in plan order.
     """
     model, backend, rate = (
         plan.shared_body.get("model"),
@@ -131,19 +132,35 @@ def read_result(path: Path) -> dict[str, Any]:
     """The result file of one run, checked to be one of ours.
 
     Raises:
-        BatonError: missing or unreadable, not JSON, not a result, of another schema version, or of a search.
+        BatonError: as `read_any`, of a search, or not whole.
     """
     result = read_any(path)
     if result.get("kind", RUN) != RUN:
-        raise BatonError(f"`{path}` is the result of a {result['kind']} search, not of one run.")
+        raise BatonError(
+            f"`{path}` is the result of a {result['kind']} search, not of one run: give files of `run` or "
+            "`sweep`"
+        )
+    check_keys(path, result)
     return result
+
+
+def read_search(path: Path) -> dict[str, Any]:
+    """The result file of a max-goodput search.
+
+    Raises:
+        BatonError: as `read_any`, or it is not whole.
+    """
+    found = read_any(path)
+    if not all(isinstance(found.get(key), list) for key in ("answers", "probes", "runs")):
+        raise BatonError(f"`{path}` is not the whole result of a search; search again")
+    return found
 
 
 def read_any(path: Path) -> dict[str, Any]:
     """A result file of any kind: its `kind` is `RUN` (or missing, in older files) or `SEARCH`.
 
     Raises:
-        BatonError: missing or unreadable, not JSON, not a whole result, or of another schema version.
+        BatonError: missing or unreadable, not JSON, not a result, or of another schema version.
     """
     try:
         result = orjson.loads(path.read_bytes())
@@ -161,7 +178,6 @@ def read_any(path: Path) -> dict[str, Any]:
             f"Result `{path}` has schema_version {version}, this program reads {SCHEMA_VERSION}; "
             "measure again"
         )
-    check_keys(path, result)
     read: dict[str, Any] = result
     return read
 

@@ -44,8 +44,8 @@ def workload_cautions(workload: Mapping[str, Any]) -> list[str]:
     block_tokens = workload.get("block_tokens_scaled")
     if block_tokens is not None and block_tokens < MIN_BLOCK_TOKENS:
         cautions.append(
-            f"The trace's prefix blocks are {block_tokens:g} tokens after scaling. Servers cache whole blocks "
-            "of typically 16 to 64 tokens, so shared prefixes may not be found."
+            f"The trace's prefix blocks are {block_tokens:g} tokens after scaling. Servers cache whole "
+            "blocks of typically 16 to 64 tokens, so shared prefixes may not be found."
         )
     return cautions
 
