@@ -42,7 +42,9 @@ _RIVALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 _WORKLOADS = ("trace", "sharegpt", "prefix_groups", "turns")
 _MINIMUM = {"requests": 1, "processes": 1, "cores": 1, "accelerators": 0, "max_model_len": 2}
-_PLAIN_BOUND = re.compile(r"\b(ttft|e2el?)\s*[=:]\s*(\d*\.?\d+)(?=[\s,]|$)", re.IGNORECASE)
+_PLAIN_BOUND = re.compile(
+    r"\b(ttft|e2el?)\s*[=:]\s*(\d*\.?\d+)(?=[\s,]|$)(?!\s*(?:[uµμm]?s|m)\b)", re.IGNORECASE
+)
 
 
 def check_options(given: LoadOptions) -> None:
@@ -54,14 +56,14 @@ def check_options(given: LoadOptions) -> None:
     if len(named) > 1 and named != ["sharegpt", "turns"]:
         flags = " and ".join(map(flag, named))
         raise ConfigError(f"{flags} are different workloads: give only one of them.")
-    for one, others, why in _RIVALS:
-        unwanted = [flag(name) for name in others if is_given(given, name)]
-        if is_given(given, one) and unwanted:
-            raise ConfigError(f"{why}: leave {' and '.join(unwanted)} out.")
     for names, partner in _PARTNERS:
         idle = [flag(name) for name in names if is_given(given, name)]
         if idle and not is_given(given, partner):
             raise ConfigError(f"{' and '.join(idle)} would do nothing: give {flag(partner)} too.")
+    for one, others, why in _RIVALS:
+        unwanted = [flag(name) for name in others if is_given(given, name)]
+        if is_given(given, one) and unwanted:
+            raise ConfigError(f"{why}: leave {' and '.join(unwanted)} out.")
     for name, least in _MINIMUM.items():
         value = getattr(given, name)
         if value is not None and value < least:
@@ -72,6 +74,9 @@ def check_options(given: LoadOptions) -> None:
         raise ConfigError("--rate inf: all at once is --arrival burst, with --requests N and no --rate.")
     if given.rate is not None:
         check_rate(given.rate)
+    for name in ("out", "report"):
+        if is_given(given, name) and not getattr(given, name).name:
+            raise ConfigError(f"Cannot write {flag(name)} `{getattr(given, name)}`: give the name of a file.")
     for name in ("trace", "sharegpt"):
         path: Path | None = getattr(given, name)
         if path is not None and not path.is_file():

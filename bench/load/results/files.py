@@ -62,8 +62,6 @@ def json_safe(value: Any) -> Any:
 
 def _temporary(path: Path) -> Path:
     """A name beside `path` that no other process uses."""
-    if not path.name:
-        raise ConfigError(f"Cannot write `{path}`: it has no file name; choose another place for the result")
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 

@@ -12,7 +12,7 @@ from bench.load.figures.summary import Distribution, Summary
 from bench.load.figures.timeslices import Timeslice
 from bench.load.figures.validity import max_send_lag_s
 from bench.load.plan import Plan
-from bench.load.records import RunRecord
+from bench.load.records import RunRecord, Status
 
 
 def trace_block(plan: Plan) -> dict[str, Any] | None:
@@ -46,7 +46,8 @@ def sent_keys(run: RunRecord, summary: Summary) -> dict[str, Any]:
     `offered_request_rate`: the requests sent, less one, over the time from the first to the last of their
     scheduled moments: in a chat, each turn is a request.
     """
-    sent_s = [r.scheduled_s for r in run.records if r.started_s is not None and summary.span.contains(r)]
+    measured = (record for record in run.records if summary.span.contains(record))
+    sent_s = [record.scheduled_s for record in measured if record.status is not Status.SKIPPED]
     offering_s = max(sent_s) - min(sent_s) if sent_s else 0.0
     num_good = None if summary.goodput is None else summary.goodput.num_good
     return {

@@ -408,7 +408,10 @@ def test_at_rate() -> None:
         ({"extra_body": {"stream_options": 3}}, "must be an object"),
         ({"workload": msgspec.structs.replace(SHARED, num_groups=0)}, "1 or more groups"),
         ({"workload": msgspec.structs.replace(AZURE, scale=0.0)}, "above 0"),
-        ({"workload": msgspec.structs.replace(AZURE, speed_up=2.0)}, "use trace arrivals"),
+        (
+            {"workload": msgspec.structs.replace(AZURE, speed_up=2.0)},
+            "leave --speed-up or the other arrival out",
+        ),
         ({"workload": msgspec.structs.replace(AZURE, block_tokens=0)}, "stands for nothing"),
         ({"workload": msgspec.structs.replace(AZURE, offset_s=1.0, random_offset=True)}, "give one"),
         (
