@@ -25,7 +25,8 @@ def left_out(workload: Mapping[str, Any]) -> str | None:
         if skipped:
             parts.append(f"{skipped} of {looked_at} {name} skipped (too long for the model)")
         if empty := workload.get(f"num_{kind}_empty"):
-            parts.append(f"{empty} {name} without {_LACK[kind]} dropped")
+            of_them = name.removesuffix("s") if empty == 1 else name
+            parts.append(f"{empty} {of_them} without {_LACK[kind]} dropped")
     for key, words in _SHORTENED:
         if workload.get(key):
             parts.append(f"{workload[key]} {words} (too long for the model)")

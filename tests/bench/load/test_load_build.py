@@ -243,6 +243,13 @@ def test_scaled_prefixes_stay_shared(scale: float) -> None:
     assert shared_tokens(sent[0], sent[2]) == int(512 / scale) or scale >= 512
 
 
+def test_the_size_of_scaled_blocks_is_told() -> None:
+    scaled = msgspec.structs.replace(MOONCAKE, scale=16.0)
+    for workload, tokens in ((MOONCAKE, 512.0), (scaled, 32.0), (AZURE, None)):
+        plan = build_plan(settings(workload=workload, num_requests=1), None)
+        assert plan.workload["block_tokens_scaled"] == tokens
+
+
 def test_tokens_beyond_the_hash_ids_are_the_rows_own(tmp_path: Path) -> None:
     line = '{"timestamp": 0, "input_length": 20, "output_length": 5, "hash_ids": [3]}\n'
     path = tmp_path / "trace.jsonl"

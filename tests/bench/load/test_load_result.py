@@ -270,6 +270,17 @@ def test_request_lines(tmp_path: Path) -> None:
     assert rows[4]["ttft_s"] is None
 
 
+def test_the_first_turn_of_a_chat_says_that_it_is_one(tmp_path: Path) -> None:
+    run = run_of([answer(0.0, [0.1]), answer(1.0, [1.1])])
+    run.records[0].session = 0
+    path = tmp_path / "r.json"
+    write_result(path, result_of(run), run)
+    rows = [orjson.loads(line) for line in requests_path(path).read_bytes().splitlines()]
+    assert rows[0]["turn"] == 0
+    assert "turn" not in rows[1]
+    assert read_run(path) == run
+
+
 def test_no_requests_file_without_records(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     write_result(path, result_of(steady_run()))
