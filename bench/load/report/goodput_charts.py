@@ -36,21 +36,24 @@ def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
         rings += _rings(sweep) if has_slos else []
     if not series:
         return Omitted(title, "the result files have neither goodput nor throughput")
-    loads = [at for sweep in groups for at in sweep.loads()]
+    places = [sweep.place(at, run) for sweep in groups for at, run in sweep.points]
     if is_single and has_slos:
         done = curve(groups[0], _completed, "completed", load, "req/s", colour="muted", dash=1, shape=0)
         series += [replace(done, dots=(), band=())] if done is not None else []
     if load is Load.RATE:
         series.append(
-            Series("offered", line=[(end, end) for end in (min(loads), max(loads))], colour="muted", dash=2)
+            Series("offered", line=[(end, end) for end in (min(places), max(places))], colour="muted", dash=2)
         )
     table = means_table(series, load, "req/s")
     if rings:
         series.append(Series("knee", dots=rings, colour="ink", shape=0, is_ring=True))
-    upright = (
-        [Mark(ring.x, f"knee {quantity(ring.x)}", css="ref knee") for ring in rings] if is_single else []
+    knees = [at for sweep in groups if (at := knee(sweep, SHARES[0])) is not None]
+    upright = [
+        Mark(ring.x, f"knee {quantity(at)}", css="ref knee") for at, ring in zip(knees, rings, strict=False)
+    ]
+    chart = xy_chart(
+        title, series, load_axis(load), Axis("req/s", lo=0.0), upright=upright if is_single else []
     )
-    chart = xy_chart(title, series, load_axis(load), Axis("req/s", lo=0.0), upright=upright)
     note = (
         _KNEE_WORDS if has_slos else "No SLOs were set: requests completed per second stand in for goodput."
     )
@@ -66,9 +69,8 @@ def _rings(sweep: Sweep) -> list[Dot]:
     height = {load: mean for load, mean, _, _ in means(measured(sweep, _goodput))}
     if at is None or at not in height:
         return []
-    return [
-        Dot(at, height[at], f"{sweep.target}: knee at {quantity(at)}, goodput {quantity(height[at])} req/s")
-    ]
+    tip = f"{sweep.target}: knee at {quantity(at)}, goodput {quantity(height[at])} req/s"
+    return [Dot(sweep.mean_place(at), height[at], tip)]
 
 
 def attainment_charts(groups: Sequence[Sweep], load: Load) -> list[Block]:

@@ -52,7 +52,7 @@ def test_a_sweep_has_the_charts_over_rate() -> None:
 def test_runs_at_one_load_leave_the_charts_over_rate_out() -> None:
     page = render_report(sweep((2,), (0.9,)))
     check(page)
-    assert left_out(page)["Goodput against offered rate"].startswith("the runs are at one load only")
+    assert left_out(page)["Goodput against offered rate"].startswith("each target ran at one load only")
 
 
 def test_runs_without_slos_say_so() -> None:
