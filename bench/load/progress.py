@@ -140,8 +140,8 @@ def progress_line(progress: Progress) -> str:
 
 
 def totals_line(progress: Progress) -> str:
-    """The whole run on one line: `42 s, offered 200 of 200, ok 199, failed 1 (timeout 1), 5,000 output tokens,
-    119 tok/s`; nothing in it is of the last few seconds."""
+    """The whole run on one line: `42 s, offered 200 of 200, ok 199, failed 1 (timeout 1), 5,000 output
+    tokens, 119 tok/s`; nothing in it is of the last few seconds."""
     parts = [*_counts(progress), f"{progress.num_output_tokens:,} output tokens"]
     if progress.elapsed_s > 0:
         parts.append(f"{progress.num_output_tokens / progress.elapsed_s:,.0f} tok/s")

@@ -122,7 +122,8 @@ class Frame:
             x = self.x(mark.at)
             if mark.to is not None:  # the scale keeps both ends inside the plot
                 end = self.x(mark.to)
-                parts.append(rect(x, self.top, end - x, self.bottom - self.top, "band") if end > x else "")
+                if end > x:
+                    parts.append(rect(x, self.top, end - x, self.bottom - self.top, "band"))
             else:
                 parts.append(line(x, self.top, x, self.bottom, mark.css))
         return join(parts)

@@ -36,13 +36,12 @@ def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
         rings += _rings(sweep) if has_slos else []
     if not series:
         return Omitted(title, "the result files have neither goodput nor throughput")
-    places = [sweep.place(at, run) for sweep in groups for at, run in sweep.points]
     if is_single and has_slos:
         done = curve(groups[0], _completed, "completed", load, "req/s", colour="muted", dash=1, shape=0)
         series += [replace(done, dots=(), band=())] if done is not None else []
     if load is Load.RATE:
         series.append(
-            Series("offered", line=[(end, end) for end in (min(places), max(places))], colour="muted", dash=2)
+            Series("offered", line=_offered(groups), colour="muted", dash=2)
         )
     table = means_table(series, load, "req/s")
     if rings:
@@ -62,6 +61,22 @@ def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
             "Requests per second that met every SLO. No knee: fewer than 90 % were good at the lowest load."
         )
     return Figure(title, note, chart, table)
+
+
+def _offered(groups: Sequence[Sweep]) -> list[tuple[float, float]]:
+    """Requests offered per second over the rate at which they were: what goodput is a part of.
+
+    Rates are over the gaps between requests, goodput over the measured time; of short runs with few requests
+    the offered ones per measured time may be the larger, and goodput never lies above that.
+    """
+    found: dict[float, float] = {}
+    for sweep in groups:
+        for at, run in sweep.points:
+            place = sweep.mean_place(at)
+            num, seconds = number(run.result, "num_prompts"), number(run.result, "duration")
+            per_s = num / seconds if num is not None and seconds else 0.0
+            found[place] = max(found.get(place, 0.0), place, per_s)
+    return sorted(found.items())
 
 
 def _rings(sweep: Sweep) -> list[Dot]:

@@ -155,8 +155,8 @@ _COLUMNS: tuple[Column, ...] = (
 
 
 def runs_table(runs: Sequence[ReportRun]) -> Markup:
-    """One row per run. Where several targets did the same work at one load, each figure also stands as a ratio
-    to the first target's at that load."""
+    """One row per run. Where several targets did the same work at one load, each figure also stands as a
+    ratio to the first target's at that load."""
     targets = list(dict.fromkeys(run.target for run in runs))
     has_targets = len(targets) > 1
     has_ratios = has_targets and unlike(runs) is None
