@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Protocol, TextIO, runtime_checkable
+from typing import Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -46,17 +46,11 @@ class Progress(Protocol):
     @property
     def recent_ttft_s(self) -> float | None: ...
     @property
+    def recent_ttft_p99_s(self) -> float | None: ...
+    @property
     def recent_itl_s(self) -> float | None: ...
     @property
     def recent_tokens_per_s(self) -> float: ...
-
-
-@runtime_checkable
-class TellsTail(Protocol):
-    """A progress that knows the slow end of its recent answers, too."""
-
-    @property
-    def recent_ttft_p99_s(self) -> float | None: ...
 
 
 class _Display(Console):
@@ -132,7 +126,7 @@ def progress_line(progress: Progress) -> str:
     parts = [*_counts(progress), f"{progress.recent_tokens_per_s:,.0f} tok/s"]
     recent = (
         ("TTFT", progress.recent_ttft_s),
-        ("TTFT p99", tail_s(progress)),
+        ("TTFT p99", progress.recent_ttft_p99_s),
         ("ITL", progress.recent_itl_s),
     )
     parts += [f"{name} {milliseconds(value)}" for name, value in recent if value is not None]
@@ -155,11 +149,6 @@ def _counts(progress: Progress) -> list[str]:
     parts += [f"failed {failures(progress)}"] if num_failed(progress) else []
     parts += [f"never sent {num_unsent(progress):,}"] if num_unsent(progress) else []
     return parts
-
-
-def tail_s(progress: Progress) -> float | None:
-    """p99 of the recent TTFTs, if the progress knows it."""
-    return progress.recent_ttft_p99_s if isinstance(progress, TellsTail) else None
 
 
 def panel(title: str, progress: Progress) -> RenderableType:
@@ -190,7 +179,7 @@ def panel(title: str, progress: Progress) -> RenderableType:
     speed = _pairs(
         ("output", f"{progress.recent_tokens_per_s:,.0f} tok/s", ""),
         ("TTFT", milliseconds(progress.recent_ttft_s), ""),
-        *([("TTFT p99", milliseconds(tail_s(progress)), "")] if isinstance(progress, TellsTail) else []),
+        ("TTFT p99", milliseconds(progress.recent_ttft_p99_s), ""),
         ("ITL", milliseconds(progress.recent_itl_s), ""),
         ("tokens so far", f"{progress.num_output_tokens:,}", ""),
     )

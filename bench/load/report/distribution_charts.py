@@ -26,11 +26,12 @@ from bench.load.report.xy import Dot, Series, xy_chart
 
 MAX_CDF_POINTS = 400
 MAX_STEPS = 150  # up to so many values the curve is drawn as the staircase it is
-FLOOR_MS = 0.1  # gaps below it are chunks that one read brought: they would stretch a log axis without end
+FLOOR_MS = 0.1  # gaps below it are chunks that one read brought
+_STRETCH = 3.0  # the fastest percent stretches a log axis if its least value is this much below the rest
 MAX_CDF_RUNS = NUM_COLOURS
 _TOLD = (50.0, 90.0, 99.0)
 _TAIL_FROM = 0.95
-_GREATEST_MS = 1e9
+_LEAST_MS, _GREATEST_MS = 1e-3, 1e9
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -71,9 +72,16 @@ def cdf_line(values: Floats) -> list[tuple[float, float]]:
 
 
 def floor_ms(samples: Sequence[Floats]) -> float:
-    """Where the log axis begins: `FLOOR_MS`, or lower where a median lies below it."""
-    medians = [float(np.median(values)) for values in samples]
-    return min([FLOOR_MS, *(median for median in medians if median > 0)])
+    """Where the curves begin: at the least value, unless a few very small ones would stretch the log axis.
+
+    Then at the 1st percentile, but not below `FLOOR_MS`; never above a median.
+    """
+    floors = []
+    for values in samples:
+        least, first, median = (float(q) for q in np.percentile(values, (0, 1, 50)))
+        bound = min(max(first, FLOOR_MS), median)
+        floors.append(least if least > 0 and least * _STRETCH >= bound else bound)
+    return max(min(floors), _LEAST_MS)
 
 
 def ttfts_ms(run: ReportRun) -> Floats:

@@ -18,10 +18,11 @@ _KNEE_WORDS = (
 )
 
 
-def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
+def goodput_chart(groups: Sequence[Sweep], load: Load, has_knee: bool = True) -> Block:
     """Good requests per second, what was offered at an open loop, and the knee of each target.
 
-    One target: what was completed too, and a line at the knee. Without SLOs completed requests stand in.
+    One target: what was completed too, and a line at the knee. Without SLOs completed requests stand in. The
+    probes of a search have no knee: its answer is more than that.
     """
     title = f"Goodput {over(load)}"
     has_slos = any(_goodput(run) is not None for sweep in groups for _, run in sweep.points)
@@ -33,16 +34,14 @@ def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
         name = kind if is_single else sweep.target
         main = curve(sweep, reading, name, load, "req/s", colour=i, dash=i, shape=i)
         series += [main] if main is not None else []
-        rings += _rings(sweep) if has_slos else []
+        rings += _rings(sweep) if has_slos and has_knee else []
     if not series:
         return Omitted(title, "the result files have neither goodput nor throughput")
     if is_single and has_slos:
         done = curve(groups[0], _completed, "completed", load, "req/s", colour="muted", dash=1, shape=0)
         series += [replace(done, dots=(), band=())] if done is not None else []
     if load is Load.RATE:
-        series.append(
-            Series("offered", line=_offered(groups), colour="muted", dash=2)
-        )
+        series.append(Series("offered", line=offered_line(groups), colour="muted", dash=2))
     table = means_table(series, load, "req/s")
     if rings:
         series.append(Series("knee", dots=rings, colour="ink", shape=0, is_ring=True))
@@ -57,13 +56,13 @@ def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
         _KNEE_WORDS if has_slos else "No SLOs were set: requests completed per second stand in for goodput."
     )
     if has_slos and not rings:
-        note = (
-            "Requests per second that met every SLO. No knee: fewer than 90 % were good at the lowest load."
-        )
+        note = "Requests per second that met every SLO."
+        if has_knee:
+            note += " No knee: fewer than 90 % were good at the lowest load, or there is one load only."
     return Figure(title, note, chart, table)
 
 
-def _offered(groups: Sequence[Sweep]) -> list[tuple[float, float]]:
+def offered_line(groups: Sequence[Sweep]) -> list[tuple[float, float]]:
     """Requests offered per second over the rate at which they were: what goodput is a part of.
 
     Rates are over the gaps between requests, goodput over the measured time; of short runs with few requests

@@ -25,7 +25,7 @@ from bench.load.report.search_charts import search_chart, search_tiles
 from bench.load.report.style import CSS, SCRIPT
 from bench.load.report.svg import Markup, join, tag
 from bench.load.report.sweep_charts import sweep_charts
-from bench.load.report.targets import tell_apart
+from bench.load.report.targets import by_load, tell_apart
 from bench.load.report.time_charts import activity_charts
 from bench.load.report.timeline import timeline_charts
 from bench.load.report.turn_charts import turn_charts
@@ -37,7 +37,7 @@ MAX_ROWS_OF_MANY = 100  # of a timeline, where there are several runs
 
 def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = ()) -> str:
     """The page as text, to be written as UTF-8. Equal input gives equal bytes."""
-    runs = tell_apart(runs)
+    runs = tell_apart(runs) if searches else by_load(tell_apart(runs))
     names = run_names(runs)
     title = page_title(runs, bool(searches))
     sections: list[tuple[str, str, Markup]] = []
@@ -46,7 +46,7 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
         sections.append(("search", "Highest good rate", found))
     if len(runs) > 1:
         sections.append(("runs", "Probes" if searches else "Runs", runs_table(runs)))
-        sections.append(("load", "Over load", charts(sweep_charts(runs))))
+        sections.append(("load", "Over load", charts(sweep_charts(runs, has_knee=not searches))))
     if runs:
         sections.append(("distributions", "Distributions", charts(cdf_charts(runs, names))))
         sections += _per_run(runs, names)

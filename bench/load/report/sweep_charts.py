@@ -36,14 +36,14 @@ PERCENTS_OF_SEVERAL = ("50", "99")  # with several targets
 _LOG_FROM = 30.0  # greatest over least from which an axis is logarithmic
 
 
-def sweep_charts(runs: Sequence[ReportRun]) -> list[Block]:
+def sweep_charts(runs: Sequence[ReportRun], has_knee: bool = True) -> list[Block]:
     """All charts over offered rate, and over requests in flight if runs were closed loop."""
     by_rate, by_flight = sweeps(runs, Load.RATE), sweeps(runs, Load.IN_FLIGHT)
     blocks: list[Block] = []
     for load, groups in ((Load.RATE, by_rate), (Load.IN_FLIGHT, by_flight)):
         if num_loads(groups) >= 2:
             blocks += [latency_chart(groups, load, metric) for metric in LATENCIES]
-            blocks += [goodput_chart(groups, load), *attainment_charts(groups, load)]
+            blocks += [goodput_chart(groups, load, has_knee), *attainment_charts(groups, load)]
     if not blocks:
         reason = "each target ran at one load only; a sweep over rates draws it"
         titles = (

@@ -1,7 +1,8 @@
 """Which runs of a page belong together: only runs of one workload, model, SLOs and endpoint make a sweep.
 
 1. `tell_apart` gives each run the name of its target. Runs of one name whose work differs become `name #2`.
-2. `unlike` says in words what differs, for a caution on the page.
+2. `by_load` orders them, as tables and legends show them.
+3. `unlike` says in words what differs, for a caution on the page.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench.load.report.values import ReportRun, mapping, target_name
+from bench.load.report.values import ReportRun, in_flight, mapping, number, offered_rate, target_name
 from bench.load.results.likeness import differences, in_words, work_of
 
 
@@ -38,6 +39,18 @@ def tell_apart(runs: Sequence[ReportRun]) -> list[ReportRun]:
             known.append(kind)
         named.append(replace(run, name=base if at == 0 else f"{base} #{at + 1}"))
     return named
+
+
+def by_load(runs: Sequence[ReportRun]) -> list[ReportRun]:
+    """Targets in order of first appearance, and the runs of each by load and seed."""
+    targets = list(dict.fromkeys(run.target for run in runs))
+
+    def place(run: ReportRun) -> tuple[int, float, float]:
+        held = in_flight(run.result)
+        load = held if held is not None else offered_rate(run.result) or 0.0
+        return targets.index(run.target), load, number(run.result, "arrival", "seed") or 0.0
+
+    return sorted(runs, key=place)
 
 
 def unlike(runs: Sequence[ReportRun]) -> str | None:
