@@ -26,11 +26,14 @@ class Status(Enum):
 
 class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     index: int
-    scheduled_s: float  # when it should have been sent; latencies count from here
+    # When it should have been sent; latencies count from here. Closed loop: when its slot became free; for the
+    # first request of a slot, when the client opened it.
+    scheduled_s: float
     status: Status
     started_s: float | None = None  # when the client acted on it: took a connection or began to open one
     connected_s: float | None = None  # when it had its connection; opening one takes network and server time
-    sent_s: float | None = None  # when its last byte was handed to the kernel; None: never sent
+    sent_s: float | None = None  # when its last byte was first handed to the kernel; None: never sent
+    num_retries: int = 0  # sent again on a fresh connection, since the server had closed the kept-alive one
     headers_s: float | None = None  # status line and headers read
     chunk_times_s: list[
         float
@@ -63,7 +66,10 @@ class ClientReport(msgspec.Struct, kw_only=True):
     process: int
     cpu_s: float  # user + system, from run start to end
     wall_s: float
-    max_loop_lag_s: float = 0.0
+    max_loop_lag_s: float = 0.0  # the longest stall, also of those too short for `stalls_s`
+    # (start, end) of the times in which it neither read nor sent, in order; the longest ones, if many. A start
+    # is late by up to the 10 ms between two looks.
+    stalls_s: list[tuple[float, float]] = []
 
 
 class RunRecord(msgspec.Struct, kw_only=True):

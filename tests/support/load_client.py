@@ -10,8 +10,8 @@ from typing import Any
 from bench.load.client.frames import Job, Setup
 from bench.load.client.jobs import share_slots, split_plan
 from bench.load.client.load_client import LoadClient
-from bench.load.client.process import tls_context
 from bench.load.client.target import Target
+from bench.load.client.tls import tls_context
 from bench.load.plan import Arrival, Plan, PlannedRequest
 from bench.load.records import RequestRecord
 
@@ -88,7 +88,8 @@ class Run:
     def __init__(self, setup: Setup, jobs: Sequence[Job]) -> None:
         loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = loop.create_future()
-        self.client = LoadClient(loop, setup, jobs, tls_context(setup), self._end, self._fail)
+        context = tls_context(setup.verify_tls) if setup.is_tls else None
+        self.client = LoadClient(loop, setup, jobs, context, self._end, self._fail)
         self.start_ns = 0
 
     def _end(self) -> None:

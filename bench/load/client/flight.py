@@ -11,6 +11,7 @@ from typing import Any
 from bench.load.client.connection import Connection
 from bench.load.client.http_stream import ResponseStream
 from bench.load.client.offering import Due
+from bench.load.client.tls import tls_reason
 from bench.load.records import RequestRecord, Status
 
 NS = 1_000_000_000
@@ -27,13 +28,29 @@ class Flight:
     last_ns: int  # when anything last happened: start, connection, send, read
     connected_ns: int | None = None
     sent_ns: int | None = None
+    first_connected_ns: int | None = None  # of the first attempt: a second one is the server's time
+    first_sent_ns: int | None = None
+    num_retries: int = 0
     is_reused: bool = False  # on a connection that carried another request before
     is_ended: bool = False
     connection: Connection | None = None
     opening: asyncio.Task[None] | None = None
 
+    def note_connected(self, moment_ns: int) -> None:
+        self.connected_ns = self.last_ns = moment_ns
+        if self.first_connected_ns is None:
+            self.first_connected_ns = moment_ns
+
     def note_sent(self, moment_ns: int) -> None:
         self.sent_ns = self.last_ns = moment_ns
+        if self.first_sent_ns is None:
+            self.first_sent_ns = moment_ns
+
+    def begin_again(self) -> None:
+        """On a fresh connection, since a reused one was stale."""
+        self.num_retries += 1
+        self.is_reused = False
+        self.connection = self.connected_ns = self.sent_ns = None
 
     @property
     def phase(self) -> str:
@@ -58,8 +75,9 @@ class Flight:
         answer = self.stream.answer
         record = blank_record(self.due, status, error, process)
         record.started_s = seconds(self.started_ns)
-        record.connected_s = optional(self.connected_ns)
-        record.sent_s = optional(self.sent_ns)
+        record.connected_s = optional(self.first_connected_ns)
+        record.sent_s = optional(self.first_sent_ns)
+        record.num_retries = self.num_retries
         record.headers_s = optional(self.stream.headers_ns)
         record.chunk_times_s = [(moment_ns - start_ns) / NS for moment_ns in answer.moments_ns]
         record.chunk_tokens = answer.chunk_tokens
@@ -67,12 +85,10 @@ class Flight:
         record.finish_reason = answer.finish_reason
         record.http_status = self.stream.http_status
         record.text = "".join(answer.text_parts) if keep_text else ""
-        record.timings = scalars(answer.timings or {})
-        usage = answer.usage or {}
-        record.input_tokens = _count(usage.get("prompt_tokens"))
-        record.output_tokens = _count(usage.get("completion_tokens"))
-        details = usage.get("prompt_tokens_details")
-        record.cached_tokens = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+        record.timings = scalars(answer.timings)
+        record.input_tokens = answer.input_tokens
+        record.output_tokens = answer.output_tokens
+        record.cached_tokens = answer.cached_tokens
         return record
 
 
@@ -94,16 +110,14 @@ def blank_record(due: Due, status: Status, error: str | None, process: int) -> R
 
 
 def scalars(timings: dict[str, Any]) -> dict[str, float | int | str]:
-    """The fields that are numbers or strings."""
-    return {name: value for name, value in timings.items() if isinstance(value, float | int | str)}
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    """The fields that are numbers or strings; true and false are neither."""
+    return {name: value for name, value in timings.items() if type(value) in (float, int, str)}
 
 
 def reason(error: OSError) -> str:
     """Why, without the address: event loops word it differently."""
-    if error.errno is None or isinstance(error, ssl.SSLError):
+    if isinstance(error, ssl.SSLError):
+        return tls_reason(error)
+    if error.errno is None:
         return str(error) or type(error).__name__
     return os.strerror(error.errno)

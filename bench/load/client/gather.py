@@ -30,6 +30,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     num_ended: dict[Status, int]
     num_output_tokens: int  # of ended requests as the server counts them, else one per chunk with content
     recent_ttft_s: float | None = None  # median, from the scheduled time
+    recent_ttft_p99_s: float | None = None
     recent_itl_s: float | None = None  # median of all gaps between chunks
     recent_tokens_per_s: float = 0.0
 
@@ -106,6 +107,7 @@ class Gathering:
             num_ended=dict(self._ended),
             num_output_tokens=num_tokens,
             recent_ttft_s=statistics.median(ttfts) if ttfts else None,
+            recent_ttft_p99_s=p99(ttfts),
             recent_itl_s=statistics.median(gaps) if gaps else None,
             recent_tokens_per_s=(num_tokens - before) / (elapsed_s - since_s) if elapsed_s > since_s else 0.0,
         )
@@ -132,3 +134,10 @@ class Gathering:
         self._num_ended_tokens += record.output_tokens or len(record.chunk_times_s)
         if record.end_s is not None:
             self._recent.append(record)
+
+
+def p99(values: Sequence[float]) -> float | None:
+    """With linear interpolation, as all percentiles of a result; None without values."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=100, method="inclusive")[-1]

@@ -2,10 +2,12 @@
 
 1. `feed` gets what one socket read brought, with the moment of that read; `eof` gets the end of the
    connection.
-2. The head decides: status 200 with an event stream is read event by event; other bodies are collected.
+2. The head decides: status 200 is read event by event, unless it is JSON; other bodies are collected. A
+   body that the server compressed, unasked, is not read.
 3. The verdict falls once: at `[DONE]`, at an error event, at the end of the body, or when the bytes are
    wrong. Bytes that follow `[DONE]` (the last chunk of a chunked body) are read, so that the connection can
    be used again, but change nothing.
+4. Whatever goes wrong while these bytes are read, a fault of ours too, is the verdict on this answer alone.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from __future__ import annotations
 import httptools
 import msgspec
 
-from bench.load.client.answer import Answer, body_error
-from bench.load.client.sse import SseLines
+from bench.load.client.answer import Answer
+from bench.load.client.replies import body_error
+from bench.load.client.sse import Event, SseLines
 from bench.load.records import Status
 from cluster.errors import ProtocolError
 
 HTTP_OK = 200
 MAX_BODY_BYTES = 64 << 20  # of an answer that is not a stream
+MAX_OPENING_BYTES = 4096  # of a body without an event, to say what it was instead
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -41,8 +45,10 @@ class ResponseStream:
         self.has_garbage = False  # bytes that are not HTTP, or follow the message
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._sse: SseLines | None = None  # None: the body is collected
-        self._body = bytearray()
-        self._is_json = False
+        self._body = bytearray()  # while there is no event: the opening of a stream
+        self._num_events = 0
+        self._content_type = ""
+        self._encoding = ""
         self._is_framed = (
             False  # content-length or chunked: the end of the connection is not the end of the body
         )
@@ -62,10 +68,11 @@ class ResponseStream:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            if not isinstance(error.__context__, ProtocolError):
-                raise
+            self._give_up(error.__context__ or error)
+        except httptools.HttpParserUpgrade:
+            self.http_status = self._parser.get_status_code()
             self.has_garbage = True
-            self._end(Status.ERROR, f"the answer is not what the protocol says: {error.__context__}")
+            self._end(Status.ERROR, f"HTTP {self.http_status}: the server left HTTP, which nobody asked for")
         except httptools.HttpParserError as error:
             self.has_garbage = True
             self._end(Status.ERROR, f"the answer is not HTTP: {error}")
@@ -78,7 +85,10 @@ class ResponseStream:
         if error is not None:
             self._end(Status.CONNECTION, f"the connection broke {self._progress()}: {error}")
         elif self.headers_ns is not None and not self._is_framed:
-            self._close()
+            try:
+                self._close()
+            except Exception as fault:
+                self._give_up(fault)
         else:
             self._end(Status.CONNECTION, f"the server closed the connection {self._progress()}")
 
@@ -97,14 +107,21 @@ class ResponseStream:
         if self.verdict is None:
             self.verdict = Verdict(status, self._moment_ns, error)
 
+    def _give_up(self, fault: BaseException) -> None:
+        """The rest of this answer cannot be read. Other requests know nothing of it."""
+        self.has_garbage = True
+        if isinstance(fault, ProtocolError):
+            self._end(Status.ERROR, f"the answer is not what the protocol says: {fault}")
+        else:
+            self._end(Status.ERROR, f"the client failed to read it: {type(fault).__name__}: {fault}")
+
     def _close(self) -> None:
         """The body is complete: what is the verdict on it?"""
         if self.verdict is not None:
             return
         answer = self.answer
         if self.http_status != HTTP_OK:
-            reason = f"redirected to `{self._location}`" if self._location else body_error(bytes(self._body))
-            self._end(Status.REFUSED, f"HTTP {self.http_status}: {reason}")
+            self._end(Status.REFUSED, f"HTTP {self.http_status}: {self._refusal()}")
             return
         if self._sse is None:
             answer.take_whole(bytes(self._body), self._moment_ns)
@@ -114,15 +131,28 @@ class ResponseStream:
             self._end(Status.ERROR, answer.error)
         elif answer.is_whole:
             self._end(Status.OK)
+        elif self._sse is not None and not self._num_events and self._body.strip():
+            kind = self._content_type or "no content-type"
+            error = f"the answer is no event stream ({kind}): {body_error(bytes(self._body))}"
+            self._end(Status.ERROR, error)
         else:
             chunks = count(len(answer.moments_ns), "chunk")
             error = f"the stream ended without finish_reason or [DONE], after {chunks} with content"
             self._end(Status.INCOMPLETE, error)
 
-    def _take_events(self, events: list[bytes]) -> None:
+    def _refusal(self) -> str:
+        if self._location:
+            return f"redirected to `{self._location}`"
+        return self._compressed() if self._encoding else body_error(bytes(self._body))
+
+    def _compressed(self) -> str:
+        return f"the server compressed the body ({self._encoding}), though it was not asked to"
+
+    def _take_events(self, events: list[Event]) -> None:
         answer = self.answer
-        for data in events:
-            answer.take_event(data, self._moment_ns)
+        self._num_events += len(events)
+        for data, is_error in events:
+            answer.take_event(data, self._moment_ns, is_error)
             if answer.is_over:
                 self._end(Status.OK if answer.error is None else Status.ERROR, answer.error)
                 return
@@ -132,7 +162,10 @@ class ResponseStream:
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         if name == b"content-type":
-            self._is_json = value.lower().startswith(b"application/json")
+            self._content_type = value.decode(errors="replace").partition(";")[0].strip().lower()
+        elif name == b"content-encoding":
+            encoding = value.decode(errors="replace").strip().lower()
+            self._encoding = "" if encoding == "identity" else encoding
         elif name == b"transfer-encoding" or name == b"content-length":
             self._is_framed = True
         elif name == b"location":
@@ -145,13 +178,19 @@ class ResponseStream:
             return  # an interim answer; the real one follows
         self.http_status = status
         self.headers_ns = self._moment_ns
-        if status == HTTP_OK and not self._is_json:
+        if status != HTTP_OK:
+            return
+        if self._encoding:
+            self._end(Status.ERROR, self._compressed())
+        elif not is_json(self._content_type):
             self._sse = SseLines()
 
     def on_body(self, body: bytes) -> None:
         if self.verdict is not None:
             return
         if self._sse is not None:
+            if not self._num_events and len(self._body) < MAX_OPENING_BYTES:
+                self._body += body[:MAX_OPENING_BYTES]
             self._take_events(self._sse.feed(body))
             return
         self._body += body
@@ -165,6 +204,11 @@ class ResponseStream:
         self.is_message_over = True
         self._keeps_alive = bool(self._parser.should_keep_alive())  # the parser forgets with the next byte
         self._close()
+
+
+def is_json(content_type: str) -> bool:
+    """`application/problem+json` and its like, too; lines of JSON (`application/x-ndjson`) are none."""
+    return content_type == "application/json" or content_type.endswith("+json")
 
 
 def count(number: int, noun: str) -> str:

@@ -4,8 +4,9 @@
 2. Reads come stamped out of the inbox into the request's `ResponseStream`.
 3. With the verdict the request's record is made; what its end makes due (a slot, a next turn) is sent at
    once.
-4. A reused connection that broke before any byte came back was stale: the request goes out once more on a
-   fresh one.
+4. A reused connection that broke at once, before any byte came back, was stale: the request goes out once
+   more on a fresh one, and its record counts that. One that broke later was read by the server, so asking
+   again would hide a failure.
 5. A request without an end within `timeout_s`, or without a byte for `stall_s`, ends as `timeout`.
 6. `stop` cancels what is in flight and gives up what is not; then, or when all has ended, `is_over`.
 """
@@ -29,6 +30,7 @@ from bench.load.client.limits import Limits
 from bench.load.client.offering import Due, Offering
 from bench.load.records import RequestRecord, Status
 
+STALE_S = 0.05  # a server that closed an idle connection says so within a round trip
 MAX_DRAIN_S = 1.0  # between `[DONE]` and the end of the HTTP message; then the connection is not used again
 
 
@@ -145,7 +147,7 @@ class LoadClient:
             return
         unsent: bytes | None = None
         if dialled.is_connected and self.connections.context is None:
-            flight.connected_ns = flight.last_ns = time.perf_counter_ns()
+            flight.note_connected(time.perf_counter_ns())
             unsent = self._send_now(flight, dialled.sock)
         flight.opening = self._loop.create_task(self._follow(flight, dialled, unsent))
         flight.opening.add_done_callback(functools.partial(self._opened, dialled))
@@ -197,7 +199,7 @@ class LoadClient:
 
     def _send(self, flight: Flight, connection: Connection) -> None:
         flight.connection = connection
-        flight.connected_ns = flight.last_ns = time.perf_counter_ns()
+        flight.note_connected(time.perf_counter_ns())
         self._by_connection[connection] = flight
         connection.send(flight.payload, flight.note_sent)
 
@@ -214,9 +216,8 @@ class LoadClient:
         stream = flight.stream
         if data is None:
             del self._by_connection[connection]
-            if flight.is_reused and not stream.has_bytes and not flight.is_ended:
-                flight.is_reused = False
-                flight.connection = flight.connected_ns = flight.sent_ns = None
+            if not flight.is_ended and is_stale(flight, moment_ns):
+                flight.begin_again()
                 self._open(flight)
                 return
             stream.eof(moment_ns, error)
@@ -279,3 +280,10 @@ class LoadClient:
     def _skip(self, due: Due, error: str) -> None:
         self._ended.append(blank_record(due, Status.SKIPPED, error, self._setup.process))
         self._num_left -= 1
+
+
+def is_stale(flight: Flight, broken_ns: int) -> bool:
+    """Whether the flight's connection had been closed before the request went out on it."""
+    if not flight.is_reused or flight.stream.has_bytes or flight.connected_ns is None:
+        return False
+    return broken_ns - flight.connected_ns < STALE_S * NS

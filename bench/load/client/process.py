@@ -17,7 +17,6 @@ import asyncio
 import gc
 import os
 import resource
-import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -40,6 +39,8 @@ from bench.load.client.frames import (
     frame_length,
 )
 from bench.load.client.load_client import LoadClient
+from bench.load.client.stalls import Stalls, StallWatch
+from bench.load.client.tls import tls_context
 from bench.load.records import ClientReport
 from cluster.errors import ProtocolError
 
@@ -100,16 +101,6 @@ def read_work() -> tuple[Setup, list[Job]]:
     return setup, jobs
 
 
-def tls_context(setup: Setup) -> ssl.SSLContext | None:
-    if not setup.is_tls:
-        return None
-    context = ssl.create_default_context()
-    if not setup.verify_tls:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 class Session:
     """The run as this process lives it: commands in, ticks out, own CPU and lag."""
 
@@ -117,11 +108,12 @@ class Session:
         self._loop = loop
         self._setup = setup
         self._over: asyncio.Future[None] = loop.create_future()
-        self.client = LoadClient(loop, setup, jobs, tls_context(setup), self._end, self.fail)
+        context = tls_context(setup.verify_tls) if setup.is_tls else None
+        self.client = LoadClient(loop, setup, jobs, context, self._end, self.fail)
         self._out: asyncio.WriteTransport | None = None
         self._start_ns = 0
         self._start_cpu_s = 0.0
-        self._max_loop_lag_s = 0.0
+        self._watch: StallWatch | None = None
 
     async def run(self) -> None:
         """Returns when all is said, or the parent is gone.
@@ -163,7 +155,8 @@ class Session:
         if isinstance(message, Start):
             self._start_ns = message.start_ns
             self._start_cpu_s = cpu_s()
-            self._tick(self._loop.time())
+            self._watch = StallWatch(self._loop, message.start_ns)
+            self._tick()
             self.client.start(message.start_ns)
         elif isinstance(message, Stop):
             self.client.stop()
@@ -172,20 +165,26 @@ class Session:
         else:
             self.fail(ProtocolError(f"`{type(message).__name__}` is no command of a run"))
 
-    def _tick(self, due_s: float) -> None:
+    def _tick(self) -> None:
         if self._over.done():
             return
-        now_s = self._loop.time()
-        self._max_loop_lag_s = max(self._max_loop_lag_s, now_s - due_s)
         self._say(self.client.tick())
         gc.collect(0)
-        self._loop.call_at(now_s + TICK_S, self._tick, now_s + TICK_S)
+        self._loop.call_later(TICK_S, self._tick)
 
     def _report(self) -> ClientReport:
         wall_s = (time.perf_counter_ns() - self._start_ns) / 1e9 if self._start_ns else 0.0
         used_s = cpu_s() - self._start_cpu_s if self._start_ns else 0.0
+        stalls = Stalls()
+        if self._watch is not None:
+            self._watch.close()
+            stalls = self._watch.stalls
         return ClientReport(
-            process=self._setup.process, cpu_s=used_s, wall_s=wall_s, max_loop_lag_s=self._max_loop_lag_s
+            process=self._setup.process,
+            cpu_s=used_s,
+            wall_s=wall_s,
+            max_loop_lag_s=stalls.max_s,
+            stalls_s=stalls.in_order(),
         )
 
 

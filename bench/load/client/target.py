@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 import orjson
 
-from bench.load.client.answer import body_error
+from bench.load.client.replies import body_error
+from bench.load.client.tls import PLAIN_HINT, tls_context, tls_reason
 from cluster.errors import BatonError, ConfigError
 
 PROBE_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 16 << 20
+EXAMPLE = "write it like http://127.0.0.1:8000"
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             "host": f"{host}:{self.port}",
             "user-agent": "baton-bench",
             "content-type": "application/json",
+            "accept-encoding": "identity",  # moments of compressed events would be the compressor's
         }
         if self.api_key is not None:
             headers["authorization"] = f"Bearer {self.api_key}"
@@ -69,24 +72,49 @@ def parse_target(url: str, api_key: str | None = None, verify_tls: bool = True) 
     Raises:
         ConfigError: not an http or https URL, or one with parts that have no meaning here.
     """
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"`{url}` is no server URL ({error}); {EXAMPLE}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"`{url}` is no server URL; write it like http://127.0.0.1:8000")
-    if parts.query or parts.fragment or parts.username:
+        raise ConfigError(f"`{url}` is no server URL; {EXAMPLE}")
+    if parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(
             f"`{url}`: a server URL has no query, fragment or user name; a key goes into `--api-key`"
+        )
+    if not (url.isprintable() and parts.path.isascii()) or " " in url:
+        raise ConfigError(
+            f"`{url}`: the path has characters that a URL cannot carry; write it as "
+            f"`{urllib.parse.quote(parts.path, safe='/%')}`"
         )
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("the API key has characters that an HTTP header cannot carry")
     is_tls = parts.scheme == "https"
     try:
-        port = parts.port or (443 if is_tls else 80)
+        port = parts.port
     except ValueError:
-        raise ConfigError(f"`{url}`: the port is not a number from 1 to 65535") from None
+        port = 0
+    if port == 0:
+        raise ConfigError(f"`{url}`: the port is not a number from 1 to 65535")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return Target(
-        host=parts.hostname, port=port, is_tls=is_tls, base_path=path, api_key=api_key, verify_tls=verify_tls
+        host=_host_name(parts.hostname),
+        port=port or (443 if is_tls else 80),
+        is_tls=is_tls,
+        base_path=path,
+        api_key=api_key,
+        verify_tls=verify_tls,
     )
+
+
+def _host_name(name: str) -> str:
+    """As the name system and the `host` header have it."""
+    try:
+        return name.encode("idna").decode()
+    except UnicodeError:
+        raise ConfigError(
+            f"`{name}` is no host name: its parts between dots have 1 to 63 letters, digits or hyphens"
+        ) from None
 
 
 def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> ServerInfo:
@@ -147,12 +175,14 @@ def call(
     except TimeoutError:
         raise BatonError(f"`{target.url}{path}` did not answer within {timeout_s:g} s") from None
     except ssl.SSLError as error:
-        raise BatonError(f"no TLS connection to `{target.url}`: {error.reason or error}") from None
+        raise BatonError(f"no TLS connection to `{target.url}`: {tls_reason(error)}") from None
     except http.client.HTTPException as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise BatonError(f"`{target.url}` does not speak HTTP: {reason}") from None
+        hint = PLAIN_HINT if target.is_tls else "; if it speaks TLS, write https://"
+        raise BatonError(f"`{target.url}` does not speak HTTP: {reason}{hint}") from None
     except OSError as error:
-        raise BatonError(f"cannot reach `{target.url}`: {error.strerror or error}") from None
+        hint = PLAIN_HINT if target.is_tls else ""
+        raise BatonError(f"cannot reach `{target.url}`: {error.strerror or error}{hint}") from None
     finally:
         connection.close()
 
@@ -160,11 +190,9 @@ def call(
 def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
     if not target.is_tls:
         return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
-    context = ssl.create_default_context()
-    if not target.verify_tls:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return http.client.HTTPSConnection(target.host, target.port, timeout=timeout_s, context=context)
+    return http.client.HTTPSConnection(
+        target.host, target.port, timeout=timeout_s, context=tls_context(target.verify_tls)
+    )
 
 
 def _version(target: Target, timeout_s: float) -> str | None:

@@ -2,7 +2,7 @@
 
 1. `judge` reads the records and the summary.
 2. Each reason is one sentence with its numbers; a run without reasons is valid.
-3. Cautions say what could not be checked; they do not make a run invalid.
+3. Cautions say what could not be checked or was not as it should be; they do not make a run invalid.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from collections.abc import Sequence
 
 import msgspec
 
+from bench.load.figures.punctuality import (
+    MAX_LAG_SHARE_OF_TTFT,
+    MAX_READ_SHARE,
+    MAX_READ_WITHOUT_SLO_S,
+    read_lateness,
+    send_lateness,
+)
+from bench.load.figures.punctuality import max_send_lag_s as max_send_lag_s
 from bench.load.figures.slo import Slo, SloMetric
 from bench.load.figures.summary import Summary
 from bench.load.records import ClientReport, RequestRecord, RunRecord, Status
 
-MAX_LAG_SHARE_OF_TTFT = 0.05
-MAX_LAG_WITHOUT_SLO_S = 0.010
+BUSY_CPU_SHARE = 0.50  # from here on, lateness is put down to the client's own work
 MAX_CPU_SHARE = 0.90  # of the one core that a client process can use
 
 
@@ -30,21 +37,23 @@ class Validity(msgspec.Struct, frozen=True):
 
 
 def judge(run: RunRecord, summary: Summary) -> Validity:
+    measured = [record for record in run.records if summary.span.contains(record)]
+    read_late, is_read_too_late = _read_late(measured, run.clients, summary.slos)
     reasons = [
         *_incomplete(run),
         *_empty(summary),
-        *_late(summary),
+        *_sent_late(measured, run.clients, summary),
+        *(read_late if is_read_too_late else ()),
         *_busy(run.clients),
         *_other_lengths(run.records, "input"),
         *_other_lengths(run.records, "output"),
     ]
-    return Validity(tuple(reasons), tuple(_unchecked(run.records)))
-
-
-def max_send_lag_s(slos: Sequence[Slo]) -> float:
-    """5 % of the TTFT bound, since the lag is part of every TTFT; 10 ms without one."""
-    bounds_s = [slo.bound_s for slo in slos if slo.metric is SloMetric.TTFT]
-    return MAX_LAG_SHARE_OF_TTFT * min(bounds_s) if bounds_s else MAX_LAG_WITHOUT_SLO_S
+    cautions = [
+        *(() if is_read_too_late else read_late),
+        *_retried(run.records),
+        *_unchecked(run.records),
+    ]
+    return Validity(tuple(reasons), tuple(cautions))
 
 
 def cpu_share(client: ClientReport) -> float | None:
@@ -72,26 +81,62 @@ def _empty(summary: Summary) -> list[str]:
     ]
 
 
-def _late(summary: Summary) -> list[str]:
-    lag_s = summary.send_lag.percentiles_s["99"]
-    limit_s = max_send_lag_s(summary.slos)
-    if lag_s is None or lag_s <= limit_s:
+def _sent_late(
+    records: Sequence[RequestRecord], clients: Sequence[ClientReport], summary: Summary
+) -> list[str]:
+    late = send_lateness(records, summary.slos)
+    if not late.is_too_much:
         return []
     has_slo = any(slo.metric is SloMetric.TTFT for slo in summary.slos)
     of_what = (
         f"{MAX_LAG_SHARE_OF_TTFT:.0%} of the TTFT bound" if has_slo else "the limit without a TTFT bound"
     )
+    p99_s = summary.send_lag.percentiles_s["99"] or 0.0
     return [
-        f"The client sent late: send lag p99 {lag_s * 1e3:.2f} ms over {summary.send_lag.num} requests is "
-        f"above {limit_s * 1e3:.2f} ms ({of_what}); use more client processes or a lower rate."
+        f"The client sent late: the send lag of {late.num_late} of {late.num} requests is above "
+        f"{max_send_lag_s(summary.slos) * 1e3:.2f} ms ({of_what}), p99 {p99_s * 1e3:.2f} ms, longest "
+        f"{late.worst_s * 1e3:.2f} ms; {_advice(clients)}."
     ]
+
+
+def _read_late(
+    records: Sequence[RequestRecord], clients: Sequence[ClientReport], slos: Sequence[Slo]
+) -> tuple[list[str], bool]:
+    """What happened, if anything did; and whether it is too much."""
+    late = read_lateness(records, clients, slos)
+    if not late.num_late:
+        return [], False
+    off = (
+        f"a figure may be off by more than {MAX_READ_SHARE:.0%} of its SLO bound"
+        if slos
+        else f"a chunk may have been read more than {MAX_READ_WITHOUT_SLO_S * 1e3:.0f} ms late"
+    )
+    sentence = (
+        f"The client stood still: in {late.num_late} of {late.num} answers {off} (longest delay of a chunk "
+        f"{late.worst_s * 1e3:.0f} ms)"
+    )
+    return [f"{sentence}; {_advice(clients)}." if late.is_too_much else f"{sentence}."], late.is_too_much
+
+
+def _advice(clients: Sequence[ClientReport]) -> str:
+    """What to do about a late client, by what is known of it."""
+    share = max((cpu_share(client) or 0.0 for client in clients), default=0.0)
+    if share > BUSY_CPU_SHARE:
+        return (
+            f"its busiest process used {share:.0%} of a core: use more client processes, or offer less "
+            "load at once"
+        )
+    return (
+        f"it used at most {share:.1%} of a core, so the machine was busy with something else, or held it "
+        "up: keep a core free for the client, and measure again"
+    )
 
 
 def _busy(clients: Sequence[ClientReport]) -> list[str]:
     shares = {client.process: cpu_share(client) for client in clients}
     return [
         f"Client process {process} was short of CPU: it used {share:.0%} of a core, above "
-        f"{MAX_CPU_SHARE:.0%}; use more client processes or a lower rate."
+        f"{MAX_CPU_SHARE:.0%}; use more client processes, or offer less load at once."
         for process, share in shares.items()
         if share is not None and share > MAX_CPU_SHARE
     ]
@@ -120,6 +165,16 @@ def _other_lengths(records: Sequence[RequestRecord], side: str) -> list[str]:
     return [
         f"{len(wrong)} of {planned} answers had another {side} length than planned "
         f"(request {index}: {got} tokens by the server's usage, {want} planned)."
+    ]
+
+
+def _retried(records: Sequence[RequestRecord]) -> list[str]:
+    num = sum(record.num_retries > 0 for record in records)
+    if not num:
+        return []
+    return [
+        f"{num} of {len(records)} requests were sent a second time, since the server had closed the "
+        "connection that was kept alive for them; the lost time counts in their latencies."
     ]
 
 

@@ -69,7 +69,7 @@ def answer_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def answer_words(answer: TargetAnswer) -> str:
-    """`at least 1 req/s (seed 0 only)`; `3.91 req/s (mean of 3 seeds; passed 3.9, failed 4.1 or above; …)`."""
+    """`at least 1 req/s (seed 0 only)`; `3.91 req/s (mean of 3 seeds; between 3.9 that passed and …)`."""
     searched = [one for one in answer.seeds if one.end is not End.NOT_SEARCHED]
     counted = [one.seed for one in answer.seeds if one.rate is not None]
     if answer.rate is None:

@@ -159,7 +159,9 @@ class GoodputSearch:
         return TargetAnswer(
             target=target,
             rate=statistics.fmean(lows) if lows else None,
-            is_lower_bound=any(one.end in (End.MAX_RATE, End.UNFINISHED) for one in searched),
+            is_lower_bound=any(
+                one.end in (End.MAX_RATE, End.UNFINISHED) for one in searched if one.rate is not None
+            ),
             num_seeds_searched=len(searched),
             bracket_low=min((one.rate or 0.0 for one in searched), default=None),
             bracket_high=max(highs) if highs and len(highs) == len(searched) else None,

@@ -92,8 +92,8 @@ class TargetAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     All figures are over the seeds that were searched; the others are listed with the end `not_searched`.
 
-    `rate`: mean of their passing rates; None where no rate has passed yet. `is_lower_bound`: not every one of
-    these seeds was searched to its end, so the true rate may well be higher.
+    `rate`: mean of the passing rates, of the seeds that have one; None where no rate has passed yet.
+    `is_lower_bound`: not every seed of that mean was searched to its end, so it may well be higher.
 
     `bracket_low`, `bracket_high`: from the lowest passing to the highest failing rate of the seeds. Of one
     seed: its highest passing and its lowest failing rate. `bracket_high` is None where a seed has not failed.

@@ -80,7 +80,7 @@ def test_notes_of_all_targets_come_once_and_the_interval_says_what_it_is() -> No
         few.report(probe, ProbeOutcome(attainment=float(probe.rate < 3), num_offered=50))
     text = "\n".join(answer_lines(found_of(few)))
     assert text.count("an interval needs 3 or more") == 1
-    assert "(mean of 2 seeds; between 2.954 that passed and 3.0" in text
+    assert "(mean of 2 seeds; between 2.954 that passed and 3.101 that failed)" in text
     assert "95 % interval" not in text
     many = GoodputSearch(SearchSettings(start_rate=1.0))
     while (probe := many.next()) is not None:
