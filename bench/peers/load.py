@@ -58,7 +58,7 @@ def closed_loop_settings(
 
 
 def warm_up(running: Running, concurrency: int, backend: str, salt: int) -> Measurement:
-    """Short answers at the highest concurrency: what first use compiles or allocates is there afterwards."""
+    """Short answers, several at once: what first use compiles or allocates is there afterwards."""
     settings = closed_loop_settings(running, concurrency, concurrency, salt, WARMUP_OUTPUT_TOKENS)
     return _measure(running, settings, RunSettings(timeout_s=REQUEST_TIMEOUT_S), backend)
 
