@@ -359,20 +359,3 @@ def test_a_proposal_lies_strictly_inside_the_bracket(
 def test_answers_are_values() -> None:
     answer = run_search(settings_of(), step_at(3.0)).answers()[0]
     assert msgspec.convert(msgspec.to_builtins(answer), TargetAnswer) == answer
-
-
-def test_a_later_probe_that_cannot_be_offered_keeps_what_was_found() -> None:
-    """A trace with too few rows for a high rate, say."""
-    settings, good = settings_of(), mock_measurement(1.0)
-
-    def measure(probe: Probe, number: int) -> Measurement:
-        if number == 2:
-            raise BatonError("the trace has too few rows")
-        return good
-
-    found, measured = find_max_goodput(settings, measure, lambda *_: None)
-    assert len(measured) == 2
-    assert not found["is_complete"]
-    assert "could not be offered: the trace has too few rows" in found["notes"][-1]
-    with pytest.raises(BatonError, match="too few rows"):
-        find_max_goodput(settings, lambda probe, number: measure(probe, 2), lambda *_: None)
