@@ -29,6 +29,7 @@ class Axis:
     lo: float | None = None
     hi: float | None = None
     is_tight: bool = False  # ends where the data ends, not at a round number
+    is_whole: bool = False  # counts something: no ticks between whole numbers
 
     def scale(self, values: Iterable[float], start_px: float, end_px: float, num_ticks: int) -> Scale:
         """Covers all finite `values`; a log axis without a positive value becomes a linear one."""
@@ -39,7 +40,7 @@ class Axis:
         lo, hi = extent(numbers + fixed) or (0.0, 1.0)
         is_fixed = self.lo is not None and self.hi is not None and lo == self.lo and self.hi == hi
         if (is_fixed or self.is_tight) and lo < hi:
-            return LinearScale(lo, hi, start_px, end_px)
+            return LinearScale(lo, hi, start_px, end_px, self.is_whole)
         return LinearScale.nice(lo, hi, start_px, end_px, num_ticks)
 
 

@@ -71,7 +71,7 @@ def offered_line(groups: Sequence[Sweep]) -> list[tuple[float, float]]:
     found: dict[float, float] = {}
     for sweep in groups:
         for at, run in sweep.points:
-            place = sweep.mean_place(at)
+            place = sweep.place(at, run)
             num, seconds = number(run.result, "num_prompts"), number(run.result, "duration")
             per_s = num / seconds if num is not None and seconds else 0.0
             found[place] = max(found.get(place, 0.0), place, per_s)

@@ -90,4 +90,4 @@ def _cached_chart(shares: Sequence[tuple[int, int, int]]) -> Block:
 
 
 def _turns() -> Axis:
-    return Axis("turn", lo=1.0, is_tight=True)
+    return Axis("turn", lo=1.0, is_tight=True, is_whole=True)

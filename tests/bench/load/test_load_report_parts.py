@@ -184,6 +184,8 @@ def test_a_chat_has_its_turns_and_cached_share() -> None:
     check(page)
     assert {"TTFT by turn", "Cached share of the input by turn"} <= set(titles(page))
     assert "turn 3: 80 % cached" in page
+    ticks = re.findall(r'class="tick" text-anchor="middle">(.*?)<', page.split("<b>TTFT by turn</b>")[1])
+    assert ticks[:3] == ["1", "2", "3"]
     assert '<dt>Cached input</dt><dd><span class="value">40 %</span>' in page
     for record in run.records:
         record.cached_tokens = None
