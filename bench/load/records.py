@@ -26,8 +26,8 @@ class Status(Enum):
 
 class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     index: int
-    # When it should have been sent; latencies count from here. Closed loop: when its slot became free; for the
-    # first request of a slot, when the client opened it.
+    # When it should have been sent; latencies count from here. Closed loop: when its slot became free; for
+    # the first request of a slot, when the client opened it.
     scheduled_s: float
     status: Status
     started_s: float | None = None  # when the client acted on it: took a connection or began to open one
@@ -67,8 +67,8 @@ class ClientReport(msgspec.Struct, kw_only=True):
     cpu_s: float  # user + system, from run start to end
     wall_s: float
     max_loop_lag_s: float = 0.0  # the longest stall, also of those too short for `stalls_s`
-    # (start, end) of the times in which it neither read nor sent, in order; the longest ones, if many. A start
-    # is late by up to the 10 ms between two looks.
+    # (start, end) of the times in which it neither read nor sent, in order; the longest ones, if many. A
+    # start is late by up to the 10 ms between two looks.
     stalls_s: list[tuple[float, float]] = []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from bench.load.client.connection import Connection
 from bench.load.client.http_stream import ResponseStream
 from bench.load.client.offering import Due
-from bench.load.client.tls import tls_reason
+from bench.load.client.tls import PLAIN_HINT, tls_reason
 from bench.load.records import RequestRecord, Status
 
 NS = 1_000_000_000
@@ -114,10 +114,10 @@ def scalars(timings: dict[str, Any]) -> dict[str, float | int | str]:
     return {name: value for name, value in timings.items() if type(value) in (float, int, str)}
 
 
-def reason(error: OSError) -> str:
-    """Why, without the address: event loops word it differently."""
+def reason(error: OSError, is_tls: bool = False) -> str:
+    """Why there is no connection, without the address: event loops word it differently."""
     if isinstance(error, ssl.SSLError):
         return tls_reason(error)
-    if error.errno is None:
-        return str(error) or type(error).__name__
-    return os.strerror(error.errno)
+    words = os.strerror(error.errno) if error.errno is not None else str(error) or type(error).__name__
+    # A server that speaks no TLS may hang up on what looks to it like noise.
+    return words + PLAIN_HINT if is_tls and isinstance(error, ConnectionResetError) else words

@@ -193,9 +193,8 @@ class LoadClient:
 
     def _cannot_connect(self, flight: Flight, error: OSError) -> None:
         where = f"`{self._setup.host}:{self._setup.port}`"
-        self._end(
-            flight, Status.CONNECTION, f"cannot connect to {where}: {reason(error)}", time.perf_counter_ns()
-        )
+        why = reason(error, is_tls=self.connections.context is not None)
+        self._end(flight, Status.CONNECTION, f"cannot connect to {where}: {why}", time.perf_counter_ns())
 
     def _send(self, flight: Flight, connection: Connection) -> None:
         flight.connection = connection

@@ -1,9 +1,9 @@
 """What a server's words mean beside the content of an answer: JSON read leniently, errors, quotes. No state.
 
 Servers write JSON that strict parsers refuse: bytes that are no UTF-8, half a surrogate pair, `-Infinity`
-among log-probabilities. None of that makes a measured moment wrong, so `read_json` reads it, with U+FFFD or `?`
-for what is no character and null for what is no number. What figures are computed from is checked where it is
-used.
+among log-probabilities. None of that makes a measured moment wrong, so `read_json` reads it, with U+FFFD or
+`?` for what is no character and null for what is no number. What figures are computed from is checked where
+it is used.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def checked(value: object, kind: type[T], name: str) -> T:
 
 def shown(value: object) -> str:
     """A JSON value, short."""
-    text = orjson.dumps(value).decode()
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 
 

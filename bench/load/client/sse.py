@@ -2,9 +2,9 @@
 
 1. Bytes are added to what was left of the last ones and cut into lines; lines end with LF, CRLF or CR. A byte
    order mark before the first line is left out.
-2. `data:` lines are collected (several lines of one event are joined with LF). `event: error` marks the event;
-   llama.cpp's field `error:` is data of an event so marked. Comments (`: ping`), other names and other fields
-   are left out.
+2. `data:` lines are collected (several lines of one event are joined with LF). `event: error` marks the
+   event; llama.cpp's field `error:` is data of an event so marked. Comments (`: ping`), other names and other
+   fields are left out.
 3. An empty line ends the event. The end of the body ends a last event that lacks it: some servers close right
    after their last line.
 """

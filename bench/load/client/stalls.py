@@ -1,8 +1,8 @@
 """When the event loop stood still: frozen, starved of CPU, or busy for too long with one thing.
 
 A chunk that arrives meanwhile is read late, and its moment is the client's and not the server's. So the loop
-is asked to run `look` every `LOOK_S`; where it ran later than it was due, the loop stood still in between. A stall
-shorter than `LOOK_S` may fall between two looks; a longer one is seen, its start late by up to `LOOK_S`.
+is asked for a look every `LOOK_S`; where that came later than it was due, the loop stood still in between. A
+stall shorter than `LOOK_S` may fall between two looks; a longer one is seen, its start late by up to that.
 """
 
 from __future__ import annotations

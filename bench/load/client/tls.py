@@ -20,4 +20,4 @@ def tls_reason(error: ssl.SSLError) -> str:
     """Why there is no TLS connection. A bad certificate is one of TLS; the rest may be no TLS at all."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
-    return f"{error.reason or error}{PLAIN_HINT}"
+    return f"{getattr(error, 'reason', None) or error}{PLAIN_HINT}"

@@ -1,17 +1,18 @@
 """How punctual the client was: which requests it sent late, and which answers it may have read late. Pure.
 
-1. A request was **sent late** when its send lag is above 5 % of the TTFT bound (10 ms without one): the lag is
-   part of its TTFT.
-2. An answer was **read late** when one of its chunks was read at the end of a stall of its client process, so
-   long after the stall's start that a figure with a bound may be off by more than a quarter of that bound
-   (50 ms without a bound). A stall adds at most its length to TTFT, gap and E2E, and to TPOT and ITL its length
-   divided by the number of gaps. A stall in which nothing came does no harm, however long; nor does one between
-   two requests. The delay is an upper limit (the chunk may have come at the stall's end), hence a quarter and
-   not a twentieth.
-3. `tolerated` says how many of each a run may have. A single stall or late wake-up happens on any machine. In a
-   long run it touches less than one request in a hundred and no p99. In a short one p99 is the maximum, and one
-   late request says nothing about the client; so below 100 requests one in twenty is tolerated, and always one.
-   What must not be late in so short a run is any request by a quarter of the TTFT bound (50 ms): it would show.
+1. A request was **sent late** when its send lag is above 5 % of the TTFT bound (10 ms without one): the lag
+   is part of its TTFT.
+2. An answer was **read late** when one of its chunks was read at the end of a stall of its client process,
+   so long after the stall's start that a figure with a bound may be off by more than a quarter of that bound
+   (without SLOs: a chunk by more than 50 ms). A stall adds at most its length to TTFT, gap and E2E, and to
+   TPOT and ITL its length divided by the number of gaps. A stall in which nothing came does no harm, however
+   long. The delay is an upper limit (the chunk may have come at the stall's end), hence a quarter and not a
+   twentieth.
+3. `tolerated` says how many of each a run may have. A single stall or late wake-up happens on any machine.
+   In a long run it touches less than one request in a hundred and no p99. In a short one p99 is the maximum,
+   and one late request says nothing about the client; so below 100 requests one in twenty is tolerated, and
+   always one. What must not happen in so short a run is a request sent late by a quarter of the TTFT bound
+   (50 ms without one): that would show in its figures.
 """
 
 from __future__ import annotations

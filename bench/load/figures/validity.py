@@ -23,7 +23,7 @@ from bench.load.figures.slo import Slo, SloMetric
 from bench.load.figures.summary import Summary
 from bench.load.records import ClientReport, RequestRecord, RunRecord, Status
 
-BUSY_CPU_SHARE = 0.50  # from here on, lateness is put down to the client's own work
+BUSY_CPU_SHARE = 0.25  # from here on, lateness is put down to the client's own work
 MAX_CPU_SHARE = 0.90  # of the one core that a client process can use
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from bench.load.client import load_client
 from bench.load.client.connection import Connection, Connections
-from bench.load.client.flight import reason
+from bench.load.client.flight import Flight, reason
 from bench.load.client.jobs import split_plan
 from bench.load.client.target import Target, parse_target
 from bench.load.mock.server import MockServer, MockSettings
@@ -226,27 +227,83 @@ async def test_an_idle_connection_is_used_again(server: MockServer) -> None:
     assert len({truth.connection for truth in server.truths}) < 5
 
 
-async def test_a_stale_connection_is_replaced_once_without_a_trace_of_failure() -> None:
+BODY = b'{"choices":[{"index":0,"text":"x","finish_reason":"stop"}]}'
+REPLY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+    len(BODY),
+    BODY,
+)
+
+
+async def answer_one_and_drop_the_next(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """A server that closes after each answer without saying so: the next request meets a dead connection."""
-    answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-    body = b'{"choices":[{"index":0,"text":"x","finish_reason":"stop"}]}'
-    num_connections = 0
+    head = await reader.readuntil(b"\r\n\r\n")
+    await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]))
+    writer.write(REPLY)
+    await reader.read(1)  # the next request arrives; it gets no answer
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal num_connections
-        num_connections += 1
-        head = await reader.readuntil(b"\r\n\r\n")
-        await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]))
-        writer.write(answer % (len(body), body))
-        await reader.read(1)  # the next request arrives; it gets no answer
 
-    async with serving(serve) as target:
-        records, _ = await offer(target, plan([request(i) for i in range(3)], closed_loop=1))
+async def test_a_stale_connection_is_replaced_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_client, "STALE_S", 10.0)  # however busy the machine is
+    first_sends_s: list[float] = []
+    begin_again = Flight.begin_again
+
+    def note_first_send(self: Flight) -> None:
+        assert self.sent_ns is not None
+        first_sends_s.append(self.sent_ns / 1e9)
+        begin_again(self)
+
+    monkeypatch.setattr(Flight, "begin_again", note_first_send)
+    async with serving(answer_one_and_drop_the_next) as target:
+        records, start_ns = await offer(target, plan([request(i) for i in range(3)], closed_loop=1))
     assert [record.status for record in records] == [Status.OK] * 3
-    assert num_connections == 3
+    assert [record.num_retries for record in records] == [0, 1, 1]
+    sent_s = [record.sent_s for record in records[1:]]
+    assert sent_s == pytest.approx([moment_s - start_ns / 1e9 for moment_s in first_sends_s], abs=1e-6)
     for record in records:
         moments = [record.scheduled_s, record.started_s, record.connected_s, record.sent_s, record.headers_s]
-        assert moments == sorted(moments)  # those of the fresh connection; the lost time counts
+        assert moments == sorted(moments)
+
+
+async def test_a_request_that_the_server_had_time_to_read_is_not_sent_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_client, "STALE_S", 0.0)  # every break comes later than that
+    async with serving(answer_one_and_drop_the_next) as target:
+        records, _ = await offer(target, plan([request(i) for i in range(3)], closed_loop=1))
+    assert [record.status for record in records] == [Status.OK, Status.CONNECTION, Status.OK]
+    assert [record.num_retries for record in records] == [0, 0, 0]
+    assert "before it answered" in (records[1].error or "")
+
+
+ODD = {
+    "usage": b'{"choices":[],"usage":"lots"}',
+    "timings": b'{"choices":[],"timings":[1]}',
+    "index": b'{"choices":[{"index":null,"text":"a"}]}',
+    "finish_reason": b'{"choices":[{"text":"a","finish_reason":{"type":"length"}}]}',
+    "content": b'{"choices":[{"delta":{"content":[{"type":"text","text":"a"}]}}]}',
+    "prompt_tokens": b'{"choices":[],"usage":{"prompt_tokens":true}}',
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_one_odd_field_costs_one_request(name: str) -> None:
+    num_served = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_served
+        num_served += 1
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]))
+        kind = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+        writer.write(REPLY if num_served != 2 else kind + b"data: " + ODD[name] + b"\n\n")
+
+    turns = [turn(2 * chat + number, chat, number, "a") for chat in range(3) for number in range(2)]
+    async with serving(serve) as target:
+        records, _ = await offer(target, plan(turns, is_chat=True, closed_loop=1))
+    assert len(records) == 6
+    [bad] = [record for record in records if record.status is not Status.OK]
+    assert bad.status is Status.ERROR
+    assert f"`{name}` is " in (bad.error or "")
 
 
 async def test_an_answer_that_is_there_before_its_connection_is_known(
@@ -299,7 +356,7 @@ async def test_a_fresh_connection_that_fails_is_not_tried_again() -> None:
     async with serving(hang_up) as target:
         [record], _ = await offer(target, plan([request(0)]))
     assert record.status is Status.CONNECTION
-    assert "before it answered" in (record.error or "") or "reset" in (record.error or "")
+    assert "before it answered" in (record.error or "")
     assert num_connections == 1
 
 
@@ -320,7 +377,8 @@ async def test_closed_loop_times_count_from_the_moment_the_slot_was_free(server:
     requests = [request(index, ttft_s=0.01) for index in range(6)]
     records, _ = await offer(parse_target(server.url), plan(requests, closed_loop=2))
     ends = [record.end_s for record in records]
-    assert [record.scheduled_s for record in records[:2]] == [0.0, 0.0]
+    assert ends[0] is not None
+    assert 0.0 <= records[0].scheduled_s <= records[1].scheduled_s < ends[0]  # as the slots are opened
     for record in records[2:]:
         assert record.scheduled_s in ends
     for record in records:
@@ -468,3 +526,4 @@ async def test_https_spoken_to_a_plain_server_is_one_line(server: MockServer) ->
     [record], _ = await offer(target, plan([request(0)]))
     assert record.status is Status.CONNECTION
     assert "cannot connect to" in (record.error or "")
+    assert "write http:// instead of https://" in (record.error or "")

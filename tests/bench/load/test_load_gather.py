@@ -1,7 +1,7 @@
 import pytest
 
 from bench.load.client.frames import Job, Tick
-from bench.load.client.gather import RECENT_S, Gathering
+from bench.load.client.gather import RECENT_S, Gathering, p99
 from bench.load.records import ClientReport, RequestRecord, Status
 
 
@@ -83,8 +83,15 @@ def test_progress_counts_and_medians_of_what_ended_lately() -> None:
     assert progress.num_ended == {Status.OK: 2}
     assert progress.num_output_tokens == 10 + 2 + 7
     assert progress.recent_ttft_s == 1.0
+    assert progress.recent_ttft_p99_s == pytest.approx(1.49)  # between 0.5 and 1.5
     assert progress.recent_itl_s == pytest.approx(0.2)
     assert progress.recent_tokens_per_s == pytest.approx(9.5)
     later = gathering.progress(2.0 + RECENT_S + 0.1)
     assert later.recent_ttft_s is None
+    assert later.recent_ttft_p99_s is None
     assert later.recent_tokens_per_s == 0.0
+
+
+def test_p99_of_one_value_is_that_value() -> None:
+    assert p99([0.5]) == 0.5
+    assert p99([]) is None

@@ -1,7 +1,10 @@
 """Bytes and moments in, what a record holds out: nothing waits or reads a clock, so figures are exact."""
 
+import gzip
+
 import pytest
 
+from bench.load.client.answer import Answer
 from bench.load.client.http_stream import ResponseStream, Verdict
 from bench.load.records import Status
 
@@ -63,7 +66,7 @@ def test_the_answer_does_not_depend_on_where_the_bytes_are_cut(framing: str) -> 
         assert verdict(stream).status is Status.OK
         assert "".join(stream.answer.text_parts) == "abc"
         assert len(stream.answer.moments_ns) == 3
-        assert stream.answer.usage == {"prompt_tokens": 2, "completion_tokens": 3}
+        assert (stream.answer.input_tokens, stream.answer.output_tokens) == (2, 3)
     stream = read(*(data[position : position + 1] for position in range(len(data))))
     assert verdict(stream).status is Status.OK
     assert len(set(stream.answer.moments_ns)) == 3
@@ -199,3 +202,75 @@ def test_an_endless_event_line_is_an_error_of_the_answer() -> None:
     stream = read(CHUNKED, *([chunk(data)] * 9))
     assert verdict(stream).status is Status.ERROR
     assert "longer than" in (verdict(stream).error or "")
+
+
+def test_another_protocol_is_an_error_of_the_answer() -> None:
+    stream = read(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nhi")
+    assert verdict(stream) == Verdict(
+        Status.ERROR, 0, "HTTP 101: the server left HTTP, which nobody asked for"
+    )
+    assert not stream.can_reuse
+
+
+@pytest.mark.parametrize("framing", ["chunked", "close"])
+def test_a_fault_of_ours_costs_the_answer_it_befell(monkeypatch: pytest.MonkeyPatch, framing: str) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("no such thing")
+
+    data = WHOLE[framing].removesuffix(b"\n\n")  # the close completes the last event
+    monkeypatch.setattr(Answer, "_take_chunk", fail)
+    stream = read(data)
+    stream.eof(1, None)
+    assert verdict(stream).status is Status.ERROR
+    assert verdict(stream).error == "the client failed to read it: LookupError: no such thing"
+    assert not stream.can_reuse
+
+
+def test_a_fault_of_ours_at_the_close_costs_the_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("no such thing")
+
+    stream = read(CLOSED + event("a"), LAST.strip())
+    monkeypatch.setattr(Answer, "_take_chunk", fail)
+    stream.eof(7, None)
+    assert verdict(stream) == Verdict(
+        Status.ERROR, 7, "the client failed to read it: LookupError: no such thing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "error"),
+    [
+        (b"text/plain", b'{"error":{"message":"boom"}}', "the answer is no event stream (text/plain): boom"),
+        (b"text/html", b"<p>log\nin</p>", "the answer is no event stream (text/html): <p>log in</p>"),
+        (b"application/x-ndjson", b'{"a":1}\n', "the answer is no event stream (application/x-ndjson): "),
+        (b"application/problem+json; charset=x", b'{"error":{"message":"boom"}}', "boom"),
+    ],
+)
+def test_what_is_no_stream_is_told_in_its_own_words(kind: bytes, body: bytes, error: str) -> None:
+    stream = read(with_length(b"200 OK", body, kind))
+    assert verdict(stream).status is Status.ERROR
+    assert (verdict(stream).error or "").startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "found", "start"),
+    [(b"200 OK", Status.ERROR, ""), (b"500 Oh", Status.REFUSED, "HTTP 500: ")],
+)
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
+def test_a_compressed_body_is_said_to_be_one(status: bytes, found: Status, start: str, kind: bytes) -> None:
+    data = with_length(status, gzip.compress(BODY), kind + b"\r\ncontent-encoding: gzip")
+    stream = read(data)
+    why = f"{start}the server compressed the body (gzip), though it was not asked to"
+    assert verdict(stream) == Verdict(found, 0, why)
+
+
+def test_a_body_that_says_it_is_itself_is_not_compressed() -> None:
+    data = WHOLE["length"].replace(b"content-length", b"content-encoding: identity\r\ncontent-length")
+    assert verdict(read(data)).status is Status.OK
+
+
+def test_an_error_beside_content_and_one_by_name_end_the_answer() -> None:
+    for data in (b'event: error\ndata: {"message":"boom"}\n\n', b'error: {"code":5,"message":"boom"}\n\n'):
+        stream = read(CHUNKED, chunk(event("a")), chunk(data) + chunk(DONE) + b"0\r\n\r\n")
+        assert verdict(stream) == Verdict(Status.ERROR, 1 + 1, "boom")

@@ -34,7 +34,9 @@ def test_open_loop_follows_the_plan_whatever_is_answered() -> None:
 def test_closed_loop_sends_when_a_slot_becomes_free() -> None:
     jobs = [job(index) for index in range(4)]
     offering = Offering(jobs, 2)
-    assert take_all(offering, FOREVER) == [(0.0, 0), (0.0, 1)]
+    assert offering.next_due_s == 0.0
+    assert take_all(offering, -0.1) == []
+    assert take_all(offering, 0.2) == [(0.2, 0), (0.2, 1)]  # when the client turns to them
     assert offering.next_due_s is None
     assert offering.ended(jobs[1], 3.0, is_ok=False) == []  # a failure frees the slot, too
     assert take_all(offering, FOREVER) == [(3.0, 2)]
@@ -77,7 +79,7 @@ def test_closed_loop_a_chat_keeps_its_slot_while_it_thinks() -> None:
     chat = [job(0, session=1), job(1, session=1, turn=1, think_s=5.0)]
     other = job(2)
     offering = Offering([*chat, other], 1)
-    assert take_all(offering, FOREVER) == [(0.0, 0)]
+    assert take_all(offering, 0.0) == [(0.0, 0)]
     offering.ended(chat[0], 1.0, is_ok=True)
     assert take_all(offering, 2.0) == []
     assert take_all(offering, FOREVER) == [(6.0, 1)]
@@ -88,10 +90,17 @@ def test_closed_loop_a_chat_keeps_its_slot_while_it_thinks() -> None:
 def test_dropping_gives_up_everything_unsent_once() -> None:
     jobs = [job(0), job(1, session=1), job(2, session=1, turn=1), job(3)]
     offering = Offering(jobs, 2)
-    assert take_all(offering, FOREVER) == [(0.0, 0), (0.0, 1)]
+    assert take_all(offering, 0.0) == [(0.0, 0), (0.0, 1)]
     assert offering.drop_all(9.0) == [Due(9.0, jobs[3]), Due(9.0, jobs[2])]
     assert offering.drop_all(9.0) == []
     assert offering.ended(jobs[1], 9.0, is_ok=False) == []
+
+
+def test_slots_that_were_never_opened_are_dropped_too() -> None:
+    jobs = [job(0), job(1), job(2)]
+    offering = Offering(jobs, 2)
+    assert offering.drop_all(1.0) == [Due(1.0, one) for one in jobs]
+    assert offering.next_due_s is None
 
 
 CHAINS = st.lists(st.integers(min_value=1, max_value=4), min_size=1, max_size=8)

@@ -16,6 +16,9 @@ import pytest
 
 from bench.load.client.pool import Progress, StopSwitch, run_plan
 from bench.load.client.target import Target, probe
+from bench.load.figures.metrics import summarize
+from bench.load.figures.slo import parse_slos
+from bench.load.figures.validity import judge
 from bench.load.mock.process import read_truths, running_mock
 from bench.load.mock.server import Truth
 from bench.load.plan import PlannedRequest
@@ -239,6 +242,28 @@ def test_a_killed_client_process_costs_its_own_requests_only(target: Target) -> 
     for record in lost:
         assert record.status in (Status.CANCELLED, Status.SKIPPED)
         assert note in (record.error or "")
+
+
+def test_a_frozen_client_process_does_not_give_a_valid_run(target: Target) -> None:
+    """It is stopped while all its streams run, after its last send: only the stall can tell."""
+    before = set(children(os.getpid()))
+    requests = labelled("frozen", 8, 0.0, max_tokens=200, ttft_s=0.01, itl_s=0.01)
+    frozen: list[int] = []
+
+    def freeze_once(progress: Progress) -> None:
+        if progress.num_output_tokens > 80 and not frozen:
+            frozen.append(min(set(children(os.getpid())) - before))
+            os.kill(frozen[0], signal.SIGSTOP)
+            time.sleep(0.4)
+            os.kill(frozen[0], signal.SIGCONT)
+
+    run = run_plan(plan(requests), target, on_progress=freeze_once)
+    assert {record.status for record in run.records} == {Status.OK}
+    [client] = run.clients
+    assert client.max_loop_lag_s > 0.3
+    assert max(end_s - start_s for start_s, end_s in client.stalls_s) == pytest.approx(client.max_loop_lag_s)
+    reasons = judge(run, summarize(run, parse_slos("ttft=10s,gap=100ms"))).invalid_reasons
+    assert any("The client stood still: in 8 of 8 answers" in reason for reason in reasons)
 
 
 def test_a_server_that_dies_mid_run_costs_its_requests_and_not_the_run() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.client.sse import MAX_LINE_BYTES, SseLines
+from bench.load.client.sse import BYTE_ORDER_MARK, MAX_LINE_BYTES, Event, SseLines
 from cluster.errors import ProtocolError
 
 PAYLOADS = st.lists(
@@ -14,8 +14,14 @@ NOISE = st.sampled_from([b"", b": ping", b"event: message", b"id: 7", b"retry: 1
 
 
 def read_all(body: bytes, cuts: list[int]) -> list[bytes]:
+    events = read_events(body, cuts)
+    assert not any(event.is_error for event in events)
+    return [event.data for event in events]
+
+
+def read_events(body: bytes, cuts: list[int]) -> list[Event]:
     lines = SseLines()
-    events: list[bytes] = []
+    events: list[Event] = []
     edges = [0, *sorted(cut % (len(body) + 1) for cut in cuts), len(body)]
     for start, end in pairwise(edges):
         events += lines.feed(body[start:end])
@@ -47,14 +53,14 @@ def test_every_single_byte_cut_of_a_mixed_body() -> None:
 def test_an_event_is_out_with_its_empty_line_and_not_before() -> None:
     lines = SseLines()
     assert lines.feed(b"data: x\n") == []
-    assert lines.feed(b"\n") == [b"x"]
+    assert lines.feed(b"\n") == [Event(b"x")]
 
 
 def test_a_carriage_return_at_the_end_of_a_read_is_a_line_end() -> None:
     lines = SseLines()
     assert lines.feed(b"data: x\r") == []
-    assert lines.feed(b"\n\r") == [b"x"]
-    assert lines.feed(b"\ndata: y\n\n") == [b"y"]
+    assert lines.feed(b"\n\r") == [Event(b"x")]
+    assert lines.feed(b"\ndata: y\n\n") == [Event(b"y")]
 
 
 @pytest.mark.parametrize("rest", [b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r\n"])
@@ -70,3 +76,27 @@ def test_an_endless_line_is_refused() -> None:
     lines = SseLines()
     with pytest.raises(ProtocolError, match="longer than"):
         lines.feed(b"data: " + b"x" * MAX_LINE_BYTES)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'event: error\ndata: {"message":"boom"}\n\n',
+        b'data:{"message":"boom"}\r\nevent:error\r\n\r\n',
+        b'error:{"message":"boom"}\n\n',
+    ],
+)
+def test_an_event_named_error_is_marked_and_the_next_is_not(body: bytes) -> None:
+    expected = [Event(b"a"), Event(b'{"message":"boom"}', is_error=True), Event(b"[DONE]")]
+    for cut in range(len(body)):
+        assert read_events(b"event: x\ndata: a\n\n" + body + b"data: [DONE]\n\n", [cut]) == expected
+
+
+def test_an_error_without_a_word_is_one_too() -> None:
+    assert read_events(b"event: error\n\n", []) == [Event(b"", is_error=True)]
+
+
+def test_a_byte_order_mark_hides_nothing() -> None:
+    body = BYTE_ORDER_MARK + b"data: a\n\ndata: b\n\n"
+    for cut in range(len(body)):
+        assert read_all(body, [cut]) == [b"a", b"b"]

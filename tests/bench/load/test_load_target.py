@@ -19,6 +19,8 @@ from cluster.errors import BatonError, ConfigError
         ("http://host:1/team/a/v1", Target(host="host", port=1, base_path="/team/a")),
         ("https://host", Target(host="host", port=443, is_tls=True)),
         ("http://[::1]:80", Target(host="::1", port=80)),
+        ("http://bücher.example", Target(host="xn--bcher-kva.example", port=80)),
+        ("http://host/b%C3%BCcher", Target(host="host", port=80, base_path="/b%C3%BCcher")),
     ],
 )
 def test_urls(url: str, target: Target) -> None:
@@ -36,11 +38,21 @@ def test_urls(url: str, target: Target) -> None:
         ("http://host:x", "the port is not a number from 1 to 65535"),
         ("http://host?x=1", "has no query"),
         ("http://me:secret@host", "has no query, fragment or user name"),
+        ("http://:secret@host", "has no query, fragment or user name"),
+        ("http://host:0", "the port is not a number from 1 to 65535"),
+        ("http://[::1", "is no server URL"),
+        ("http://[nonsense]", "is no server URL"),
+        ("http://host/bücher", "write it as `/b%C3%BCcher`"),
+        ("http://host/a b", "write it as `/a%20b`"),
+        ("http://bücher..x", r"`bücher\.\.x` is no host name"),
+        ("http://a..x", r"`a\.\.x` is no host name"),
+        ("http://" + "a" * 64, "is no host name"),
     ],
 )
 def test_wrong_urls_are_named(url: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as caught:
         parse_target(url)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_key_that_no_header_carries_is_refused() -> None:
@@ -52,6 +64,7 @@ def test_the_head_of_a_request() -> None:
     head = parse_target("http://[::1]:8000/base/v1", api_key="k").head("/v1/completions")
     assert head.startswith(b"POST /base/v1/completions HTTP/1.1\r\nhost: [::1]:8000\r\n")
     assert b"\r\nauthorization: Bearer k\r\n" in head
+    assert b"\r\naccept-encoding: identity\r\n" in head
     assert head.endswith(b"\r\ncontent-length: ")
 
 
@@ -142,3 +155,14 @@ def test_a_server_that_says_nothing() -> None:
 def test_an_unknown_host() -> None:
     with pytest.raises(BatonError, match=r"the host name `no-such-host\.invalid` is not known"):
         probe(parse_target("http://no-such-host.invalid"))
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad request\r\n\r\n", b""])
+def test_https_spoken_to_a_plain_server_names_the_way_out(answer: bytes) -> None:
+    with answering(answer) as url, pytest.raises(BatonError, match="write http:// instead of https://"):
+        probe(parse_target(url.replace("http:", "https:")))
+
+
+def test_http_spoken_to_a_tls_server_names_the_way_out() -> None:
+    with answering(b"\x15\x03\x03\x00\x02\x02\x46") as url, pytest.raises(BatonError, match="write https://"):
+        probe(parse_target(url))

@@ -37,8 +37,119 @@ def test_send_lag(lag_s: float, slos: str, is_valid: bool) -> None:
     assert found.valid is is_valid
     if not is_valid:
         (reason,) = found.invalid_reasons
-        assert f"{lag_s * 1e3:.2f} ms over 20 requests" in reason
+        assert "20 of 20 requests" in reason
+        assert f"p99 {lag_s * 1e3:.2f} ms" in reason
         assert f"{max_send_lag_s(parse_slos(slos) if slos else ()) * 1e3:.2f} ms" in reason
+
+
+@pytest.mark.parametrize(
+    ("num", "num_late", "lag_s", "is_valid"),
+    [
+        (5, 1, 0.012, True),  # one late wake-up says nothing about the client
+        (5, 2, 0.012, False),
+        (5, 1, 0.051, False),  # but it must not be gross
+        (60, 3, 0.012, True),
+        (60, 4, 0.012, False),
+        (99, 1, 0.051, False),
+        (200, 2, 0.5, True),  # p99 from 100 on, however late the rest
+        (200, 3, 0.012, False),
+    ],
+)
+def test_how_many_may_be_sent_late(num: int, num_late: int, lag_s: float, is_valid: bool) -> None:
+    records = [answer(float(i), [i + 1.0], lag_s=lag_s if i < num_late else 0.001) for i in range(num)]
+    found = judged(run_of(records))
+    assert found.valid is is_valid
+    if not is_valid:
+        assert f"{num_late} of {num} requests is above 10.00 ms" in found.invalid_reasons[0]
+
+
+def test_advice_fits_what_is_known_of_the_client() -> None:
+    run = lagging(0.1)
+    run.clients[0].cpu_s, run.clients[0].wall_s = 0.06, 10.0
+    (reason,) = judged(run).invalid_reasons
+    assert "it used at most 0.6% of a core" in reason
+    assert "keep a core free for the client" in reason
+    run.clients[0].cpu_s = 7.0
+    (reason,) = judged(run).invalid_reasons
+    assert "used 70% of a core: use more client processes, or offer less load" in reason
+
+
+def frozen(run: RunRecord, *stalls_s: tuple[float, float]) -> RunRecord:
+    run.clients[0].stalls_s = list(stalls_s)
+    return run
+
+
+def streams(num: int, ends_s: float = 4.0) -> RunRecord:
+    """Answers side by side, a chunk every 50 ms."""
+    return run_of([answer(0.0, [0.05 * k for k in range(1, int(ends_s / 0.05))]) for _ in range(num)])
+
+
+@pytest.mark.parametrize(
+    ("slos", "is_valid"),
+    [
+        ("ttft=1s", True),  # the first chunks came before
+        ("gap=100ms", False),
+        ("gap=10s", True),
+        ("tpot=30ms", True),  # of 79 tokens: 400 ms is 5 ms a token
+        ("itl=30ms", True),
+        ("e2e=5s", True),
+        ("", False),
+        ("ttft=1s,gap=100ms", False),
+    ],
+)
+def test_a_frozen_client_spoils_the_figures_that_it_can(slos: str, is_valid: bool) -> None:
+    """The chunks of 400 ms were read at its end, as when the process was stopped."""
+    run = streams(20)
+    for record in run.records:
+        record.chunk_times_s = sorted(1.4 if 1.0 < one < 1.4 else one for one in record.chunk_times_s)
+    found = judged(frozen(run, (1.0, 1.4)), slos)
+    assert found.valid is is_valid
+    if not is_valid:
+        (reason,) = found.invalid_reasons
+        assert "The client stood still: in 20 of 20 answers" in reason
+        assert "400 ms" in reason
+
+
+@pytest.mark.parametrize(("slos", "end_s"), [("ttft=200ms", 0.06), ("tpot=10ms", 3.96), ("e2e=200ms", 3.96)])
+def test_a_stall_at_the_first_or_last_chunk(slos: str, end_s: float) -> None:
+    run = frozen(streams(20), (end_s - 0.5, end_s))
+    assert not judged(run, slos).valid or slos == "tpot=10ms"
+    if slos == "tpot=10ms":  # 500 ms over 78 gaps is 6 ms
+        assert "20 of 20" in " ".join(judged(run, slos).invalid_reasons)
+
+
+def test_a_stall_in_which_nothing_came_does_no_harm() -> None:
+    run = frozen(steady_run(num=20, rate=1.0), *((i + 0.4, i + 0.9) for i in range(20)))
+    assert judged(run, "ttft=200ms,gap=50ms") == Validity((), ())
+
+
+def test_one_rare_stall_in_a_long_run_is_a_caution() -> None:
+    run = frozen(steady_run(num=1000), (50.0, 50.105))
+    found = judged(run, "ttft=200ms")
+    assert found.valid
+    (caution,) = found.cautions
+    assert "in 1 of 1000 answers a figure may be off by more than 25% of its SLO bound" in caution
+
+
+def test_a_stall_of_another_process_is_not_ours() -> None:
+    run = frozen(streams(20), (1.0, 1.4))
+    run.clients[0].process = 7
+    assert judged(run, "gap=100ms") == Validity((), ())
+
+
+def test_stalls_outside_the_window_do_not_count() -> None:
+    run = frozen(steady_run(num=100), (0.0, 3.0))
+    assert not judged(run, "gap=50ms").valid
+    assert judged(run, "gap=50ms", Window(warmup_s=4.0)) == Validity((), ())
+
+
+def test_requests_that_were_sent_twice_are_a_caution() -> None:
+    run = steady_run(num=4)
+    run.records[1].num_retries = 1
+    found = judged(run)
+    assert found.valid
+    (caution,) = found.cautions
+    assert caution.startswith("1 of 4 requests were sent a second time")
 
 
 def test_send_lag_outside_the_window_does_not_count() -> None:
