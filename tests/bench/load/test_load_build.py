@@ -246,7 +246,7 @@ def test_scaled_prefixes_stay_shared(scale: float) -> None:
 def test_the_size_of_scaled_blocks_is_told() -> None:
     scaled = msgspec.structs.replace(MOONCAKE, scale=16.0)
     for workload, tokens in ((MOONCAKE, 512.0), (scaled, 32.0), (AZURE, None)):
-        plan = build_plan(settings(workload=workload, num_requests=1), None)
+        plan = build(workload, num_requests=1)
         assert plan.workload["block_tokens_scaled"] == tokens
 
 

@@ -153,6 +153,22 @@ def test_a_stopped_run_keeps_what_it_measured(target: Target) -> None:
     assert run.notes == ["the run was interrupted"]
 
 
+def test_a_second_stop_does_not_wait_for_a_client_that_hangs(target: Target) -> None:
+    before = set(children(os.getpid()))
+    switch = StopSwitch()
+
+    def freeze_and_stop(progress: Progress) -> None:
+        if progress.num_in_flight and not switch.num_stops:
+            [client] = set(children(os.getpid())) - before
+            os.kill(client, signal.SIGSTOP)
+            switch.stop()
+            switch.stop()
+
+    run = run_plan(plan([request(0, stall_after=1)]), target, on_progress=freeze_and_stop, stop=switch)
+    assert [record.status for record in run.records] == [Status.CANCELLED]
+    assert run.notes == ["the run was interrupted", "client process 0 was killed by SIGKILL"]
+
+
 def test_a_run_stopped_from_another_thread_before_it_began(target: Target) -> None:
     switch = StopSwitch()
     thread = threading.Thread(target=switch.stop)
