@@ -7,7 +7,7 @@ against.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,29 +15,30 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from bench.load.cli_load import (
-    ARRIVALS,
-    MEASURING,
-    LoadOptions,
-    Session,
-    parse_seconds,
-    plan_settings,
-    run_settings,
-)
+from bench.load.cli_checks import check_outputs, check_unvaried, parse_rates, slo_notes
+from bench.load.cli_hints import HintingCommand
+from bench.load.cli_load import ARRIVALS, LoadOptions
 from bench.load.cli_options import option, options
-from bench.load.goodput.probing import find_max_goodput
-from bench.load.goodput.search import GoodputSearch
-from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
+from bench.load.cli_screen import note, say
+from bench.load.cli_search import Search, SearchOptions
+from bench.load.cli_session import EXIT_HELP, Session, exit_status, search_status, uninterrupted
+from bench.load.cli_settings import plan_settings, run_settings
+from bench.load.goodput.console import answer_lines
 from bench.load.plans.settings import at_rate
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.results.compare import as_text, compare_results
 from bench.load.results.files import check_output, json_safe, write_atomically
-from bench.load.results.result import read_result, read_run, write_result
-from bench.load.results.summary_text import search_lines, summary_lines
+from bench.load.results.result import (
+    SEARCH,
+    read_any,
+    read_result,
+    read_run,
+    read_search,
+    write_result,
+)
+from bench.load.results.summary_text import summary_lines
 from bench.load.runner import Measurement
 from cluster.errors import ConfigError
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="bench",
@@ -53,59 +54,56 @@ class SweepOptions(LoadOptions):
     rates: str = option("1,2,4,8", "mean requests per second, one run each", ARRIVALS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions(LoadOptions):
-    start_rate: float = option(1.0, "first rate to probe, requests per second", ARRIVALS)
-    min_rate: float = option(0.01, "lowest rate to try", ARRIVALS)
-    max_rate: float = option(10_000.0, "highest rate to try", ARRIVALS)
-    targets: str = option("0.9,0.99", "shares of all offered requests that must meet every SLO", MEASURING)
-    seeds: int = option(3, "repeat with this many seeds, from --seed on", MEASURING)
-    tolerance: float = option(0.05, "stop when pass and fail differ by at most this share", MEASURING)
-    max_probes: int = option(60, "at most this many runs", MEASURING)
-
-
-@app.command()
+@app.command(cls=HintingCommand, epilog=EXIT_HELP)
 @options(LoadOptions)
 def run(given: LoadOptions) -> None:
     """Offer one load and report what came back."""
-    session = Session.open(given)
-    if given.out is not None:
-        check_output(given.out)
-    measurement = session.measure(
-        plan_settings(given, session.model, session.max_model_len), run_settings(given)
-    )
-    _print(summary_lines(measurement.result))
-    if given.out is not None:
-        write_result(given.out, measurement.result, measurement.run)
-        _print([f"written: {given.out}"])
-    _write_report(given.report, [measurement])
-    _exit_if_interrupted([measurement])
+    with uninterrupted() as stop:
+        plan, how = plan_settings(given), run_settings(given)
+        check_outputs(given.report, requests_of=_files(given.out))
+        _say_notes(given)
+        session = Session.open(given, stop)
+        measurement = session.measure(session.fit(plan), how)
+        try:
+            written = _write_run(given.out, measurement)
+            written += _write_report(given.report, [measurement])
+        finally:
+            say(summary_lines(measurement.result))
+        say(written)
+    raise typer.Exit(exit_status([measurement.result], stop))
 
 
-@app.command()
+@app.command(cls=HintingCommand, epilog=EXIT_HELP)
 @options(SweepOptions)
 def sweep(given: SweepOptions) -> None:
     """The same load at several rates. OUT.json becomes OUT.rate-R.json for each rate R."""
-    rates = _numbers("--rates", given.rates)
-    session = Session.open(given)
-    settings = plan_settings(given, session.model, session.max_model_len, rate=rates[0])
-    measured: list[Measurement] = []
-    for number, rate in enumerate(rates):
-        aimed = at_rate(settings, rate, settings.seed, settings.salt + number)
-        measurement = session.measure(aimed, run_settings(given), title=f"{rate:g} req/s")
-        measured.append(measurement)
-        _print([f"--- {rate:g} req/s", *summary_lines(measurement.result)])
-        if given.out is not None:
-            path = given.out.with_name(f"{given.out.stem}.rate-{rate:g}.json")
-            write_result(path, measurement.result, measurement.run)
-            _print([f"written: {path}"])
-        if not measurement.run.is_complete:
-            break
-    _write_report(given.report, measured)
-    _exit_if_interrupted(measured)
+    with uninterrupted() as stop:
+        rates = parse_rates("--rates", given.rates)
+        check_unvaried(given, "sweep")
+        settings, how = plan_settings(given, rate=rates[0]), run_settings(given)
+        outs = {rate: _of_rate(given.out, rate) for rate in rates}
+        check_outputs(given.report, requests_of=[path for out in outs.values() for path in _files(out)])
+        plans = [at_rate(settings, rate, settings.seed, settings.salt + i) for i, rate in enumerate(rates)]
+        _say_notes(given)
+        session = Session.open(given, stop)
+        plans = [session.fit(plan) for plan in plans]
+        session.check(plans)
+        measured: list[Measurement] = []
+        for rate, plan in zip(rates, plans, strict=True):
+            measurement = session.measure(plan, how, title=f"{rate:g} req/s")
+            measured.append(measurement)
+            try:
+                written = _write_run(outs[rate], measurement)
+            finally:
+                say([f"--- {rate:g} req/s", *summary_lines(measurement.result)])
+            say(written)
+            if not measurement.run.is_complete:
+                break
+        say(_write_report(given.report, measured))
+    raise typer.Exit(exit_status([one.result for one in measured], stop))
 
 
-@app.command(name="max-goodput")
+@app.command(name="max-goodput", cls=HintingCommand, epilog=EXIT_HELP)
 @options(SearchOptions)
 def max_goodput(given: SearchOptions) -> None:
     """The highest rate at which 90 % (and 99 %) of all offered requests meet every SLO.
@@ -113,84 +111,40 @@ def max_goodput(given: SearchOptions) -> None:
     Bisection over rates, for several seeds. Each probe offers the load for --duration (60 s); its first sixth
     is warm-up unless --warmup or --steady says otherwise.
     """
-    search_settings = SearchSettings(
-        start_rate=given.start_rate,
-        min_rate=given.min_rate,
-        max_rate=given.max_rate,
-        targets=tuple(_numbers("--targets", given.targets)),
-        seeds=tuple(range(given.seed, given.seed + given.seeds)),
-        tolerance=given.tolerance,
-        max_probes=given.max_probes,
-    )
-    found, measured = search(given, search_settings, Session.open(given))
-    _print(search_lines(found))
-    if given.out is not None:
-        write_atomically(given.out, [orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2)])
-        _print([f"written: {given.out}"])
-    _write_report(given.report, measured, found)
-    if not found["is_complete"]:
-        raise typer.Exit(INTERRUPTED)
-
-
-def search(
-    given: LoadOptions, search_settings: SearchSettings, session: Session
-) -> tuple[dict[str, Any], list[Measurement]]:
-    """The search's dict, with what it was made of, and every measurement.
-
-    Raises:
-        ConfigError: no SLO, or a load that has no rate.
-    """
-    if given.slo is None:
-        raise ConfigError("max-goodput needs SLOs to hold requests against: give --slo ttft=200ms,tpot=50ms")
-    if given.requests is not None:
-        raise ConfigError("max-goodput offers each rate for --duration: leave --requests out.")
-    duration_s = parse_seconds("--duration", given.duration or "60s")
-    settings = plan_settings(
-        given,
-        session.model,
-        session.max_model_len,
-        rate=search_settings.start_rate,
-        duration_s=duration_s,
-        random_offset=True,
-    )
-    how = run_settings(given, probe_duration_s=duration_s)
-
-    def measure(probe: Probe, number: int) -> Measurement:
-        aimed = at_rate(settings, probe.rate, probe.seed, settings.salt + number)
-        return session.measure(
-            aimed, how, title=f"probe {number + 1}: {probe.rate:.4g} req/s, seed {probe.seed}"
-        )
-
-    def on_probe(probe: Probe, outcome: ProbeOutcome, state: GoodputSearch) -> None:
-        attained = "nothing offered" if outcome.attainment is None else f"{outcome.attainment:.1%}"
-        best = ", ".join(f"{one.target:.0%}: {one.rate:.4g}" for one in state.answers())
-        _print(
-            [
-                f"{probe.rate:8.4g} req/s  seed {probe.seed}  {attained} of {outcome.num_offered}"
-                f"   so far {best}"
-            ]
-        )
-
-    found, measured = find_max_goodput(search_settings, measure, on_probe)
-    first = measured[0].result if measured else {}
-    kept = ("model_id", "backend", "slos_ms", "workload", "trace", "window", "server", "environment", "date")
-    found |= {"label": given.label, "url": session.target.url, "duration_s": duration_s} | {
-        key: first.get(key) for key in kept
-    }
-    found["runs"] = [
-        {key: value for key, value in one.result.items() if key != "timeslices"} for one in measured
-    ]
-    return found, measured
+    with uninterrupted() as stop:
+        search = Search.of(given)
+        check_outputs(given.out, given.report)
+        _say_notes(given)
+        found, measured = search.run(Session.open(given, stop), given.label)
+        try:
+            written = []
+            if given.out is not None:
+                write_atomically(given.out, [orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2)])
+                written = [f"written: {given.out}"]
+            written += _write_report(given.report, measured, found)
+        finally:
+            say(answer_lines(found))
+        say(written)
+    raise typer.Exit(search_status(found, stop))
 
 
 @app.command()
 def report(
-    results: Annotated[list[Path], typer.Argument(help="result files of `run` and `sweep`")],
+    results: Annotated[list[Path], typer.Argument(help="result files of `run`, `sweep` and `max-goodput`")],
     out: Annotated[Path, typer.Option(help="HTML file to write")] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page from result files."""
-    runs = [ReportRun(read_result(path), read_run(path)) for path in results]
-    _write_text(out, render_report(runs))
+    check_output(out)
+    runs: list[ReportRun] = []
+    searches: list[ReportSearch] = []
+    for path in results:
+        if read_any(path).get("kind") == SEARCH:
+            found = read_search(path)
+            searches.append(ReportSearch(found["label"] or path.stem, found))
+            runs += [ReportRun(result) for result in found["runs"]]
+        else:
+            runs.append(ReportRun(read_result(path), read_run(path)))
+    say(_write_text(out, render_report(runs, searches)))
 
 
 @app.command()
@@ -199,7 +153,7 @@ def compare(results: Annotated[list[Path], typer.Argument(help="two or more resu
     if len(results) < 2:
         raise ConfigError("compare needs two or more result files")
     comparison = compare_results([read_result(path) for path in results], [path.stem for path in results])
-    _print([as_text(comparison)])
+    say([as_text(comparison).rstrip("\n")])
 
 
 @app.command(
@@ -209,34 +163,39 @@ def mock(context: typer.Context) -> None:
     """An OpenAI-compatible server with scripted timings and faults, to test load tests against."""
     from bench.load.mock.process import main as serve_mock
 
-    raise typer.Exit(serve_mock(context.args))
+    raise typer.Exit(serve_mock(context.args, "baton bench mock"))
+
+
+def _say_notes(given: LoadOptions) -> None:
+    for text in slo_notes(given.slo):
+        note(f"note: {text}")
+
+
+def _files(out: Path | None) -> list[Path]:
+    return [] if out is None else [out]
+
+
+def _of_rate(out: Path | None, rate: float) -> Path | None:
+    return None if out is None else out.parent / f"{out.stem}.rate-{rate:g}.json"
+
+
+def _write_run(out: Path | None, measurement: Measurement) -> list[str]:
+    """Says what was written."""
+    if out is None:
+        return []
+    write_result(out, measurement.result, measurement.run)
+    return [f"written: {out}"]
 
 
 def _write_report(
-    path: Path | None, measured: list[Measurement], found: dict[str, Any] | None = None
-) -> None:
-    if path is not None:
-        searches = [] if found is None else [ReportSearch(found["url"], found)]
-        _write_text(path, render_report([ReportRun(one.result, one.run) for one in measured], searches))
+    path: Path | None, measured: Iterable[Measurement], found: dict[str, Any] | None = None
+) -> list[str]:
+    if path is None:
+        return []
+    searches = [] if found is None else [ReportSearch(found["url"], found)]
+    return _write_text(path, render_report([ReportRun(one.result, one.run) for one in measured], searches))
 
 
-def _write_text(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> list[str]:
     write_atomically(path, [text.encode()])
-    _print([f"written: {path}"])
-
-
-def _exit_if_interrupted(measured: list[Measurement]) -> None:
-    if not all(one.run.is_complete for one in measured):
-        raise typer.Exit(INTERRUPTED)
-
-
-def _numbers(flag: str, text: str) -> list[float]:
-    try:
-        return [float(item) for item in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} {text}: give numbers with commas between them, such as 1,2,4.") from None
-
-
-def _print(lines: list[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    return [f"written: {path}"]

@@ -2,7 +2,7 @@
 
 1. `run_plan` calls `LiveProgress.update` a few times a second with how the run stands.
 2. On a terminal the panel is drawn anew in place; elsewhere (a log, CI) there is a line every `LINE_EVERY_S`.
-3. Leaving the context takes the panel away and writes one last line, whatever ended the run.
+3. Leaving the context takes the panel away and writes one last line: the run's totals, whatever ended it.
 
 All of it goes to standard error: standard output is for results. A run is worth more than its display, so an
 output that cannot be written to any more (a closed pipe) ends the display and not the run.
@@ -25,6 +25,7 @@ from rich.text import Text
 from bench.load.records import Status
 
 LINE_EVERY_S = 5.0
+_FAILED = frozenset(Status) - {Status.OK, Status.SKIPPED}
 
 
 class Progress(Protocol):
@@ -44,6 +45,8 @@ class Progress(Protocol):
     def num_output_tokens(self) -> int: ...
     @property
     def recent_ttft_s(self) -> float | None: ...
+    @property
+    def recent_ttft_p99_s(self) -> float | None: ...
     @property
     def recent_itl_s(self) -> float | None: ...
     @property
@@ -99,7 +102,7 @@ class LiveProgress:
     ) -> None:
         if self._live is not None:
             self._write(self._live.stop)
-        last = "no request was sent" if self._latest is None else progress_line(self._latest)
+        last = "no request was sent" if self._latest is None else totals_line(self._latest)
         self._write_line(f"{'ended' if error is None else 'broken off'}: {last}")
 
     def _write_line(self, line: str) -> None:
@@ -120,17 +123,32 @@ class Action(Protocol):
 
 def progress_line(progress: Progress) -> str:
     """One line without markup: `12 s, offered 48 of 200, in flight 6, ok 41, failed 1 (timeout 1), …`."""
-    parts = [
-        clock(progress.elapsed_s),
-        f"offered {progress.num_offered:,} of {progress.num_planned:,}",
-        f"in flight {progress.num_in_flight:,}",
-        f"ok {progress.num_ended.get(Status.OK, 0):,}",
-    ]
-    parts += [f"failed {failures(progress)}"] if num_failed(progress) else []
-    parts.append(f"{progress.recent_tokens_per_s:,.0f} tok/s")
-    for name, value in (("TTFT", progress.recent_ttft_s), ("ITL", progress.recent_itl_s)):
-        parts += [f"{name} {milliseconds(value)}"] if value is not None else []
+    parts = [*_counts(progress), f"{progress.recent_tokens_per_s:,.0f} tok/s"]
+    recent = (
+        ("TTFT", progress.recent_ttft_s),
+        ("TTFT p99", progress.recent_ttft_p99_s),
+        ("ITL", progress.recent_itl_s),
+    )
+    parts += [f"{name} {milliseconds(value)}" for name, value in recent if value is not None]
     return ", ".join(parts)
+
+
+def totals_line(progress: Progress) -> str:
+    """The whole run on one line: `42 s, offered 200 of 200, ok 199, failed 1 (timeout 1), 5,000 output
+    tokens, 119 tok/s`; nothing in it is of the last few seconds."""
+    parts = [*_counts(progress), f"{progress.num_output_tokens:,} output tokens"]
+    if progress.elapsed_s > 0:
+        parts.append(f"{progress.num_output_tokens / progress.elapsed_s:,.0f} tok/s")
+    return ", ".join(parts)
+
+
+def _counts(progress: Progress) -> list[str]:
+    parts = [clock(progress.elapsed_s), f"offered {progress.num_offered:,} of {progress.num_planned:,}"]
+    parts += [f"in flight {progress.num_in_flight:,}"] if progress.num_in_flight else []
+    parts.append(f"ok {progress.num_ended.get(Status.OK, 0):,}")
+    parts += [f"failed {failures(progress)}"] if num_failed(progress) else []
+    parts += [f"never sent {num_unsent(progress):,}"] if num_unsent(progress) else []
+    return parts
 
 
 def panel(title: str, progress: Progress) -> RenderableType:
@@ -156,10 +174,12 @@ def panel(title: str, progress: Progress) -> RenderableType:
         ("in flight", f"{progress.num_in_flight:,}", ""),
         ("ok", f"{progress.num_ended.get(Status.OK, 0):,}", "green"),
         ("failed", failures(progress), failed_style),
+        *([("never sent", f"{num_unsent(progress):,}", "")] if num_unsent(progress) else []),
     )
     speed = _pairs(
         ("output", f"{progress.recent_tokens_per_s:,.0f} tok/s", ""),
         ("TTFT", milliseconds(progress.recent_ttft_s), ""),
+        ("TTFT p99", milliseconds(progress.recent_ttft_p99_s), ""),
         ("ITL", milliseconds(progress.recent_itl_s), ""),
         ("tokens so far", f"{progress.num_output_tokens:,}", ""),
     )
@@ -175,15 +195,18 @@ def _pairs(*pairs: tuple[str, str, str]) -> Text:
 
 
 def num_failed(progress: Progress) -> int:
-    return sum(count for status, count in progress.num_ended.items() if status is not Status.OK)
+    """Of those that were sent."""
+    return sum(count for status, count in progress.num_ended.items() if status in _FAILED)
+
+
+def num_unsent(progress: Progress) -> int:
+    return progress.num_ended.get(Status.SKIPPED, 0)
 
 
 def failures(progress: Progress) -> str:
     """`3 (timeout 2, refused 1)`, most frequent first; `0` without any."""
     kinds = [
-        (count, status.value)
-        for status, count in progress.num_ended.items()
-        if status is not Status.OK and count
+        (count, status.value) for status, count in progress.num_ended.items() if status in _FAILED and count
     ]
     if not kinds:
         return "0"

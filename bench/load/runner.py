@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from bench.load.client.pool import DEFAULT_TIMEOUT_S, Progress, run_plan
+from bench.load.client.pool import DEFAULT_TIMEOUT_S, Progress, StopSwitch, run_plan
 from bench.load.client.target import ServerInfo, Target
 from bench.load.figures.metrics import DEFAULT_PERCENTILES, summarize
 from bench.load.figures.slo import Slo
@@ -44,6 +44,7 @@ class RunSettings:
     keep_text: bool = False
     save_detailed: bool = False
     label: str | None = None
+    command: str | None = None  # the command line, for the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,9 @@ def measure(
     environment: dict[str, Any],
     tokenizer: TokenizeClient | None,
     on_progress: OnProgress | None = None,
+    stop: StopSwitch | None = None,
 ) -> Measurement:
-    """Offer one plan and compute its result.
+    """Offer one plan and compute its result. Whoever gives `stop` owns the signals.
 
     Raises:
         BatonError: the plan cannot be built. What goes wrong while it is offered is in the records instead.
@@ -75,12 +77,35 @@ def measure(
         timeout_s=settings.timeout_s,
         on_progress=on_progress,
         keep_text=settings.keep_text,
+        stop=stop,
     )
     summary = summarize(run, settings.slos, settings.window, settings.percentiles)
     result = build_result(
-        plan, run, summary, environment, label=settings.label, save_detailed=settings.save_detailed
+        plan,
+        run,
+        summary,
+        environment,
+        settings=settings_block(plan_settings, settings),
+        label=settings.label,
+        save_detailed=settings.save_detailed,
     )
     return Measurement(plan, run, summary, result)
+
+
+def settings_block(plan: PlanSettings, settings: RunSettings) -> dict[str, Any]:
+    """What was asked for and stands nowhere else in a result."""
+    return {
+        "prompt_form": plan.form.value,
+        "temperature": plan.temperature,
+        "ignore_eos": plan.ignore_eos,
+        "extra_body": plan.extra_body,
+        "num_requests": plan.num_requests,
+        "duration_s": plan.duration_s,
+        "timeout_s": settings.timeout_s,
+        "num_processes": settings.num_processes,
+        "percentiles": list(settings.percentiles),
+        "command": settings.command,
+    }
 
 
 def describe_environment(

@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--concurrency", default="1:4,8:16,32:32", help="IN_FLIGHT:REQUESTS, separated by commas"
     )
+    made.add_argument(
+        "--max-loop-seconds", type=float, default=200.0, help="leave out a closed loop that would take longer"
+    )
     made.add_argument("--trace", type=Path, help="trace file for max goodput (default: none, no search)")
     made.add_argument("--scale-lengths", type=float, default=8.0, help="divide the trace's lengths by this")
     made.add_argument("--slo", default="ttft=5s,tpot=300ms")
@@ -100,6 +103,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
         goodput_names=frozenset(
             peer.name for peer in _chosen("--goodput-peers", options.goodput_peers, peers)
         ),
+        max_loop_s=options.max_loop_seconds,
         out=options.out or RESULTS / f"peers-{platform.machine()}-{date}",
     )
     return comparison, chosen

@@ -41,6 +41,7 @@ from bench.peers.server import PeerServer, Running
 from bench.peers.table import as_markdown
 from bench.roofline import ModelShape
 
+MOST_WARMUP_REQUESTS = 8
 Tell = Callable[[str], None]
 
 
@@ -55,6 +56,7 @@ class Comparison:
     trace: TraceLoad | None
     no_trace_reason: str | None
     goodput_names: frozenset[str]  # peers that are searched for max goodput; empty: all
+    max_loop_s: float  # a closed loop that would take longer is left out, and said so
     out: Path  # without suffix: .json and .md are written
 
 
@@ -143,10 +145,14 @@ def _measure_peer(
         outcome.start_s.append(round(running.start_s, 1))
         salts = iter(range(time.time_ns(), time.time_ns() + 10**6))
         most = max(concurrency for concurrency, _ in comparison.closed_loops)
-        _checked(warm_up(running, most, peer.name, next(salts)))
+        _checked(warm_up(running, min(most, MOST_WARMUP_REQUESTS), peer.name, next(salts)))
         runs: list[ClosedLoop] = []
         outcome.rounds.append(runs)
         for concurrency, num_requests in comparison.closed_loops:
+            if runs and (reason := too_long(runs[-1], num_requests, comparison.max_loop_s)) is not None:
+                outcome.skipped[concurrency] = reason
+                tell(f"  {concurrency} in flight: {reason}")
+                continue
             measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, next(salts))
             report.keep(peer.name, measurement)
             _checked(measurement)
@@ -159,6 +165,16 @@ def _measure_peer(
             )
         if round_number + 1 == comparison.num_rounds:
             _goodput(comparison, peer, outcome, running, report, tell)
+
+
+def too_long(before: ClosedLoop, num_requests: int, max_loop_s: float) -> str | None:
+    """Why a loop is not worth its time, judged by the throughput of the one before; None: it is."""
+    if before.output_tok_per_s > 0:
+        seconds = num_requests * OUTPUT_TOKENS / before.output_tok_per_s
+        if seconds <= max_loop_s:
+            return None
+        return f"left out: it would take about {seconds:.0f} s at {before.output_tok_per_s:.1f} tok/s"
+    return "left out: the loop before gave no tokens"
 
 
 def _goodput(

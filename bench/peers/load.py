@@ -58,7 +58,7 @@ def closed_loop_settings(
 
 
 def warm_up(running: Running, concurrency: int, backend: str, salt: int) -> Measurement:
-    """Short answers at the highest concurrency: what first use compiles or allocates is there afterwards."""
+    """Short answers, several at once: what first use compiles or allocates is there afterwards."""
     settings = closed_loop_settings(running, concurrency, concurrency, salt, WARMUP_OUTPUT_TOKENS)
     return _measure(running, settings, RunSettings(timeout_s=REQUEST_TIMEOUT_S), backend)
 
@@ -116,11 +116,11 @@ def search_goodput(
     return [
         Goodput(
             target=answer["target"],
-            requests_per_s=answer["rate"],
+            requests_per_s=answer["rate"] or 0.0,  # None: no rate passed; the notes say so
             ci_low=answer["ci_low"],
             ci_high=answer["ci_high"],
             is_converged=answer["is_converged"],
-            notes=list(answer["notes"]),
+            notes=[*answer["notes"], *found["notes"]],
         )
         for answer in found["answers"]
     ], found

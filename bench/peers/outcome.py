@@ -53,6 +53,8 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     goodput_note: str | None = None  # why there is no goodput
     limits_tok_per_s: dict[int, float] = {}  # by concurrency: the most that machine and bytes allow
 
+    skipped: dict[int, str] = {}  # by concurrency: why it was not measured
+
     @property
     def is_equal_dtype(self) -> bool:
         """16-bit weights, as Baton's."""

@@ -54,7 +54,8 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
     for one in outcomes:
         mean = mean_of(one, concurrency)
         if mean is None:
-            reason = "cannot run on this machine" if one.cannot_run is not None else "not measured"
+            reason = one.skipped.get(concurrency, "not measured")
+            reason = reason if one.cannot_run is None else "cannot run on this machine"
             rows.append(_row(one.title, one.precision, *["–"] * 7, reason))
             continue
         notes = [f"{mean.num_failed} failed"] if mean.num_failed else []

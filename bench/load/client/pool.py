@@ -4,24 +4,24 @@
    an error: nothing was measured yet.
 2. One start moment, a little ahead, on the clock that all processes share.
 3. Ticks come in; `on_progress` is called a few times a second.
-4. An interrupt (SIGINT or SIGTERM, or `StopSwitch.stop`) ends the run with what was measured; a second one
-   ends the client processes at once.
+4. An interrupt (`StopSwitch.stop`, or a signal) ends the run with what was measured; a second one ends the
+   client processes at once.
 5. The run ends when every process has finished or is lost: then every planned request has its record.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from bench.load.client.frames import Job, Setup
 from bench.load.client.gather import Gathering
 from bench.load.client.gather import Progress as Progress
 from bench.load.client.handle import ClientHandle
+from bench.load.client.interrupts import StopSwitch as StopSwitch
+from bench.load.client.interrupts import signals_to
 from bench.load.client.jobs import share_slots, split_plan
 from bench.load.client.target import Target
 from bench.load.plan import Plan
@@ -32,36 +32,7 @@ LEAD_S = 0.05  # from the start command to time 0
 PROGRESS_S = 0.25
 STOP_S = 10.0  # to wind up after an interrupt
 DEFAULT_TIMEOUT_S = 600.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NS = 1_000_000_000
-
-
-class StopSwitch:
-    """Ends a run early, from any thread; the second `stop` does not wait for the client processes."""
-
-    def __init__(self) -> None:
-        self.num_stops = 0
-        self._wake: Callable[[], None] | None = None
-        self._lock = threading.Lock()
-
-    def stop(self) -> None:
-        with self._lock:
-            self.num_stops += 1
-            if self._wake is not None:
-                self._wake()
-
-    @contextmanager
-    def connected(self, wake: Callable[[], None]) -> Iterator[None]:
-        """`wake` is called at each stop, also at those that came before; from the stopping thread."""
-        with self._lock:
-            self._wake = wake
-            if self.num_stops:
-                wake()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wake = None
 
 
 def run_plan(
@@ -81,6 +52,7 @@ def run_plan(
         timeout_s: limit of one request, from the moment its sending began.
         stall_s: limit of the time without a byte from the server; None: only `timeout_s` holds.
         cores: client process i is pinned to `cores[i % len(cores)]`; empty: not pinned.
+        stop: whoever holds it owns the signals; without one they end the run.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -112,7 +84,9 @@ def run_plan(
         )
         for process, slots in enumerate(share_slots(num_slots, num_processes))
     ]
-    return asyncio.run(_run(setups, shares, on_progress, stop or StopSwitch()))
+    switch = stop or StopSwitch()
+    with signals_to(switch.stop) if stop is None else nullcontext():
+        return asyncio.run(_run(setups, shares, on_progress, switch))
 
 
 async def _run(
@@ -128,7 +102,7 @@ async def _run(
     def wake() -> None:
         loop.call_soon_threadsafe(stopped.set)
 
-    with _signals_to(loop, switch), switch.connected(wake):
+    with switch.connected(wake):
         try:
             for setup in setups:
                 handles.append(await ClientHandle.spawn(setup.process))
@@ -192,21 +166,3 @@ async def _stop_when_told(
         gathering.note(f"client processes did not wind up within {STOP_S:g} s")
     for handle in handles:
         handle.kill()
-
-
-@contextmanager
-def _signals_to(loop: asyncio.AbstractEventLoop, switch: StopSwitch) -> Iterator[None]:
-    """While the run goes on, signals mean: stop. Elsewhere than in the main thread they go their usual
-    way."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        loop.add_signal_handler(number, switch.stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)

@@ -64,6 +64,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...]
     version: str | None = None
     max_model_len: int | None = None
+    owned_by: str | None = None  # of the model's card; "baton" is our own server
 
 
 def parse_target(url: str, api_key: str | None = None, verify_tls: bool = True) -> Target:
@@ -137,12 +138,13 @@ def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIM
     if model is not None and model not in cards:
         raise ConfigError(f"`{target.url}` does not serve `{model}`; it serves: {', '.join(cards)}")
     chosen = model if model is not None else next(iter(cards))
-    max_model_len = cards[chosen].get("max_model_len")
+    max_model_len, owned_by = cards[chosen].get("max_model_len"), cards[chosen].get("owned_by")
     return ServerInfo(
         model=chosen,
         models=tuple(cards),
         version=_version(target, timeout_s),
         max_model_len=max_model_len if isinstance(max_model_len, int) else None,
+        owned_by=owned_by if isinstance(owned_by, str) else None,
     )
 
 

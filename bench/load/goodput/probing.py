@@ -13,6 +13,7 @@ from typing import Any
 from bench.load.goodput.search import GoodputSearch, to_dict
 from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
 from bench.load.runner import Measurement
+from cluster.errors import BatonError
 
 MeasureProbe = Callable[[Probe, int], Measurement]  # (probe, its number from 0) -> what was measured
 OnProbe = Callable[[Probe, ProbeOutcome, GoodputSearch], None]
@@ -32,17 +33,31 @@ def find_max_goodput(
 ) -> tuple[dict[str, Any], list[Measurement]]:
     """The search's dict (settings, answers, probes) and every measurement, in order.
 
-    An interrupted probe ends the search; its answers then say that they are unfinished.
+    An interrupted probe ends the search, and so does a later one that cannot be built (a trace with too few
+    rows, say); its answers then say that they are unfinished.
+
+    Raises:
+        BatonError: the first probe cannot be built.
     """
     search = GoodputSearch(settings)
     measurements: list[Measurement] = []
+    failures: list[str] = []
     is_complete = True
     while is_complete and (probe := search.next()) is not None:
-        measurement = measure(probe, len(measurements))
+        try:
+            measurement = measure(probe, len(measurements))
+        except BatonError as error:
+            if not measurements:
+                raise
+            is_complete = False
+            failures.append(f"The probe at {probe.rate:.4g} req/s could not be offered: {error}")
+            break
         measurements.append(measurement)
         is_complete = measurement.run.is_complete
         if is_complete:
             outcome = outcome_of(measurement)
             search.report(probe, outcome)
             on_probe(probe, outcome, search)
-    return to_dict(search) | {"is_complete": is_complete}, measurements
+    found = to_dict(search)
+    found["notes"] += failures
+    return found | {"is_complete": is_complete}, measurements

@@ -7,7 +7,9 @@ no IO.
    earlier answers, in steps that begin at the tolerance and double, so seeds that agree cost about two
    probes.
 3. Every outcome serves every target: the probes of 90 % bracket the search for 99 %.
-4. `answers()` gives, per target, the mean over seeds with its confidence interval.
+4. `answers()` gives, per target, the mean over the seeds searched so far, the bracket of their rates, and
+   with three seeds or more a confidence interval (`values.TargetAnswer`). A seed without a probe is in none
+   of it.
 
 The rule under noise, since attainment does not fall evenly with the rate: a rate passes if its attainment is
 at least the target. Of one seed's outcomes the answer is the highest passing rate **below the lowest failing
@@ -25,12 +27,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from bench.load.figures.intervals import mean_half_width, wilson
 from bench.load.goodput.values import (
+    MIN_SEEDS,
     End,
     Probe,
     ProbeOutcome,
@@ -128,46 +132,83 @@ class GoodputSearch:
             return None
         return propose(bracket.passing, bracket.failing, self._hint(target, seed), settings)
 
+    def notes(self) -> tuple[str, ...]:
+        """What holds for every target: seeds left out, too few seeds, probes that could not be measured."""
+        num = len(self._searched_seeds())
+        missing = [seed for seed in self.settings.seeds if seed not in self._searched_seeds()]
+        notes = [f"Not searched, so in no figure: {_seeds(missing)}."] if missing else []
+        if num < MIN_SEEDS:
+            notes.append(
+                f"{num} seed{'' if num == 1 else 's'} searched: an interval needs {MIN_SEEDS} or more; "
+                "the bracket of passing and failing rates stands in for it."
+            )
+        return (*notes, *self._unmeasured_notes())
+
+    def _searched_seeds(self) -> frozenset[int]:
+        return frozenset(probe.seed for probe in self._outcomes)
+
     def _answer(self, target: float) -> TargetAnswer:
         seeds = tuple(self._seed_answer(target, seed) for seed in self.settings.seeds)
-        lows = [one.rate for one in seeds]
-        highs = [one.failing_rate for one in seeds if one.failing_rate is not None]
-        low_half, high_half = mean_half_width(lows), mean_half_width(highs)
-        has_highs = len(highs) == len(seeds) and high_half is not None
-        num_offered = sum(one.num_offered for one in seeds)
-        num_good = sum((one.attainment or 0.0) * one.num_offered for one in seeds)
+        searched = [one for one in seeds if one.end is not End.NOT_SEARCHED]
+        lows = [one.rate for one in searched if one.rate is not None]
+        highs = [one.failing_rate for one in searched if one.failing_rate is not None]
+        ci_low, ci_high = _interval(searched)
+        num_offered = sum(one.num_offered for one in searched)
+        num_good = sum((one.attainment or 0.0) * one.num_offered for one in searched)
         share = wilson(num_good, num_offered)
         return TargetAnswer(
             target=target,
-            rate=statistics.fmean(lows),
-            ci_low=None if low_half is None else max(0.0, statistics.fmean(lows) - low_half),
-            ci_high=statistics.fmean(highs) + (high_half or 0.0) if has_highs else None,
+            rate=statistics.fmean(lows) if lows else None,
+            is_lower_bound=any(
+                one.end in (End.MAX_RATE, End.UNFINISHED) for one in searched if one.rate is not None
+            ),
+            num_seeds_searched=len(searched),
+            bracket_low=min((one.rate or 0.0 for one in searched), default=None),
+            bracket_high=max(highs) if highs and len(highs) == len(searched) else None,
+            ci_low=ci_low,
+            ci_high=ci_high,
             attainment_low=None if share is None else share[0],
             attainment_high=None if share is None else share[1],
             seeds=seeds,
             is_converged=all(one.end is End.FOUND for one in seeds),
-            notes=(*seed_notes(target, seeds, self.settings, len(self._log)), *self._unmeasured_notes()),
+            notes=seed_notes(target, seeds, self.settings, len(self._log)),
         )
 
     def _seed_answer(self, target: float, seed: int) -> SeedAnswer:
         bracket = self._bracket(target, seed)
         outcome = None if bracket.passing is None else self._outcomes[Probe(bracket.passing, seed)]
+        is_searched = seed in self._searched_seeds()
+        end = (_end(bracket, self.settings) or End.UNFINISHED) if is_searched else End.NOT_SEARCHED
         return SeedAnswer(
             seed=seed,
-            rate=bracket.passing or 0.0,
+            rate=0.0 if end is End.NOTHING_PASSED else bracket.passing,
             failing_rate=bracket.failing,
             attainment=None if outcome is None else outcome.attainment,
             num_offered=0 if outcome is None else outcome.num_offered,
-            end=_end(bracket, self.settings) or End.UNFINISHED,
+            end=end,
         )
 
     def _unmeasured_notes(self) -> list[str]:
         return [
-            f"Seed {probe.seed}: the probe at {probe.rate:g} req/s was invalid"
+            f"Seed {probe.seed}: the probe at {probe.rate:.4g} req/s was invalid"
             f"{' twice' if probe in self._repeated else ''} and counts as not passing."
             for probe, outcome in self._outcomes.items()
             if not _is_measured(outcome)
         ]
+
+
+def _interval(searched: Sequence[SeedAnswer]) -> tuple[float | None, float | None]:
+    """As `TargetAnswer` tells."""
+    lows = [one.rate for one in searched if one.end is End.FOUND and one.rate is not None]
+    highs = [one.failing_rate for one in searched if one.end is End.FOUND and one.failing_rate is not None]
+    low_half, high_half = mean_half_width(lows), mean_half_width(highs)
+    if len(lows) < max(MIN_SEEDS, len(searched)) or low_half is None or high_half is None:
+        return None, None
+    return max(0.0, statistics.fmean(lows) - low_half), statistics.fmean(highs) + high_half
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
 
 
 def propose(
@@ -209,10 +250,11 @@ def _is_measured(outcome: ProbeOutcome) -> bool:
 
 
 def to_dict(search: GoodputSearch) -> dict[str, Any]:
-    """Settings, answers and all probes in order, fit for JSON."""
+    """Settings, answers, notes and all probes in order, fit for JSON."""
     return {
         "settings": msgspec.to_builtins(search.settings),
         "answers": msgspec.to_builtins(search.answers()),
+        "notes": list(search.notes()),
         "probes": [
             {**msgspec.to_builtins(probe), **msgspec.to_builtins(outcome)} for probe, outcome in search.log
         ],

@@ -75,11 +75,12 @@ class End(Enum):
     NOTHING_PASSED = "nothing_passed"  # not even min_rate; the answer is 0
     MAX_RATE = "max_rate"  # max_rate itself passed; the answer is a lower bound
     UNFINISHED = "unfinished"  # stopped, or out of probes; the answer is the highest rate that passed so far
+    NOT_SEARCHED = "not_searched"  # no probe of this seed: it has no answer
 
 
 class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
-    rate: float  # highest passing rate below the lowest failing one; 0 if there is none
+    rate: float | None  # highest passing rate below the lowest failing one; None: nothing is known to pass
     failing_rate: float | None  # the lowest failing rate
     attainment: float | None  # measured at `rate`
     num_offered: int  # at `rate`
@@ -89,30 +90,42 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class TargetAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Max goodput at one target.
 
-    `ci_low` and `ci_high`: 95 % by Student's t over seeds, from the passing rates downwards and from the
-    failing rates upwards, so the width of the brackets is in it. None with fewer than two seeds; `ci_high`
-    also where a seed has no failing rate.
+    All figures are over the seeds that were searched; the others are listed with the end `not_searched`.
+
+    `rate`: mean of the passing rates, of the seeds that have one; None where no rate has passed yet.
+    `is_lower_bound`: not every seed of that mean was searched to its end, so it may well be higher.
+
+    `bracket_low`, `bracket_high`: from the lowest passing to the highest failing rate of the seeds. Of one
+    seed: its highest passing and its lowest failing rate. `bracket_high` is None where a seed has not failed.
+
+    `ci_low`, `ci_high`: 95 % interval of the mean over seeds, None with fewer than three of them or where one
+    did not end `found`. It is the bracket from the mean passing to the mean failing rate, widened at each end
+    by t · s / √n, where s is the deviation of those rates over the n seeds and t is Student's quantile (4.3
+    for three seeds). With few seeds it may thus reach beyond rates that failed: it says how well the mean is
+    known, the bracket says what was seen.
     """
 
     target: float
-    rate: float  # mean over seeds
+    rate: float | None
+    is_lower_bound: bool
+    num_seeds_searched: int
+    bracket_low: float | None
+    bracket_high: float | None
     ci_low: float | None
     ci_high: float | None
     attainment_low: float | None  # Wilson 95 % of the attainment pooled over seeds, each at its own answer
     attainment_high: float | None
     seeds: tuple[SeedAnswer, ...]
     is_converged: bool  # every seed ended FOUND
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # of this target; what holds for all of them is in the search's notes
 
 
 def seed_notes(
     target: float, seeds: Sequence[SeedAnswer], settings: SearchSettings, num_probes: int
-) -> list[str]:
-    """One sentence for each seed whose answer is not simply a rate found, and one for too few seeds."""
-    notes = [_note(one, target, settings, num_probes) for one in seeds if one.end is not End.FOUND]
-    if len(settings.seeds) < MIN_SEEDS:
-        notes.append(f"{len(settings.seeds)} seed(s): an interval to rely on needs {MIN_SEEDS} or more.")
-    return notes
+) -> tuple[str, ...]:
+    """One sentence for each searched seed whose answer is not simply a rate found."""
+    told = (one for one in seeds if one.end not in (End.FOUND, End.NOT_SEARCHED))
+    return tuple(_note(one, target, settings, num_probes) for one in told)
 
 
 def _note(one: SeedAnswer, target: float, settings: SearchSettings, num_probes: int) -> str:
@@ -126,8 +139,9 @@ def _note(one: SeedAnswer, target: float, settings: SearchSettings, num_probes: 
             f"Seed {one.seed}: the highest rate allowed, {settings.max_rate:g} req/s, reached {target:.0%}; "
             "the true rate may be higher."
         )
-    failed = "none failed" if one.failing_rate is None else f"{one.failing_rate:g} req/s failed"
+    passed = "no rate has" if one.rate is None else f"{one.rate:.4g} req/s"
+    failed = "none failed" if one.failing_rate is None else f"{one.failing_rate:.4g} req/s failed"
     return (
         f"Seed {one.seed}: the search stopped after {num_probes} of at most {settings.max_probes} probes; "
-        f"so far {one.rate:g} req/s passed and {failed}."
+        f"so far {passed} passed and {failed}."
     )

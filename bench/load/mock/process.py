@@ -17,14 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 
 from bench.load.client.process import new_loop, raise_file_limit
 from bench.load.client.target import Target, call, parse_target
-from bench.load.mock.script import Script, read_script
+from bench.load.mock.script import Script, field_help, read_script
 from bench.load.mock.server import MockServer, MockSettings, Truth
 from cluster.errors import BatonError, ConfigError
 
@@ -141,23 +141,20 @@ def _print_url(url: str) -> None:
     print(orjson.dumps({"url": url}).decode(), flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.load.mock.process", description="scripted mock server"
-    )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--script", default="{}", help="JSON of the default script")
-    parser.add_argument("--capacity", type=int, help="requests served at once")
-    parser.add_argument("--settings", help="JSON of all settings; replaces --script and --capacity")
-    parser.add_argument("--core", type=int, help="pin to this core")
-    parser.add_argument("--with-stdin", action="store_true", help="end when stdin ends")
+EXAMPLE = """example: the first token after 200 ms, then one every 20 ms, at most 8 requests at once
+  baton bench mock --port 8001 --capacity 8 --script '{"ttft_s": 0.2, "itl_s": 0.02}'
+One request's own script, over the default: the field `mock` of its body
+  baton bench run --url http://127.0.0.1:8001 --extra-body '{"mock": {"stall_after": 5}}' ..."""
+
+
+def main(arguments: list[str] | None = None, program: str = "python -m bench.load.mock.process") -> int:
+    parser = _parser(program)
     options = parser.parse_args(arguments)
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
     try:
         if options.settings is not None:
-            settings = msgspec.json.decode(options.settings, type=MockSettings)
+            settings = _read_settings(options.settings)
         else:
             script: Script = read_script(options.script)
             settings = MockSettings(script=script, capacity=options.capacity)
@@ -166,6 +163,39 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    fields = "\n".join(f"  {name:19}{text} ({default})" for name, default, text in field_help())
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="An OpenAI-compatible server of scripted timings and faults. It prints its URL as JSON.",
+        epilog=f"fields of a script, and their defaults:\n{fields}\n\n{EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (0: a free one)")
+    parser.add_argument("--script", default="{}", help="JSON object: the script of every request")
+    parser.add_argument("--capacity", type=int, help="requests served at once; the others wait (all)")
+    parser.add_argument("--settings", help="JSON of all settings; replaces --script and --capacity")
+    parser.add_argument("--core", type=int, help="pin to this core")
+    parser.add_argument("--with-stdin", action="store_true", help="end when stdin ends")
+    return parser
+
+
+def _read_settings(text: str) -> MockSettings:
+    """
+    Raises:
+        ConfigError: not JSON, or an unknown or wrong field.
+    """
+    known = MockSettings.__struct_fields__
+    try:
+        unknown = [name for name in msgspec.json.decode(text, type=dict[str, Any]) if name not in known]
+        if not unknown:
+            return msgspec.json.decode(text, type=MockSettings)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the settings cannot be read: {error}") from None
+    raise ConfigError(f"the settings have no `{unknown[0]}`; the fields are {', '.join(known)}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ whitespace parts). Every generated token is the word `" mock"`, so a text's word
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -24,38 +24,66 @@ class ErrorShape(Enum):
     EMPTY = "empty"
 
 
+def _says(text: str) -> msgspec.Meta:
+    """What a field does, for readers and for the mock's `--help`."""
+    return msgspec.Meta(description=text)
+
+
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times in seconds. Counts of `*_after` are tokens sent before it happens."""
 
-    ttft_s: float = 0.0  # from the moment the request is admitted to the first chunk with content
-    itl_s: float | list[float] = 0.0  # between chunks; a list is used from its start again when it ends
-    num_tokens: int | None = None  # None: the request's max_tokens
-    tokens_per_chunk: int = 1
-    role_chunk: bool = True  # chat: a chunk with the role alone, `role_s` after admission
-    role_s: float = 0.0
-    usage: bool = True  # False: none, though asked for
-    usage_error: int = 0  # added to the true completion_tokens
-    continuous_usage: bool = False  # also when not asked for
-    token_ids: bool = False
-    cached_tokens: int | None = None
-    finish_reason: str | None = "length"
-    done_mark: bool = True  # the `[DONE]` at the end
-    timings: dict[str, float | int | str] | None = None
-    error_after: int | None = None  # an error event, then `[DONE]`
-    cut_after: int | None = None  # the connection is closed in the middle of the body
-    reset_after: int | None = None  # the connection is reset
-    end_after: int | None = None  # the body ends in good order, without finish_reason and [DONE]
-    stall_after: int | None = None  # nothing more comes
-    http_status: int = 200
-    error_shape: ErrorShape = ErrorShape.NESTED
-    message: str = "as scripted"
-    heartbeat_s: float | None = None  # comments while the first token is awaited
-    split_bytes: int | None = None  # the body is written in slices of this size
-    line_end: str = "\n"
-    space_after_colon: bool = True
-    framing: str = "chunked"  # "chunked", "close"
-    keep_alive: bool = True
-    label: str = ""  # comes back in the truth
+    ttft_s: Annotated[float, _says("seconds from the admission of the request to the first token")] = 0.0
+    itl_s: Annotated[
+        float | list[float],
+        _says("seconds between chunks; a list is used from its start again when it ends"),
+    ] = 0.0
+    num_tokens: Annotated[int | None, _says("tokens of the answer; null: the request's max_tokens")] = None
+    tokens_per_chunk: Annotated[int, _says("tokens in each chunk")] = 1
+    role_chunk: Annotated[bool, _says("chat: a first chunk with the role alone")] = True
+    role_s: Annotated[float, _says("seconds from admission to that chunk")] = 0.0
+    usage: Annotated[bool, _says("false: no usage, though asked for")] = True
+    usage_error: Annotated[int, _says("added to the true completion_tokens")] = 0
+    continuous_usage: Annotated[bool, _says("usage in every chunk, also when not asked for")] = False
+    token_ids: Annotated[bool, _says("token ids in every chunk")] = False
+    cached_tokens: Annotated[int | None, _says("cached prompt tokens that usage tells of")] = None
+    finish_reason: Annotated[str | None, _says("of the last chunk; null: none")] = "length"
+    done_mark: Annotated[bool, _says("[DONE] at the end")] = True
+    timings: Annotated[
+        dict[str, float | int | str] | None, _says("object that comes back as timings in the last chunk")
+    ] = None
+    error_after: Annotated[int | None, _says("after so many tokens an error event, then [DONE]")] = None
+    cut_after: Annotated[int | None, _says("after so many tokens the connection is closed")] = None
+    reset_after: Annotated[int | None, _says("after so many tokens the connection is reset")] = None
+    end_after: Annotated[
+        int | None,
+        _says("after so many tokens the body ends in good order, without finish_reason and [DONE]"),
+    ] = None
+    stall_after: Annotated[int | None, _says("after so many tokens nothing more comes")] = None
+    http_status: Annotated[int, _says("other than 200: the request is refused with it, after ttft_s")] = 200
+    error_shape: Annotated[
+        ErrorShape, _says("body of a refusal: nested ({error: {message}}), flat, text or empty")
+    ] = ErrorShape.NESTED
+    message: Annotated[str, _says("of errors and refusals")] = "as scripted"
+    heartbeat_s: Annotated[
+        float | None, _says("seconds between comments while the first token is awaited; null: none")
+    ] = None
+    split_bytes: Annotated[int | None, _says("the body is written in slices of so many bytes")] = None
+    line_end: Annotated[str, _says("of the event stream's lines")] = "\n"
+    space_after_colon: Annotated[bool, _says("of the event stream's fields")] = True
+    framing: Annotated[str, _says("of the body: chunked, or close (ends with the connection)")] = "chunked"
+    keep_alive: Annotated[bool, _says("the connection may be used again")] = True
+    label: Annotated[str, _says("comes back in /mock/truth")] = ""
+
+
+def field_help() -> list[tuple[str, str, str]]:
+    """(name, default, what it does) of each field of a script."""
+    hints = get_type_hints(Script, include_extras=True)
+    told = []
+    for field in msgspec.structs.fields(Script):
+        [meta] = [one for one in hints[field.name].__metadata__ if isinstance(one, msgspec.Meta)]
+        default = msgspec.json.encode(field.default).decode()
+        told.append((field.name, default, meta.description or ""))
+    return told
 
 
 class Call(NamedTuple):
@@ -79,7 +107,7 @@ def read_call(body: dict[str, Any], is_chat: bool, default: Script) -> Call:
     try:
         script = msgspec.convert(msgspec.to_builtins(default) | field, Script)
     except (msgspec.ValidationError, TypeError) as error:
-        raise InvalidRequest(f"the mock's script cannot be read: {error}", param="mock") from None
+        raise InvalidRequest(f"the mock's script cannot be read: {_why(error)}", param="mock") from None
     prompt = body.get("messages" if is_chat else "prompt")
     if not prompt:
         raise InvalidRequest("no prompt", param="messages" if is_chat else "prompt")
@@ -116,4 +144,10 @@ def read_script(text: str) -> Script:
     try:
         return msgspec.json.decode(text.encode(), type=Script)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"the script `{text}` cannot be read: {error}") from None
+        raise ConfigError(f"the script `{text}` cannot be read: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    """What is wrong; where a field is unknown, with those that are known."""
+    known = f"; the fields are {', '.join(Script.__struct_fields__)}" if "unknown field" in str(error) else ""
+    return f"{error}{known}"

@@ -132,9 +132,10 @@ def schedule(arrival: Arrival, num_requests: int | None, duration_s: float | Non
     if duration_s is not None and not 0 < duration_s < math.inf:
         raise ConfigError(f"A duration of {duration_s:g} s cannot be planned: use a time above 0.")
     if arrival.kind in ("burst", "closed-loop"):
-        if num_requests is None:
+        if num_requests is None or duration_s is not None:
             raise ConfigError(
-                f"A {arrival.kind} run needs a number of requests: a duration does not tell how many."
+                f"How many requests a {arrival.kind} run gets done in a duration is not known before: give "
+                "--requests N, and no --duration."
             )
         return [0.0] * num_requests
     assert arrival.kind != "trace", "a trace brings its own times: `replay.select`"

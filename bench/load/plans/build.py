@@ -98,6 +98,16 @@ def build_plan(settings: PlanSettings, server: TokenizeClient | None) -> Plan:
     )
 
 
+def check_plan(settings: PlanSettings, server: TokenizeClient | None) -> None:
+    """Everything of `build_plan` except writing the prompts, to know early whether it will work.
+
+    Raises:
+        BatonError: as `build_plan`.
+    """
+    check_settings(settings, has_server=server is not None)
+    _offer(settings, server, _writer(settings, server))
+
+
 def _with_seed(arrival: Arrival, seed: int) -> Arrival:
     """Arrivals that draw nothing are told with the plan's seed, which decided everything else."""
     if arrival.kind in ("constant", "burst", "closed-loop", "trace"):

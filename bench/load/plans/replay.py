@@ -7,6 +7,7 @@
    times the duration rows are taken, and the speed-up is R over their own mean rate (rows less one over the
    time from first to last): the trace's rhythm at exactly the mean rate R.
 5. With other arrivals the schedule gives the times, and the rows follow one another.
+6. Without a limit all rows from the first one on are offered.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def select(trace: Trace, workload: TraceReplay, settings: PlanSettings) -> Selec
     if arrival.kind != "trace":
         if workload.speed_up != 1.0:
             raise ConfigError(
-                "A speed-up changes the trace's own timestamps: use trace arrivals, or leave it out."
+                f"--speed-up changes the trace's own timestamps, which {arrival.kind} arrivals do not use: "
+                "leave --speed-up or the other arrival out."
             )
-        times_s = schedule(arrival, settings.num_requests, settings.duration_s)
+        times_s = schedule(arrival, _limit(rows, workload, settings), settings.duration_s)
         start = _start(rows, workload, settings, last_start=len(rows) - len(times_s))
         taken = rows[start : start + len(times_s)]
         _check_enough(trace, len(taken), len(times_s))
@@ -81,6 +83,9 @@ def _fitting(
         "num_rows_empty": trace.num_empty,
         "num_rows_oversize_skipped": len(trace.rows) - len(rows),
         "num_rows_oversize_clamped": num_clamped,
+        "block_tokens_scaled": workload.block_tokens / workload.scale
+        if any(row.hash_ids for row in rows)
+        else None,
         "rows_were_sorted": trace.was_sorted,
         "unknown_fields": list(trace.unknown_fields),
     }
@@ -98,7 +103,8 @@ def _at_own_times(
     if rate is not None:
         if native_rate is None:
             raise ConfigError(
-                f"The rows taken from {trace.path} all have one timestamp, so no speed-up gives them a rate."
+                f"The rows taken from {trace.path} all have one timestamp, so no speed-up gives them a "
+                "mean rate: use --arrival poisson with the --rate."
             )
         speed_up = rate / native_rate
     elif native_rate is not None:
@@ -122,7 +128,9 @@ def _window(
     num, duration_s, rate = settings.num_requests, settings.duration_s, settings.arrival.rate
     if rate is not None:
         if workload.speed_up != 1.0:
-            raise ConfigError("A rate and a speed-up both set the pace of trace arrivals: give one of them.")
+            raise ConfigError(
+                "--rate and --speed-up both set the pace of a trace's arrivals: give one of them."
+            )
         by_time = math.inf if duration_s is None else round(rate * duration_s)
         num = min(len(rows) if num is None else num, int(min(by_time, len(rows) + 1)))
         if num < 2:
@@ -140,6 +148,13 @@ def _window(
         end_s = window[0].time_s + window_s
         window = window[: bisect_left(window, end_s, key=lambda row: row.time_s)]
     return window
+
+
+def _limit(rows: list[TraceRow], workload: TraceReplay, settings: PlanSettings) -> int | None:
+    """How many rows other arrivals may take: without any limit, all from the first one on."""
+    if settings.num_requests is not None or settings.duration_s is not None:
+        return settings.num_requests
+    return len(rows) - _start(rows, workload, settings, last_start=0)
 
 
 def _start(rows: list[TraceRow], workload: TraceReplay, settings: PlanSettings, last_start: int) -> int:

@@ -69,10 +69,18 @@ WORDS = (
 
 
 def error_table(run: ReportRun) -> Markup:
-    """Failures by kind and message, most frequent first."""
-    kinds = Counter(_errors(run))
-    if not kinds:
-        return element("p", "note", "No request failed.")
+    """Failures by kind and message, most frequent first; then what was never sent, which is no failure of the
+    server."""
+    all_kinds = Counter(_errors(run))
+    failed = Counter({kind: num for kind, num in all_kinds.items() if kind[0] != Status.SKIPPED.value})
+    unsent = Counter({kind: num for kind, num in all_kinds.items() if kind[0] == Status.SKIPPED.value})
+    parts = [_kinds_table(failed) if failed else element("p", "note", "No request that was sent failed.")]
+    if unsent:
+        parts += [tag("h3", None, f"Never sent: {sum(unsent.values()):,} requests"), _kinds_table(unsent)]
+    return join(parts)
+
+
+def _kinds_table(kinds: Counter[tuple[str, str, str]]) -> Markup:
     shown = kinds.most_common(MAX_ERRORS)
     rows = [
         [

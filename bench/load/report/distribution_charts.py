@@ -21,15 +21,17 @@ from bench.load.report.values import (
     Table,
     common_slo,
     measured_span,
-    target_name,
 )
 from bench.load.report.xy import Dot, Series, xy_chart
 
 MAX_CDF_POINTS = 400
+MAX_STEPS = 150  # up to so many values the curve is drawn as the staircase it is
+FLOOR_MS = 0.1  # gaps below it are chunks that one read brought
+_STRETCH = 3.0  # the fastest percent stretches a log axis if its least value is this much below the rest
 MAX_CDF_RUNS = NUM_COLOURS
 _TOLD = (50.0, 90.0, 99.0)
 _TAIL_FROM = 0.95
-_DOMAIN_MS = (1e-3, 1e9)
+_LEAST_MS, _GREATEST_MS = 1e-3, 1e9
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -54,6 +56,32 @@ def cdf_points(values: Floats, limit: int = MAX_CDF_POINTS) -> list[tuple[float,
             np.concatenate([body, np.linspace((num - 1) * _TAIL_FROM, num - 1, tail)]).astype(np.int64)
         )
     return [(float(ordered[rank]), float(rank + 1) * 100.0 / num) for rank in ranks]
+
+
+def cdf_line(values: Floats) -> list[tuple[float, float]]:
+    """What is drawn of sorted values: a step up at each where they are few, else `cdf_points`."""
+    points = cdf_points(values)
+    if len(values) > MAX_STEPS:
+        return points
+    steps: list[tuple[float, float]] = []
+    below = 0.0
+    for x, y in points:
+        steps += [(x, below), (x, y)]
+        below = y
+    return steps
+
+
+def floor_ms(samples: Sequence[Floats]) -> float:
+    """Where the curves begin: at the least value, unless a few very small ones would stretch the log axis.
+
+    Then at the 1st percentile, but not below `FLOOR_MS`; never above a median.
+    """
+    floors = []
+    for values in samples:
+        least, first, median = (float(q) for q in np.percentile(values, (0, 1, 50)))
+        bound = min(max(first, FLOOR_MS), median)
+        floors.append(least if least > 0 and least * _STRETCH >= bound else bound)
+    return max(min(floors), _LEAST_MS)
 
 
 def ttfts_ms(run: ReportRun) -> Floats:
@@ -99,17 +127,18 @@ def _cdf_chart(
     samples = [(name, run, values) for name, run in seen if len(values := reading(run))]
     if not samples:
         return Omitted(title, f"there are no {of_what}")
+    floor = floor_ms([values for _, _, values in samples])
     by_target: dict[str, list[tuple[str, Floats]]] = {}
     for name, run, values in samples:
-        by_target.setdefault(target_name(run.result), []).append((name, values))
+        by_target.setdefault(run.target, []).append((name, values))
     each = max(1, MAX_CDF_RUNS // len(by_target))
     chosen = [evenly(mine, each) for mine in by_target.values()]
     shown = [one for mine in chosen for one in mine]
     if len(by_target) == 1:
-        series = [_cdf_series(*one, colour=i, dash=i, shape=i) for i, one in enumerate(shown)]
+        series = [_cdf_series(*one, floor, colour=i, dash=i, shape=i) for i, one in enumerate(shown)]
     else:
         series = [
-            _cdf_series(*one, colour=i, dash=j, shape=i)
+            _cdf_series(*one, floor, colour=i, dash=j, shape=i)
             for i, mine in enumerate(chosen)
             for j, one in enumerate(mine)
         ]
@@ -125,21 +154,29 @@ def _cdf_chart(
         [name, f"{len(v):,}", *(quantity(float(q)) for q in [*np.percentile(v, _TOLD), v.max()])]
         for name, v in shown
     ]
-    return Figure(
-        title, f"Over {of_what}; points mark p50, p90 and p99.{left_out}", chart, Table(headers, rows)
+    num_below = sum(int(np.count_nonzero(values < floor)) for _, values in shown)
+    clipped = (
+        f" {num_below:,} of {sum(len(values) for _, values in shown):,} lie below {duration(floor / 1e3)} "
+        "and are drawn there."
+        if num_below
+        else ""
     )
+    note = f"Over {of_what}; points mark p50, p90 and p99.{clipped}{left_out}"
+    return Figure(title, note, chart, Table(headers, rows))
 
 
-def _cdf_series(name: str, values: Floats, *, colour: int, dash: int, shape: int) -> Series:
-    line = [(min(max(x, _DOMAIN_MS[0]), _DOMAIN_MS[1]), y) for x, y in cdf_points(values)]
+def _cdf_series(name: str, values: Floats, floor: float, *, colour: int, dash: int, shape: int) -> Series:
+    """Its points lie on the curve; their tips tell the percentiles as every table does, interpolated."""
+
+    def place(x: float) -> float:
+        return min(max(x, floor), _GREATEST_MS)
+
+    on_curve = np.percentile(values, _TOLD, method="inverted_cdf")
     dots = [
-        Dot(
-            max(float(q), _DOMAIN_MS[0]),
-            p,
-            f"{name}: p{p:g} {duration(float(q) / 1e3)} (n = {len(values):,})",
-        )
-        for p, q in zip(_TOLD, np.percentile(values, _TOLD), strict=True)
+        Dot(place(float(x)), p, f"{name}: p{p:g} {duration(float(q) / 1e3)} (n = {len(values):,})")
+        for p, x, q in zip(_TOLD, on_curve, np.percentile(values, _TOLD), strict=True)
     ]
+    line = [(place(x), y) for x, y in cdf_line(values)]
     return Series(name, line=line, dots=dots, colour=colour, dash=dash, shape=shape)
 
 

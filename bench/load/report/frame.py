@@ -29,6 +29,7 @@ class Axis:
     lo: float | None = None
     hi: float | None = None
     is_tight: bool = False  # ends where the data ends, not at a round number
+    is_whole: bool = False  # counts something: no ticks between whole numbers
 
     def scale(self, values: Iterable[float], start_px: float, end_px: float, num_ticks: int) -> Scale:
         """Covers all finite `values`; a log axis without a positive value becomes a linear one."""
@@ -39,7 +40,7 @@ class Axis:
         lo, hi = extent(numbers + fixed) or (0.0, 1.0)
         is_fixed = self.lo is not None and self.hi is not None and lo == self.lo and self.hi == hi
         if (is_fixed or self.is_tight) and lo < hi:
-            return LinearScale(lo, hi, start_px, end_px)
+            return LinearScale(lo, hi, start_px, end_px, self.is_whole)
         return LinearScale.nice(lo, hi, start_px, end_px, num_ticks)
 
 
@@ -120,8 +121,10 @@ class Frame:
         parts: list[Markup] = []
         for mark in marks:
             x = self.x(mark.at)
-            if mark.to is not None:
-                parts.append(rect(x, self.top, self.x(mark.to) - x, self.bottom - self.top, "band"))
+            if mark.to is not None:  # the scale keeps both ends inside the plot
+                end = self.x(mark.to)
+                if end > x:
+                    parts.append(rect(x, self.top, end - x, self.bottom - self.top, "band"))
             else:
                 parts.append(line(x, self.top, x, self.bottom, mark.css))
         return join(parts)
@@ -157,17 +160,23 @@ def make_frame(
     height: float = HEIGHT,
     keys: Sequence[Key] = (),
     end_labels: Sequence[str] = (),
-    left: float = _LEFT,
+    left: float | None = None,
     num_x: int = 7,
     num_y: int = 5,
 ) -> Frame:
-    """Room for the legend above, for labels at line ends to the right, for axes left and below."""
+    """Room for the legend above, for labels at line ends to the right, for axes left and below.
+
+    `left` None: as wide as the longest label of the y axis needs, and no less than all charts have.
+    """
     longest = max((len(label) for label in end_labels), default=0)
     right = width - (_RIGHT if not longest else min(longest * CHAR_PX + 14, width * 0.34))
-    places, num_rows = _legend_places(keys, left - 8, width - 8)
+    edge = _LEFT if left is None else left
+    places, num_rows = _legend_places(keys, edge - 8, width - 8)
     top, bottom = _TOP + num_rows * _LEGEND_ROW, height - _BOTTOM
-    x = x_axis.scale(x_values, left, right, num_x)
     y = y_axis.scale(y_values, bottom, top, num_y)
+    if left is None:
+        left = max(_LEFT, 12 + CHAR_PX * max((len(tick_label(tick)) for tick in y.ticks(num_y)), default=0))
+    x = x_axis.scale(x_values, left, right, num_x)
     return Frame(width, height, x, y, left, right, top, bottom, tuple(places))
 
 

@@ -18,10 +18,11 @@ _KNEE_WORDS = (
 )
 
 
-def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
+def goodput_chart(groups: Sequence[Sweep], load: Load, has_knee: bool = True) -> Block:
     """Good requests per second, what was offered at an open loop, and the knee of each target.
 
-    One target: what was completed too, and a line at the knee. Without SLOs completed requests stand in.
+    One target: what was completed too, and a line at the knee. Without SLOs completed requests stand in. The
+    probes of a search have no knee: its answer is more than that.
     """
     title = f"Goodput {over(load)}"
     has_slos = any(_goodput(run) is not None for sweep in groups for _, run in sweep.points)
@@ -33,32 +34,48 @@ def goodput_chart(groups: Sequence[Sweep], load: Load) -> Block:
         name = kind if is_single else sweep.target
         main = curve(sweep, reading, name, load, "req/s", colour=i, dash=i, shape=i)
         series += [main] if main is not None else []
-        rings += _rings(sweep) if has_slos else []
+        rings += _rings(sweep) if has_slos and has_knee else []
     if not series:
         return Omitted(title, "the result files have neither goodput nor throughput")
-    loads = [at for sweep in groups for at in sweep.loads()]
     if is_single and has_slos:
         done = curve(groups[0], _completed, "completed", load, "req/s", colour="muted", dash=1, shape=0)
         series += [replace(done, dots=(), band=())] if done is not None else []
     if load is Load.RATE:
-        series.append(
-            Series("offered", line=[(end, end) for end in (min(loads), max(loads))], colour="muted", dash=2)
-        )
+        series.append(Series("offered", line=offered_line(groups), colour="muted", dash=2))
     table = means_table(series, load, "req/s")
     if rings:
         series.append(Series("knee", dots=rings, colour="ink", shape=0, is_ring=True))
-    upright = (
-        [Mark(ring.x, f"knee {quantity(ring.x)}", css="ref knee") for ring in rings] if is_single else []
+    knees = [at for sweep in groups if (at := knee(sweep, SHARES[0])) is not None]
+    upright = [
+        Mark(ring.x, f"knee {quantity(at)}", css="ref knee") for at, ring in zip(knees, rings, strict=False)
+    ]
+    chart = xy_chart(
+        title, series, load_axis(load), Axis("req/s", lo=0.0), upright=upright if is_single else []
     )
-    chart = xy_chart(title, series, load_axis(load), Axis("req/s", lo=0.0), upright=upright)
     note = (
         _KNEE_WORDS if has_slos else "No SLOs were set: requests completed per second stand in for goodput."
     )
     if has_slos and not rings:
-        note = (
-            "Requests per second that met every SLO. No knee: fewer than 90 % were good at the lowest load."
-        )
+        note = "Requests per second that met every SLO."
+        if has_knee:
+            note += " No knee: fewer than 90 % were good at the lowest load, or there is one load only."
     return Figure(title, note, chart, table)
+
+
+def offered_line(groups: Sequence[Sweep]) -> list[tuple[float, float]]:
+    """Requests offered per second over the rate at which they were: what goodput is a part of.
+
+    Rates are over the gaps between requests, goodput over the measured time; of short runs with few requests
+    the offered ones per measured time may be the larger, and goodput never lies above that.
+    """
+    found: dict[float, float] = {}
+    for sweep in groups:
+        for at, run in sweep.points:
+            place = sweep.place(at, run)
+            num, seconds = number(run.result, "num_prompts"), number(run.result, "duration")
+            per_s = num / seconds if num is not None and seconds else 0.0
+            found[place] = max(found.get(place, 0.0), place, per_s)
+    return sorted(found.items())
 
 
 def _rings(sweep: Sweep) -> list[Dot]:
@@ -66,9 +83,8 @@ def _rings(sweep: Sweep) -> list[Dot]:
     height = {load: mean for load, mean, _, _ in means(measured(sweep, _goodput))}
     if at is None or at not in height:
         return []
-    return [
-        Dot(at, height[at], f"{sweep.target}: knee at {quantity(at)}, goodput {quantity(height[at])} req/s")
-    ]
+    tip = f"{sweep.target}: knee at {quantity(at)}, goodput {quantity(height[at])} req/s"
+    return [Dot(sweep.mean_place(at), height[at], tip)]
 
 
 def attainment_charts(groups: Sequence[Sweep], load: Load) -> list[Block]:

@@ -1,4 +1,4 @@
-"""The first screen: what was tested and how, whether it may be believed, and the figures that matter."""
+"""The first screen: what was tested and how, and the figures that matter."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from datetime import datetime
 from statistics import fmean
 from typing import Any
 
+from bench.load.records import Status
 from bench.load.report.blocks import element, scrolling, tiles
 from bench.load.report.scales import aligned, duration, quantity
 from bench.load.report.svg import Markup, escape, join, tag
+from bench.load.report.targets import unlike
 from bench.load.report.values import (
     ReportRun,
     in_flight,
     load_name,
     mapping,
+    num_failed,
+    num_unsent,
     number,
     offered_rate,
     percentile,
-    sequence,
-    target_name,
     words,
 )
 
@@ -34,8 +36,14 @@ ARRIVALS = {
 }
 
 
-def page_title(runs: Sequence[ReportRun]) -> str:
-    """Says open or closed loop, how requests arrived, and the load."""
+def page_title(runs: Sequence[ReportRun], is_search: bool = False) -> str:
+    """Says open or closed loop, how requests arrived, and the load; or that it is a search."""
+    if is_search:
+        kinds = dict.fromkeys(words(run.result, "arrival", "kind") or "" for run in runs)
+        rates = [rate for run in runs if (rate := offered_rate(run.result)) is not None]
+        parts = [ARRIVALS.get(kind, kind) for kind in kinds if kind]
+        parts += [f"probes at {_span(rates)} req/s"] if rates else []
+        return "Search for the highest good rate" + (f": {', '.join(parts)}" if parts else "")
     results = [run.result for run in runs]
     held = [in_flight(result) for result in results]
     if not results:
@@ -58,12 +66,13 @@ def _span(values: Sequence[float]) -> str:
     return quantity(lo) if lo == hi else f"{quantity(lo)} to {quantity(hi)}"
 
 
-def lead(runs: Sequence[ReportRun]) -> str:
+def lead(runs: Sequence[ReportRun], is_search: bool = False) -> str:
     """One line below the title: targets, number of runs and requests, dates."""
-    targets = list(dict.fromkeys(target_name(run.result) for run in runs))
+    targets = list(dict.fromkeys(run.target for run in runs))
+    what = "probe" if is_search else "run"
     offered = sum(int(number(run.result, "num_prompts") or 0) for run in runs)
     dates = sorted(date_text(date) for run in runs if (date := words(run.result, "date")) is not None)
-    parts = [" vs ".join(targets), f"{len(runs)} runs" if len(runs) != 1 else "1 run"]
+    parts = [" vs ".join(targets), f"{len(runs)} {what}{'' if len(runs) == 1 else 's'}"]
     parts += [f"{offered:,} requests measured"] if offered else []
     parts += [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"] if dates else []
     return " · ".join(part for part in parts if part)
@@ -77,72 +86,11 @@ def date_text(date: str) -> str:
         return date
 
 
-def banner(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
-    """INVALID with every reason; or unknown; or valid, with the client's own figures."""
-    invalid = [(n, r.result) for n, r in zip(names, runs, strict=True) if r.result.get("valid") is False]
-    unknown = [n for n, r in zip(names, runs, strict=True) if not isinstance(r.result.get("valid"), bool)]
-    incomplete = [n for n, r in zip(names, runs, strict=True) if not _is_complete(r)]
-    notes = [
-        f"{name}: {note}"
-        for name, run in zip(names, runs, strict=True)
-        for note in dict.fromkeys(
-            str(note) for key in ("notes", "cautions") for note in sequence(run.result, key)
-        )
-    ]
-    parts: list[Markup] = []
-    if invalid:
-        of = f" ({len(invalid)} of {len(runs)} runs)" if len(runs) > 1 else ""
-        reasons = [f"{n}: {_reasons(result)}" if len(runs) > 1 else _reasons(result) for n, result in invalid]
-        parts.append(_box("bad", f"INVALID{of}: these figures do not describe the server.", reasons))
-    if incomplete:
-        which = f": {', '.join(incomplete)}" if len(runs) > 1 else ""
-        parts.append(
-            _box("warn", f"INCOMPLETE{which}", ["The run ended before everything planned was offered."])
-        )
-    if unknown:
-        which = f": {', '.join(unknown)}" if len(runs) > 1 else ""
-        parts.append(
-            _box(
-                "warn",
-                f"Validity unknown{which}",
-                ["The result file does not say whether the client kept up."],
-            )
-        )
-    if runs and not parts:
-        parts.append(_box("good", f"Valid. {_client_words(runs)}", []))
-    if notes:
-        parts.append(_box("warn", "Notes", notes))
-    return join(parts)
-
-
-def _is_complete(run: ReportRun) -> bool:
-    return run.result.get("is_complete") is not False and (run.records is None or run.records.is_complete)
-
-
-def _reasons(result: Mapping[str, Any]) -> str:
-    reasons = [str(reason) for reason in sequence(result, "invalid_reasons")]
-    return " ".join(reasons) or "The result file gives no reason."
-
-
-def _client_words(runs: Sequence[ReportRun]) -> str:
-    lags = [lag for run in runs if (lag := number(run.result, "send_lag_ms", "p99")) is not None]
-    cpus = [cpu for run in runs if (cpu := number(run.result, "client_cpu_pct")) is not None]
-    parts = [f"send lag p99 {duration(max(lags) / 1e3)}"] if lags else []
-    parts += [f"busiest client process {quantity(max(cpus))} % of a core"] if cpus else []
-    return f"The client kept up: {', '.join(parts)}." if parts else "The client kept up."
-
-
-def _box(css: str, title: str, items: Sequence[str]) -> Markup:
-    entries = tag("ul", None, *(tag("li", None, item) for item in items)) if items else Markup("")
-    role = "alert" if css == "bad" else "note"
-    return tag("div", {"class": f"banner {css}", "role": role}, tag("strong", None, title), entries)
-
-
 def headline(result: Mapping[str, Any]) -> Markup:
     """The figures of one run as tiles."""
     items: list[tuple[str, str, str]] = []
     share, goodput = number(result, "slo_attainment"), number(result, "request_goodput")
-    offered, failed = number(result, "num_prompts"), number(result, "failed")
+    offered, failed, unsent = number(result, "num_prompts"), num_failed(result), num_unsent(result)
     if goodput is not None:
         items.append(("Goodput", quantity(goodput, "req/s"), _slos(result)))
     if share is not None:
@@ -158,12 +106,28 @@ def headline(result: Mapping[str, Any]) -> Markup:
         total = number(result, "total_token_throughput")
         sub = f"{quantity(total)} with input tokens" if total is not None else "all requests together"
         items.append(("Output", quantity(tokens, "tok/s"), sub))
+    items += _cached_tile(result)
     if failed is not None:
-        kinds = ", ".join(f"{value} {key}" for key, value in mapping(result, "failures").items() if value)
+        kinds = ", ".join(
+            f"{value} {key}"
+            for key, value in mapping(result, "failures").items()
+            if value and key != Status.SKIPPED.value
+        )
         items.append(
             ("Failed", quantity(failed), kinds or f"{quantity(number(result, 'completed') or 0)} completed")
         )
+    if unsent:
+        items.append(("Never sent", quantity(unsent), "an earlier turn failed, or the run was cut short"))
     return tiles(items)
+
+
+def _cached_tile(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Where the server says that it found input tokens in its cache."""
+    cached, total = number(result, "total_cached_tokens"), number(result, "total_input_tokens")
+    if not cached or not total:
+        return []
+    sub = f"{quantity(cached)} of {quantity(total)} input tokens"
+    return [("Cached input", quantity(cached / total * 100, "%"), sub)]
 
 
 def _slos(result: Mapping[str, Any]) -> str:
@@ -172,6 +136,7 @@ def _slos(result: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "requests that met every SLO"
 
 
+_FAILED, _UNSENT = "sent and failed", "never sent"  # counted from the file's failures
 Column = tuple[str, str, str | None, float]  # header, key or metric, percent of a metric, factor
 
 _COLUMNS: tuple[Column, ...] = (
@@ -184,22 +149,26 @@ _COLUMNS: tuple[Column, ...] = (
     ("E2E p50 ms", "e2el", "50", 1.0),
     ("E2E p99 ms", "e2el", "99", 1.0),
     ("output tok/s", "output_throughput", None, 1.0),
-    ("failed", "failed", None, 1.0),
+    ("failed", _FAILED, None, 1.0),
+    ("never sent", _UNSENT, None, 1.0),
 )
 
 
 def runs_table(runs: Sequence[ReportRun]) -> Markup:
-    """One row per run. Where several targets ran at one load, each figure also stands as a ratio to the first
-    target's at that load."""
-    targets = list(dict.fromkeys(target_name(run.result) for run in runs))
+    """One row per run. Where several targets did the same work at one load, each figure also stands as a
+    ratio to the first target's at that load."""
+    targets = list(dict.fromkeys(run.target for run in runs))
     has_targets = len(targets) > 1
+    has_ratios = has_targets and unlike(runs) is None
     columns = [c for c in _COLUMNS if any(_cell(run.result, c) is not None for run in runs)]
-    figures = [_figures(runs, column, targets[0]) for column in columns]
+    if not any(num_unsent(run.result) for run in runs):
+        columns = [c for c in columns if c[1] != _UNSENT]
+    figures = [_figures(runs, column, targets[0] if has_ratios else None) for column in columns]
     headers = [*(["target"] if has_targets else []), "load", "seed", *(c[0] for c in columns), "valid"]
     rows: list[Markup] = []
     for run, *cells in zip(runs, *figures, strict=True):
         seed, valid = number(run.result, "arrival", "seed"), run.result.get("valid")
-        start = [*([target_name(run.result)] if has_targets else []), load_name(run.result)]
+        start = [*([run.target] if has_targets else []), load_name(run.result)]
         start.append("–" if seed is None else f"{seed:.0f}")
         end = "yes" if valid is True else "NO" if valid is False else "?"
         row = [tag("td", None, cell) for cell in (*start, *cells, end)]
@@ -207,26 +176,30 @@ def runs_table(runs: Sequence[ReportRun]) -> Markup:
     head = tag("tr", None, *(tag("th", {"scope": "col"}, header) for header in headers))
     whole = tag("table", None, tag("thead", None, head), tag("tbody", None, *rows))
     note = f"Small figures: ratio to {targets[0]} at the same load (the mean over its seeds)."
-    return element("div", "card", scrolling(whole), *([element("p", "mark", note)] if has_targets else []))
+    return element("div", "card", scrolling(whole), *([element("p", "mark", note)] if has_ratios else []))
 
 
 def _cell(result: Mapping[str, Any], column: Column) -> float | None:
     _, key, percent, factor = column
+    if key in (_FAILED, _UNSENT):
+        count = num_failed(result) if key == _FAILED else num_unsent(result)
+        return None if count is None else float(count)
     value = number(result, key) if percent is None else percentile(result, key, percent)
     return None if value is None else value * factor
 
 
-def _figures(runs: Sequence[ReportRun], column: Column, first_target: str) -> list[Markup]:
-    """A column of the table, each figure of another target with its ratio to the first one's."""
+def _figures(runs: Sequence[ReportRun], column: Column, first_target: str | None) -> list[Markup]:
+    """A column of the table, each figure of another target with its ratio to the first one's, if that is
+    given."""
     values = [_cell(run.result, column) for run in runs]
     bases: dict[str, list[float]] = {}
     for run, value in zip(runs, values, strict=True):
-        if value is not None and target_name(run.result) == first_target:
+        if value is not None and run.target == first_target:
             bases.setdefault(load_name(run.result), []).append(value)
     cells: list[Markup] = []
     for run, value, written in zip(runs, values, aligned(values), strict=True):
         base = bases.get(load_name(run.result))
-        reference = fmean(base) if base and target_name(run.result) != first_target else 0.0
+        reference = fmean(base) if base and run.target != first_target else 0.0
         has_ratio = value is not None and reference > 0
         ratio = (
             element("span", "ratio", f"×{value / reference:.2f}")

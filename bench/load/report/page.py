@@ -15,17 +15,20 @@ import base64
 import hashlib
 from collections.abc import Sequence
 
+from bench.load.report.banner import banner, search_banner
 from bench.load.report.blocks import charts, element, fold, section
 from bench.load.report.details import error_table, glossary, settings
 from bench.load.report.distribution_charts import cdf_charts, evenly, length_charts
 from bench.load.report.frame import Mark
-from bench.load.report.overview import banner, headline, lead, page_title, runs_table
+from bench.load.report.overview import headline, lead, page_title, runs_table
 from bench.load.report.search_charts import search_chart, search_tiles
 from bench.load.report.style import CSS, SCRIPT
 from bench.load.report.svg import Markup, join, tag
 from bench.load.report.sweep_charts import sweep_charts
+from bench.load.report.targets import by_load, tell_apart
 from bench.load.report.time_charts import activity_charts
 from bench.load.report.timeline import timeline_charts
+from bench.load.report.turn_charts import turn_charts
 from bench.load.report.values import Block, Omitted, ReportRun, ReportSearch, measured_span, run_names
 
 MAX_DETAILED_RUNS = 12
@@ -34,25 +37,27 @@ MAX_ROWS_OF_MANY = 100  # of a timeline, where there are several runs
 
 def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = ()) -> str:
     """The page as text, to be written as UTF-8. Equal input gives equal bytes."""
+    runs = tell_apart(runs) if searches else by_load(tell_apart(runs))
     names = run_names(runs)
-    title = page_title(runs)
+    title = page_title(runs, bool(searches))
     sections: list[tuple[str, str, Markup]] = []
     if searches:
         found = join([search_tiles(searches), charts([search_chart(searches)])])
         sections.append(("search", "Highest good rate", found))
     if len(runs) > 1:
-        sections.append(("runs", "Runs", runs_table(runs)))
-        sections.append(("load", "Over load", charts(sweep_charts(runs))))
+        sections.append(("runs", "Probes" if searches else "Runs", runs_table(runs)))
+        sections.append(("load", "Over load", charts(sweep_charts(runs, has_knee=not searches))))
     if runs:
         sections.append(("distributions", "Distributions", charts(cdf_charts(runs, names))))
         sections += _per_run(runs, names)
-        sections.append(("settings", "Settings, environment, seeds", settings(runs, names)))
+        told = fold("All settings", settings(runs, names))
+        sections.append(("settings", "Settings, environment, seeds", told))
     sections.append(("words", "What the words mean", glossary()))
     links = [tag("a", {"href": f"#{anchor}"}, name) for anchor, name, _ in sections]
     head = [
         tag("h1", None, title),
-        element("p", "lead", lead(runs)) if runs else Markup(""),
-        banner(runs, names),
+        element("p", "lead", lead(runs, bool(searches))) if runs else Markup(""),
+        search_banner(searches, runs) if searches else banner(runs, names),
         headline(runs[0].result) if len(runs) == 1 else Markup(""),
         tag("nav", {"aria-label": "Sections"}, *links),
     ]
@@ -68,9 +73,11 @@ def _per_run(runs: Sequence[ReportRun], names: Sequence[str]) -> list[tuple[str,
     """One run: its parts as sections. Several: one fold per run, evenly chosen where there are very many."""
     if len(runs) == 1:
         run, window = runs[0], _window(runs[0])
+        turns = [("turns", "Turns", charts(found))] if (found := turn_charts(run)) else []
         over_time = [*activity_charts(run, window), *timeline_charts(run, window)]
         return [
             ("time", "Over time", charts(over_time)),
+            *turns,
             ("lengths", "Lengths", charts(_lengths(run))),
             ("errors", "Errors", error_table(run)),
         ]
@@ -85,7 +92,8 @@ def _per_run(runs: Sequence[ReportRun], names: Sequence[str]) -> list[tuple[str,
 
 def _all_of(run: ReportRun) -> list[Markup]:
     window = _window(run)
-    blocks = [*activity_charts(run, window), *timeline_charts(run, window, MAX_ROWS_OF_MANY), *_lengths(run)]
+    blocks = [*activity_charts(run, window), *timeline_charts(run, window, MAX_ROWS_OF_MANY)]
+    blocks += [*turn_charts(run), *_lengths(run)]
     return [
         headline(run.result),
         tag("h3", None, "Charts"),

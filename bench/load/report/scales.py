@@ -70,6 +70,7 @@ class LinearScale:
     hi: float
     start_px: float
     end_px: float
+    is_whole: bool = False  # ticks at whole numbers only
 
     @classmethod
     def nice(cls, lo: float, hi: float, start_px: float, end_px: float, num: int = 5) -> LinearScale:
@@ -87,7 +88,8 @@ class LinearScale:
         return self.start_px + share * (self.end_px - self.start_px)
 
     def ticks(self, num: int) -> list[float]:
-        return nice_ticks(self.lo, self.hi, num)
+        ticks = nice_ticks(self.lo, self.hi, num)
+        return [tick for tick in ticks if tick == round(tick)] if self.is_whole else ticks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Runs ordered as sweeps: points of one target at several loads, repeated over seeds.
 
-1. Runs with equal target names are one sweep; their load is the offered rate, or the requests in flight.
+1. Runs of one target are one sweep; their load is the nominal rate, or the requests in flight.
 2. `curve` turns a figure of the result files into a line through the means per load, the points measured,
-   and the spread between seeds.
-3. `knee` names the highest load that still meets the SLOs.
+   and the spread between seeds. A point stands at the rate really offered, if its result says, and its
+   tooltip tells the nominal one; a mean stands at the mean of those.
+3. `knee` names the highest load that still meets the SLOs, if there are two loads or more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bench.load.report.values import (
     is_valid,
     number,
     offered_load,
-    target_name,
+    realised_rate,
 )
 from bench.load.report.xy import Dot, Series
 
@@ -32,10 +33,19 @@ Reading = Callable[[ReportRun], float | None]
 @dataclass(frozen=True, slots=True)
 class Sweep:
     target: str
-    points: Sequence[tuple[float, ReportRun]]  # by load, ascending
+    points: Sequence[tuple[float, ReportRun]]  # by nominal load, ascending
+    load: Load
 
     def loads(self) -> list[float]:
         return sorted({load for load, _ in self.points})
+
+    def place(self, load: float, run: ReportRun) -> float:
+        """Where a run stands on the x axis."""
+        realised = realised_rate(run.result) if self.load is Load.RATE else None
+        return load if realised is None else realised
+
+    def mean_place(self, load: float) -> float:
+        return fmean(self.place(at, run) for at, run in self.points if at == load)
 
 
 def sweeps(runs: Sequence[ReportRun], load: Load) -> list[Sweep]:
@@ -44,12 +54,13 @@ def sweeps(runs: Sequence[ReportRun], load: Load) -> list[Sweep]:
     for run in runs:
         value = offered_load(run.result, load)
         if value is not None:
-            groups.setdefault(target_name(run.result), []).append((value, run))
-    return [Sweep(target, sorted(points, key=lambda p: p[0])) for target, points in groups.items()]
+            groups.setdefault(run.target, []).append((value, run))
+    return [Sweep(target, sorted(points, key=lambda p: p[0]), load) for target, points in groups.items()]
 
 
 def num_loads(groups: Sequence[Sweep]) -> int:
-    return len({load for sweep in groups for load in sweep.loads()})
+    """Of the target with the most."""
+    return max((len(sweep.loads()) for sweep in groups), default=0)
 
 
 def measured(sweep: Sweep, reading: Reading) -> list[tuple[float, float, ReportRun]]:
@@ -82,9 +93,12 @@ def curve(
     has_spread = any(lo < hi for _, _, lo, hi in lines)
     return Series(
         name=name,
-        line=[(at, mean) for at, mean, _, _ in lines],
-        dots=[Dot(at, value, _tip(name, at, value, run, load, unit)) for at, value, run in points],
-        band=[(at, lo, hi) for at, _, lo, hi in lines] if has_spread else (),
+        line=[(sweep.mean_place(at), mean) for at, mean, _, _ in lines],
+        dots=[
+            Dot(sweep.place(at, run), value, _tip(name, at, value, run, load, unit))
+            for at, value, run in points
+        ],
+        band=[(sweep.mean_place(at), lo, hi) for at, _, lo, hi in lines] if has_spread else (),
         colour=colour,
         dash=dash,
         shape=shape,
@@ -93,13 +107,18 @@ def curve(
 
 def _tip(name: str, at: float, value: float, run: ReportRun, load: Load, unit: str) -> str:
     where = f"{quantity(at)} req/s" if load is Load.RATE else f"{quantity(at)} in flight"
+    realised = realised_rate(run.result) if load is Load.RATE else None
+    where += "" if realised is None else f" nominal, {quantity(realised)} offered"
     seed = number(run.result, "arrival", "seed")
     notes = ("" if seed is None else f", seed {seed:.0f}") + ("" if is_valid(run.result) else ", INVALID run")
     return f"{name}: {quantity(value, unit)} at {where}{notes}"
 
 
 def knee(sweep: Sweep, share: float) -> float | None:
-    """The highest load up to which every load measured had a mean attainment of at least `share`."""
+    """The highest load up to which every load measured had a mean attainment of at least `share`; one load
+    alone has no knee."""
+    if len(sweep.loads()) < 2:
+        return None
     best: float | None = None
     for load, mean, _, _ in means(measured(sweep, lambda run: attainment(run.result))):
         if mean < share - 1e-9:
@@ -118,7 +137,7 @@ def load_axis(load: Load) -> Axis:
 
 
 def means_table(series: Sequence[Series], load: Load, unit: str) -> Table:
-    """One row per load, one column per line: the means over seeds."""
+    """One row per place on the x axis, one column per line: the means over seeds."""
     loads = sorted({x for one in series for x, _ in one.line})
     columns = [aligned([dict(one.line).get(at) for at in loads]) for one in series]
     rows = [[quantity(at), *cells] for at, *cells in zip(loads, *columns, strict=True)]

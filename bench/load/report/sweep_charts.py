@@ -19,7 +19,6 @@ from bench.load.report.values import (
     load_name,
     number,
     percentile,
-    target_name,
 )
 from bench.load.report.xy import Dot, Series, xy_chart
 
@@ -37,16 +36,16 @@ PERCENTS_OF_SEVERAL = ("50", "99")  # with several targets
 _LOG_FROM = 30.0  # greatest over least from which an axis is logarithmic
 
 
-def sweep_charts(runs: Sequence[ReportRun]) -> list[Block]:
+def sweep_charts(runs: Sequence[ReportRun], has_knee: bool = True) -> list[Block]:
     """All charts over offered rate, and over requests in flight if runs were closed loop."""
     by_rate, by_flight = sweeps(runs, Load.RATE), sweeps(runs, Load.IN_FLIGHT)
     blocks: list[Block] = []
     for load, groups in ((Load.RATE, by_rate), (Load.IN_FLIGHT, by_flight)):
         if num_loads(groups) >= 2:
             blocks += [latency_chart(groups, load, metric) for metric in LATENCIES]
-            blocks += [goodput_chart(groups, load), *attainment_charts(groups, load)]
+            blocks += [goodput_chart(groups, load, has_knee), *attainment_charts(groups, load)]
     if not blocks:
-        reason = "the runs are at one load only; a sweep over rates draws it"
+        reason = "each target ran at one load only; a sweep over rates draws it"
         titles = (
             "Latency against offered rate",
             "Goodput against offered rate",
@@ -90,7 +89,7 @@ def pareto_chart(runs: Sequence[ReportRun]) -> Block:
         tpot_ms, rate = percentile(run.result, "tpot", "50"), number(run.result, "output_throughput")
         if tpot_ms is not None and tpot_ms > 0 and rate is not None:
             share = rate / (number(run.result, "num_accelerators") or 1.0) if is_per_device else rate
-            groups.setdefault(target_name(run.result), []).append((1e3 / tpot_ms, share, run))
+            groups.setdefault(run.target, []).append((1e3 / tpot_ms, share, run))
     if sum(len(points) for points in groups.values()) < 2:
         return Omitted(title, "it takes two runs with a TPOT and an output rate")
     unit = "tok/s per accelerator" if is_per_device else "tok/s"
@@ -130,7 +129,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _pareto_tip(x: float, y: float, run: ReportRun, unit: str) -> str:
-    where = f"{target_name(run.result)}, {load_name(run.result)}"
+    where = f"{run.target}, {load_name(run.result)}"
     return f"{where}: {quantity(x)} tok/s per user, {quantity(y)} {unit}"
 
 

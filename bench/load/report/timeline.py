@@ -1,6 +1,6 @@
 """The requests of a run as rows: when each was under way, and what its time was spent on.
 
-1. `choose_rows` takes at most so many requests, failed ones first.
+1. `choose_rows` takes at most so many requests, failed ones first. What was never sent has no row.
 2. `timeline_row` lays one out: late sending, then the server's own account if it sent one, else ours.
 3. Two charts show the same rows: on the run's clock (what overlapped), and each from its own scheduled time.
 """
@@ -19,6 +19,7 @@ from bench.load.report.scales import duration, quantity
 from bench.load.report.values import Block, Figure, Omitted, ReportRun, Table
 
 MAX_TIMELINE_ROWS = 200
+STATUS_NAMES = {Status.SKIPPED: "never sent"}
 _MAX_ERROR_CHARS = 160
 
 
@@ -27,7 +28,10 @@ def timeline_charts(run: ReportRun, window: Sequence[Mark], limit: int = MAX_TIM
     titles = ("Timeline of requests", "Each request from its scheduled time")
     if run.records is None or not run.records.records:
         return [Omitted(title, "no per-request records at hand") for title in titles]
-    records = run.records.records
+    records = [record for record in run.records.records if record.status is not Status.SKIPPED]
+    num_unsent = len(run.records.records) - len(records)
+    if not records:
+        return [Omitted(title, f"none of {num_unsent:,} requests was sent") for title in titles]
     shown = choose_rows(records, limit)
     rows = [timeline_row(record) for record in shown]
     note = "One row per request, by scheduled time"
@@ -35,13 +39,15 @@ def timeline_charts(run: ReportRun, window: Sequence[Mark], limit: int = MAX_TIM
         num_failed = sum(record.status is not Status.OK for record in shown)
         of_them = f" ({num_failed:,} of them failed)" if num_failed else ""
         note += f": {len(shown):,} of {len(records):,} drawn, evenly taken{of_them}"
+    if num_unsent:
+        note += f". {num_unsent:,} more were never sent and have no row"
     clock = Axis("seconds since the run's start", lo=0.0, is_tight=True)
     own = "The same rows moved to a common start"
     if any(record.timings for record in shown):
         own += "; queue, prefill, KV transfer and decode are the server's own account, laid out from the send"
     moved = [moved_row(row, record.scheduled_s) for row, record in zip(rows, shown, strict=True)]
-    counts = [(s, sum(record.status is s for record in records)) for s in Status]
-    table = Table(["status", "requests"], [[s.value, f"{n:,}"] for s, n in counts if n])
+    counts = [(s, sum(record.status is s for record in run.records.records)) for s in Status]
+    table = Table(["status", "requests"], [[STATUS_NAMES.get(s, s.value), f"{n:,}"] for s, n in counts if n])
     since = Axis("seconds since the scheduled time", lo=0.0, is_tight=True)
     return [
         Figure(titles[0], note + ".", gantt(titles[0], rows, clock, upright=window), table),

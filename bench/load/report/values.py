@@ -19,10 +19,19 @@ from bench.load.report.svg import Markup
 
 @dataclass(frozen=True, slots=True)
 class ReportRun:
-    """One run: its result file's JSON object, and its requests if they are at hand."""
+    """One run: its result file's JSON object, and its requests if they are at hand.
+
+    Runs of one `target` are points of one sweep. Its name is `target_name`, until `targets.tell_apart` has
+    seen all runs of the page.
+    """
 
     result: Mapping[str, Any]
     records: RunRecord | None = None
+    name: str | None = None
+
+    @property
+    def target(self) -> str:
+        return target_name(self.result) if self.name is None else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +125,29 @@ def offered_rate(result: Mapping[str, Any]) -> float | None:
     return rate if rate is not None and rate > 0 else None
 
 
+def realised_rate(result: Mapping[str, Any]) -> float | None:
+    """Requests per second that the plan really held, if the result says; Poisson arrivals stray from their
+    nominal rate."""
+    rate = number(result, "offered_request_rate")
+    return rate if rate is not None and rate > 0 else None
+
+
 def offered_load(result: Mapping[str, Any], load: Load) -> float | None:
     if load is Load.RATE:
         return offered_rate(result)
     held = in_flight(result)
     return None if held is None else float(held)
+
+
+def num_unsent(result: Mapping[str, Any]) -> int:
+    """Requests of the window that were never sent; they count as offered and as failed in the file."""
+    return int(number(result, "failures", "skipped") or 0)
+
+
+def num_failed(result: Mapping[str, Any]) -> int | None:
+    """Requests that were sent and did not end OK."""
+    value = number(result, "failed")
+    return None if value is None else max(0, int(value) - num_unsent(result))
 
 
 def attainment(result: Mapping[str, Any]) -> float | None:
@@ -146,10 +173,7 @@ def measured_span(result: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def target_name(result: Mapping[str, Any]) -> str:
-    """What was tested, in one name: its label, else backend, model and where it served.
-
-    Runs with equal names are points of one sweep.
-    """
+    """What was tested, in one name: its label, else backend, model and where it served."""
     label = words(result, "label")
     if label is not None:
         return label
@@ -167,10 +191,9 @@ def load_name(result: Mapping[str, Any]) -> str:
 
 def run_names(runs: Sequence[ReportRun]) -> list[str]:
     """A name per run that tells it from the others: load, with target and seed where those differ."""
-    has_targets = len({target_name(run.result) for run in runs}) > 1
+    has_targets = len({run.target for run in runs}) > 1
     bases = [
-        f"{target_name(run.result)} · {load_name(run.result)}" if has_targets else load_name(run.result)
-        for run in runs
+        f"{run.target} · {load_name(run.result)}" if has_targets else load_name(run.result) for run in runs
     ]
     names: list[str] = []
     for base, run in zip(bases, runs, strict=True):
@@ -185,7 +208,12 @@ def run_names(runs: Sequence[ReportRun]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ReportSearch:
-    """A max-goodput search: what was searched, and `search.to_dict` of its end."""
+    """A max-goodput search: where it was made, and `search.to_dict` of its end with what it was made of."""
 
     target: str
     outcome: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Its label, else its backend, else where it was made."""
+        return words(self.outcome, "label") or words(self.outcome, "backend") or self.target

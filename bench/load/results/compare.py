@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from bench.load.results.files import json_safe
+from bench.load.results.likeness import differences, in_words, work_of
 from cluster.errors import ConfigError
 
 
@@ -77,19 +79,19 @@ METRICS: tuple[Metric, ...] = (
 
 # What has to be equal for two runs to be comparable: words for a warning, and where it stands in the result.
 SAME: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
-    ("model", lambda result: result.get("model_id")),
-    ("endpoint", lambda result: result.get("endpoint")),
-    ("workload", lambda result: result.get("workload")),
-    ("trace", lambda result: _pick(result.get("trace"), "sha256", "speedup", "num_rows")),
-    ("arrival seed", lambda result: _get(result, "arrival.seed")),
+    ("the model", lambda result: result.get("model_id")),
+    ("the endpoint", lambda result: result.get("endpoint")),
+    ("the workload", work_of),
+    ("the trace", lambda result: _pick(result.get("trace"), "sha256", "speedup", "num_rows")),
+    ("the arrival seed", lambda result: _get(result, "arrival.seed")),
     (
-        "arrivals",
+        "the arrivals",
         lambda result: _pick(result.get("arrival"), "kind", "rate", "burstiness", "closed_loop", "details"),
     ),
-    ("number of requests", lambda result: _get(result, "window.num_run_offered")),
-    ("SLOs", lambda result: result.get("slos_ms")),
-    ("cores of the server", lambda result: result.get("num_cores")),
-    ("accelerators of the server", lambda result: result.get("num_accelerators")),
+    ("the number of requests", lambda result: _get(result, "window.num_run_offered")),
+    ("the SLOs (ms)", lambda result: result.get("slos_ms")),
+    ("the cores of the server", lambda result: result.get("num_cores")),
+    ("the accelerators of the server", lambda result: result.get("num_accelerators")),
 )
 
 
@@ -154,8 +156,27 @@ def _cell(row: Row, index: int) -> str:
     if value is None:
         return "–"
     if index == 0 or ratio is None:
-        return f"{value:.4g}"
-    return f"{value:.4g}  {ratio:.2f}x {row.verdict(index)}".rstrip()
+        return plain(value)
+    times = ratio_text(ratio)
+    verdict = "" if times == ratio_text(1.0) else row.verdict(index)
+    return f"{plain(value)}  {times}{f' ({verdict})' if verdict else ''}"
+
+
+def plain(value: float) -> str:
+    """Four significant digits without an exponent, thousands with commas: 11,290, 123.4, 0.00012."""
+    size = abs(value)
+    if size >= 1000 or value == 0:
+        return f"{value:,.0f}"
+    decimals = 3 - math.floor(math.log10(size))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def ratio_text(ratio: float) -> str:
+    """The factor to the first run: ×1.50; ×20 from ten on; ×1/20 below a tenth."""
+    if 0 < ratio < 0.1:
+        return f"×1/{plain(round(1 / ratio))}"
+    return f"×{round(ratio):,}" if ratio >= 10 else f"×{ratio:.2f}"
 
 
 def _row(metric: Metric, results: Sequence[Mapping[str, Any]]) -> Row:
@@ -170,11 +191,8 @@ def _differences(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
     for what, read in SAME:
         first = read(results[0])
         for name, result in zip(names[1:], results[1:], strict=True):
-            if read(result) != first:
-                warnings.append(
-                    f"`{name}` had another {what} than `{names[0]}`: "
-                    f"{_short(read(result))} instead of {_short(first)}"
-                )
+            if told := differences(first, read(result)):
+                warnings.append(f"`{names[0]}` and `{name}` differ in {what}: {in_words(told)}")
     return warnings
 
 
@@ -212,8 +230,3 @@ def _pick(value: Any, *keys: str) -> Any:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -27,19 +27,23 @@ from bench.load.figures.summary import Summary
 from bench.load.figures.validity import cpu_share, judge
 from bench.load.plan import Plan
 from bench.load.records import RequestRecord, RunRecord
+from bench.load.results.checks import check_keys, check_requests
 from bench.load.results.files import json_safe, write_atomically
 from bench.load.results.result_keys import (
     counts_keys,
     latencies_keys,
     rates_keys,
+    sent_keys,
     timeslice_row,
     trace_block,
     window_block,
 )
 from bench.load.results.vllm_keys import detailed_arrays, ramp_keys
+from bench.load.results.workload_text import workload_cautions
 from cluster.errors import BatonError
 
 SCHEMA_VERSION = 1
+RUN, SEARCH = "run", "max-goodput"  # kinds of result files
 
 
 def build_result(
@@ -48,6 +52,7 @@ def build_result(
     summary: Summary,
     environment: Mapping[str, Any],
     *,
+    settings: Mapping[str, Any] | None = None,
     label: str | None = None,
     save_detailed: bool = False,
 ) -> dict[str, Any]:
@@ -55,7 +60,8 @@ def build_result(
 
     `environment` is kept whole under its name. Read from it, where present: `backend`, `tokenizer_id`,
     `server` (version, config_hash, topology), and `num_cores` and `num_accelerators`, what the server runs
-    on. `save_detailed` adds vLLM's arrays, one entry per request of the run in plan order.
+    on. `settings` is what was asked for beside the plan. `save_detailed` adds vLLM's arrays, one entry per
+    request of the run in plan order.
     """
     model, backend, rate = (
         plan.shared_body.get("model"),
@@ -65,6 +71,7 @@ def build_result(
     validity = judge(run, summary)
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
+        "kind": RUN,
         "date": datetime.fromtimestamp(run.start_unix_s, UTC).strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai-chat" if "chat" in plan.endpoint else "openai",
         "endpoint": plan.endpoint,
@@ -74,15 +81,16 @@ def build_result(
         "tokenizer_id": environment.get("tokenizer_id", model),
         "valid": validity.valid,
         "invalid_reasons": list(validity.invalid_reasons),
-        "cautions": list(validity.cautions),
+        "cautions": [*validity.cautions, *workload_cautions(plan.workload)],
         "is_complete": run.is_complete,
         "notes": run.notes,
-        "num_prompts": summary.num_offered,
+        **sent_keys(run, summary),
         "request_rate": "inf" if rate is None or math.isinf(rate) else rate,
         "burstiness": plan.arrival.burstiness,
         "max_concurrency": plan.arrival.closed_loop,
         **ramp_keys(plan.arrival, run.start_unix_s),
         "arrival": msgspec.to_builtins(plan.arrival),
+        "settings": dict(settings or {}),
         "workload": plan.workload,
         "trace": trace_block(plan),
         "window": window_block(summary),
@@ -121,7 +129,35 @@ def requests_path(path: Path) -> Path:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result file, checked to be one of ours.
+    """The result file of one run, checked to be one of ours.
+
+    Raises:
+        BatonError: as `read_any`, of a search, or not whole.
+    """
+    result = read_any(path)
+    if result.get("kind", RUN) != RUN:
+        raise BatonError(
+            f"`{path}` is the result of a {result['kind']} search, not of one run: give files of `run` or "
+            "`sweep`"
+        )
+    check_keys(path, result)
+    return result
+
+
+def read_search(path: Path) -> dict[str, Any]:
+    """The result file of a max-goodput search.
+
+    Raises:
+        BatonError: as `read_any`, or it is not whole.
+    """
+    found = read_any(path)
+    if not all(isinstance(found.get(key), list) for key in ("answers", "probes", "runs")):
+        raise BatonError(f"`{path}` is not the whole result of a search; search again")
+    return found
+
+
+def read_any(path: Path) -> dict[str, Any]:
+    """A result file of any kind: its `kind` is `RUN` (or missing, in older files) or `SEARCH`.
 
     Raises:
         BatonError: missing or unreadable, not JSON, not a result, or of another schema version.
@@ -150,7 +186,8 @@ def read_run(path: Path) -> RunRecord | None:
     """The records beside the result file at `path`; None if they were not written.
 
     Raises:
-        BatonError: as `read_result`, or a line of the requests file is not a record; names the line.
+        BatonError: as `read_result`; or a line of the requests file is not a record (names the line), or the
+            requests are of another run.
     """
     result, beside = read_result(path), requests_path(path)
     if not beside.exists():
@@ -171,6 +208,7 @@ def read_run(path: Path) -> RunRecord | None:
     except msgspec.ValidationError as error:
         raise BatonError(f"Result `{path}` does not describe its run: {error}") from error
     run.records = records
+    check_requests(beside, path, result, run)
     return run
 
 
@@ -187,6 +225,7 @@ def _request_row(record: RequestRecord, slos: tuple[Slo, ...], window: Mapping[s
     is_inside = window["is_whole_run"] or window["start_s"] <= record.scheduled_s <= window["end_s"]
     return {
         **msgspec.to_builtins(record),
+        **({} if record.session is None else {"turn": record.turn}),  # the first one too, which is 0
         **msgspec.to_builtins(latency),
         "good": is_good(record.status, met) if slos else None,
         "met": {slo.metric.value: one for slo, one in zip(slos, met, strict=True)},

@@ -12,6 +12,7 @@ from bench.load.figures.summary import Distribution, Summary
 from bench.load.figures.timeslices import Timeslice
 from bench.load.figures.validity import max_send_lag_s
 from bench.load.plan import Plan
+from bench.load.records import RunRecord, Status
 
 
 def trace_block(plan: Plan) -> dict[str, Any] | None:
@@ -36,6 +37,24 @@ def window_block(summary: Summary) -> dict[str, Any]:
         "mean_in_flight": load.mean_in_flight,
         "mean_in_flight_first_half": load.mean_first_half,
         "mean_in_flight_second_half": load.mean_second_half,
+    }
+
+
+def sent_keys(run: RunRecord, summary: Summary) -> dict[str, Any]:
+    """What was planned for the window, and what of it was sent before the run ended or was interrupted.
+
+    `offered_request_rate`: the requests sent, less one, over the time from the first to the last of their
+    scheduled moments: in a chat, each turn is a request.
+    """
+    measured = (record for record in run.records if summary.span.contains(record))
+    sent_s = [record.scheduled_s for record in measured if record.status is not Status.SKIPPED]
+    offering_s = max(sent_s) - min(sent_s) if sent_s else 0.0
+    num_good = None if summary.goodput is None else summary.goodput.num_good
+    return {
+        "num_prompts": summary.num_offered,
+        "num_sent": len(sent_s),
+        "slo_attainment_of_sent": None if num_good is None or not sent_s else num_good / len(sent_s),
+        "offered_request_rate": (len(sent_s) - 1) / offering_s if offering_s > 0 else None,
     }
 
 

@@ -1,50 +1,92 @@
-"""What a person reads when a run or a search is over: a few lines from the result's dict. Pure."""
+"""What a person reads when a run is over: a few lines from the result's dict. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from bench.load.results.workload_text import is_in_chats, left_out
+
 LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("worst gap", "gap"), ("E2E", "e2el"))
 WIDTH = 26
+_PERCENTILE = re.compile(r"p[\d.]+_ttft_ms")
 
 
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
     """The headline figures of one result."""
-    loop = result["max_concurrency"]
-    offered = f"closed loop of {loop}" if loop else f"open loop, {result['request_rate']} req/s"
+    skipped = left_out(result["workload"])
     lines = [
         *verdict_lines(result),
-        row("load", f"{offered} ({result['arrival']['kind']}), seed {result['arrival']['seed']}"),
+        *load_lines(result),
         row("measured", f"{result['window']['rule']}"),
         row(
             "requests",
-            f"{result['num_prompts']} offered, {result['completed']} ok, {result['failed']} failed",
+            f"{result['num_prompts']} planned, {result['num_sent']} sent, {result['completed']} ok, "
+            f"{result['failed']} failed",
         ),
         *error_lines(result),
+        *([] if skipped is None else [row("left out", skipped)]),
         row("tokens", f"{result['total_input_tokens']} in, {result['total_output_tokens']} out"),
+        *cached_lines(result),
         row("throughput", f"{number(result['request_throughput'])} req/s"),
         row("output", f"{number(result['output_throughput'])} tok/s"),
     ]
     if result.get("slos_ms"):
         lines += slo_lines(result)
-    lines.append(f"{'latency (ms)':{WIDTH}}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
-    for title, name in LATENCIES:
-        values = [result.get(f"{kind}_{name}_ms") for kind in ("mean", "median", "p90", "p99")]
-        lines.append(f"{title:>{WIDTH - 2}}  " + "".join(f"{number(value):>10}" for value in values))
-    lag = result["send_lag_ms"]
-    lines.append(
-        row(
-            "client",
-            f"send lag p99 {number(lag['p99'])} ms, CPU {number(result['client_cpu_pct'])} % of a core",
-        )
-    )
+    return [*lines, *latency_lines(result), client_line(result)]
+
+
+def load_lines(result: Mapping[str, Any]) -> list[str]:
+    """What was asked for and, where that is another thing, the rate of requests that came of it."""
+    loop, arrival = result["max_concurrency"], result["arrival"]
+    of_chats = is_in_chats(result["workload"])
+    if loop:
+        offered = f"closed loop of {loop}{' chats' if of_chats else ''}"
+    elif arrival["rate"] is None:
+        offered = f"open loop ({arrival['kind']})"
+    else:
+        unit = "chats/s" if of_chats else "req/s"
+        offered = f"open loop, {arrival['rate']:.4g} {unit} ({arrival['kind']})"
+    if of_chats:
+        num_chats = result["workload"]["num_arrivals"]
+        offered += f", {num_chats} chats of {result['workload']['num_requests']} requests"
+    lines = [row("load", f"{offered}, seed {arrival['seed']}")]
+    if not loop and result["offered_request_rate"] is not None:
+        lines.append(row("offered", f"{result['offered_request_rate']:.4g} req/s"))
     return lines
+
+
+def cached_lines(result: Mapping[str, Any]) -> list[str]:
+    cached, total = result["total_cached_tokens"], result["total_input_tokens"]
+    if not cached or not total:
+        return []
+    return [row("cached", f"{cached} tokens, {percent(cached / total)} of the input")]
+
+
+def latency_lines(result: Mapping[str, Any]) -> list[str]:
+    """A row per figure: mean, median and the percentiles that were asked for, over n samples."""
+    percents = [key[1 : -len("_ttft_ms")] for key in result if _PERCENTILE.fullmatch(key)]
+    columns = [("mean", "mean"), ("p50", "median"), *((f"p{p}", f"p{p}") for p in percents if p != "50")]
+    lines = [f"{'latency (ms)':{WIDTH}}" + "".join(f"{name:>10}" for name, _ in columns) + f"{'n':>10}"]
+    for title, name in LATENCIES:
+        values = [number(result.get(f"{kind}_{name}_ms")) for _, kind in columns]
+        values.append(str(result["num_samples"].get(name, 0)))
+        lines.append(f"{title:>{WIDTH - 2}}  " + "".join(f"{value:>10}" for value in values))
+    return lines
+
+
+def client_line(result: Mapping[str, Any]) -> str:
+    lag, cpu = result["send_lag_ms"]["p99"], result["client_cpu_pct"]
+    sending = "nothing was sent" if lag is None else f"send lag p99 {number(lag)} ms"
+    used = "CPU not measured" if cpu is None else f"CPU {number(cpu)} % of a core"
+    return row("client", f"{sending}, {used}")
 
 
 def verdict_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [] if result["is_complete"] else ["INCOMPLETE: the run was cut short; this is what was measured"]
-    return lines + [f"INVALID: {reason}" for reason in result["invalid_reasons"]]
+    lines += [f"INVALID: {reason}" for reason in result["invalid_reasons"]]
+    return lines + [f"caution: {caution}" for caution in result["cautions"]]
 
 
 def error_lines(result: Mapping[str, Any]) -> list[str]:
@@ -59,24 +101,13 @@ def slo_lines(result: Mapping[str, Any]) -> list[str]:
     bounds = ", ".join(
         f"{name} <= {bound:g} ms: {percent(by_metric[name])}" for name, bound in result["slos_ms"].items()
     )
+    of_sent = ""
+    if result["num_sent"] < result["num_prompts"]:
+        of_sent = f", {percent(result['slo_attainment_of_sent'])} of those sent"
     return [
         row("goodput", f"{number(result['request_goodput'])} req/s, {number(result['token_goodput'])} tok/s"),
-        row("SLO attainment", f"{percent(result['slo_attainment'])} of all offered ({bounds})"),
+        row("SLO attainment", f"{percent(result['slo_attainment'])} of all offered{of_sent} ({bounds})"),
     ]
-
-
-def search_lines(found: Mapping[str, Any]) -> list[str]:
-    """The answers of a max-goodput search."""
-    lines = [] if found["is_complete"] else ["INCOMPLETE: the search was interrupted; this is what it knows"]
-    for answer in found["answers"]:
-        lines.append(
-            f"max goodput at {answer['target']:.0%} attainment: {number(answer['rate'])} req/s "
-            f"(95 % interval {number(answer['ci_low'])} to {number(answer['ci_high'])}, "
-            f"{len(answer['seeds'])} seeds)"
-        )
-        lines += [f"  {note}" for note in answer["notes"]]
-    lines.append(f"{len(found['probes'])} probes of {found['duration_s']:g} s each")
-    return lines
 
 
 def row(title: str, text: str) -> str:

@@ -108,9 +108,10 @@ def test_mean_rates() -> None:
 
 def test_burst_and_closed_loop_start_at_zero() -> None:
     assert schedule(arrivals.burst(), 3, None) == [0, 0, 0]
-    assert schedule(arrivals.closed_loop(8), 3, 60) == [0, 0, 0]
-    with pytest.raises(ConfigError, match="a duration does not tell how many"):
-        schedule(arrivals.closed_loop(8), None, 60)
+    assert schedule(arrivals.closed_loop(8), 3, None) == [0, 0, 0]
+    for num_requests in (None, 3):
+        with pytest.raises(ConfigError, match="give --requests N, and no --duration"):
+            schedule(arrivals.closed_loop(8), num_requests, 60)
 
 
 ARRIVALS = st.sampled_from(

@@ -243,6 +243,13 @@ def test_scaled_prefixes_stay_shared(scale: float) -> None:
     assert shared_tokens(sent[0], sent[2]) == int(512 / scale) or scale >= 512
 
 
+def test_the_size_of_scaled_blocks_is_told() -> None:
+    scaled = msgspec.structs.replace(MOONCAKE, scale=16.0)
+    for workload, tokens in ((MOONCAKE, 512.0), (scaled, 32.0), (AZURE, None)):
+        plan = build_plan(settings(workload=workload, num_requests=1), None)
+        assert plan.workload["block_tokens_scaled"] == tokens
+
+
 def test_tokens_beyond_the_hash_ids_are_the_rows_own(tmp_path: Path) -> None:
     line = '{"timestamp": 0, "input_length": 20, "output_length": 5, "hash_ids": [3]}\n'
     path = tmp_path / "trace.jsonl"
@@ -408,7 +415,10 @@ def test_at_rate() -> None:
         ({"extra_body": {"stream_options": 3}}, "must be an object"),
         ({"workload": msgspec.structs.replace(SHARED, num_groups=0)}, "1 or more groups"),
         ({"workload": msgspec.structs.replace(AZURE, scale=0.0)}, "above 0"),
-        ({"workload": msgspec.structs.replace(AZURE, speed_up=2.0)}, "use trace arrivals"),
+        (
+            {"workload": msgspec.structs.replace(AZURE, speed_up=2.0)},
+            "leave --speed-up or the other arrival out",
+        ),
         ({"workload": msgspec.structs.replace(AZURE, block_tokens=0)}, "stands for nothing"),
         ({"workload": msgspec.structs.replace(AZURE, offset_s=1.0, random_offset=True)}, "give one"),
         (

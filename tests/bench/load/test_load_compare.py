@@ -2,12 +2,23 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench.load.figures.metrics import summarize
 from bench.load.figures.slo import parse_slos
 from bench.load.plan import Arrival
 from bench.load.records import RunRecord
-from bench.load.results.compare import Comparison, Row, as_dict, as_text, compare_results
+from bench.load.results.compare import (
+    Comparison,
+    Row,
+    as_dict,
+    as_text,
+    compare_results,
+    plain,
+    ratio_text,
+)
+from bench.load.results.likeness import differences, in_words
 from bench.load.results.result import build_result
 from cluster.errors import BatonError
 from tests.bench.load.load_values import plan_of, run_of, steady_run
@@ -61,19 +72,60 @@ def test_equal_work_has_no_warnings() -> None:
     ("change", "what"),
     [
         ({"model_id": "other"}, "model"),
-        ({"workload": {"kind": "lognormal"}}, "workload"),
-        ({"slos_ms": {"ttft": 1.0}}, "SLOs"),
+        ({"workload": {**FAST["workload"], "kind": "lognormal"}}, "the workload: kind: fixed → lognormal"),
+        ({"slos_ms": {"ttft": 1.0}}, "the SLOs (ms): ttft: 200.0 → 1.0"),
         ({"num_cores": 64}, "cores"),
         ({"arrival": {**FAST["arrival"], "seed": 8}}, "arrival seed"),
-        ({"arrival": {**FAST["arrival"], "rate": 11.0}}, "arrivals"),
+        ({"arrival": {**FAST["arrival"], "rate": 11.0}}, "the arrivals: rate: 10.0 → 11.0"),
         ({"trace": {"sha256": "aa", "speedup": 1.0, "num_rows": 5}}, "trace"),
         ({"window": {**FAST["window"], "num_run_offered": 5}}, "number of requests"),
     ],
 )
 def test_unlike_runs_warn(change: dict[str, Any], what: str) -> None:
     (warning,) = compare_results([FAST, {**FAST, "label": "other", **change}]).warnings
-    assert f"`other` had another {what}" in warning
-    assert "`fast`" in warning
+    assert warning.startswith("`fast` and `other` differ in the ")
+    assert what in warning
+
+
+def test_what_every_run_draws_anew_is_no_difference() -> None:
+    again = {**FAST, "workload": {**FAST["workload"], "salt": 9, "seed": 4, "num_requests": 3}}
+    assert compare_results([{**FAST, "workload": {**FAST["workload"], "salt": 8}}, again]).warnings == ()
+
+
+def test_differences_are_named_by_path_and_never_read_the_same() -> None:
+    one = {"output": {"tokens": 64, "kind": "fixed"}, "deep": {"text": "x" * 500 + "a"}, "only": 1}
+    other = {"output": {"tokens": 16, "kind": "fixed"}, "deep": {"text": "x" * 500 + "b"}}
+    told = differences(one, other)
+    assert told[0] == "output.tokens: 64 → 16"
+    left, right = told[1].removeprefix("deep.text: ").split(" → ")
+    assert left != right
+    assert max(len(left), len(right)) <= 62
+    assert told[2:] == ["only: 1 → none"]
+    assert differences(5, 7) == ["5 → 7"]
+    assert differences(one, one) == []
+    assert in_words([str(i) for i in range(9)]) == "0, 1, 2, 3, 4, 5, and 3 more"
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_a_cut_difference_is_a_difference(one: str, other: str) -> None:
+    for told in differences({"k": one}, {"k": other}):
+        left, _, right = told.removeprefix("k: ").partition(" → ")
+        assert left != right or " → " in one + other
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(11290, "11,290"), (123.45, "123.5"), (0.000123, "0.000123"), (0.0, "0"), (7.0, "7"), (300.0, "300")],
+)
+def test_numbers_have_no_exponent(value: float, text: str) -> None:
+    assert plain(value) == text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(0.05, "×1/20"), (1.5, "×1.50"), (20.3, "×20"), (0.33, "×0.33"), (0.0, "×0.00")]
+)
+def test_ratios_read_as_factors(ratio: float, text: str) -> None:
+    assert ratio_text(ratio) == text
 
 
 def test_an_invalid_run_warns_with_its_reasons() -> None:
@@ -110,7 +162,7 @@ def test_text_is_an_aligned_table() -> None:
     assert set(rule) == {"-", " "}
     column = header.index("slow")
     (ttft,) = [line for line in lines if line.startswith("TTFT median (ms)")]
-    assert ttft[column:].split() == ["300", "100", "0.33x", "better"]
+    assert ttft[column:].split() == ["300", "100", "×0.33", "(better)"]
     (warning,) = [line for line in lines if line.startswith("warning:")]
     assert len(warning) < 300
 

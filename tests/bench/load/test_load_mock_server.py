@@ -10,6 +10,7 @@ import pytest
 
 from bench.load.client.http_stream import ResponseStream
 from bench.load.mock.answer import Act, answer_steps, end_s
+from bench.load.mock.process import main
 from bench.load.mock.script import Call, Script, count_tokens, read_call, read_script
 from bench.load.mock.server import MockServer, MockSettings
 from bench.load.records import Status
@@ -233,3 +234,21 @@ async def test_a_client_that_leaves_frees_its_place() -> None:
         stream = await waiting
     assert stream.verdict is not None
     assert stream.verdict.status is Status.OK
+
+
+def test_unknown_fields_of_scripts_and_settings_name_those_that_are_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--script", '{"ttft": 1}']) == 2
+    assert "the fields are ttft_s, itl_s" in capsys.readouterr().err
+    assert main(["--settings", '{"capcity": 1}']) == 2
+    assert "no `capcity`; the fields are script, model, capacity" in capsys.readouterr().err
+
+
+def test_help_tells_every_field_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"], "baton bench mock")
+    told = capsys.readouterr().out
+    assert told.startswith("usage: baton bench mock ")
+    assert all(f"\n  {name} " in told for name in Script.__struct_fields__)
+    assert "--extra-body" in told

@@ -9,7 +9,15 @@ import msgspec
 import pytest
 
 from bench.load.client.gather import Progress
-from bench.load.progress import LINE_EVERY_S, LiveProgress, clock, failures, milliseconds, progress_line
+from bench.load.progress import (
+    LINE_EVERY_S,
+    LiveProgress,
+    clock,
+    failures,
+    milliseconds,
+    progress_line,
+    totals_line,
+)
 from bench.load.records import Status
 
 AT = Progress(
@@ -40,8 +48,32 @@ def test_a_line_leaves_out_what_there_is_none_of() -> None:
     start = Progress(
         elapsed_s=0.0, num_planned=5, num_offered=0, num_in_flight=0, num_ended={}, num_output_tokens=0
     )
-    assert progress_line(start) == "0 s, offered 0 of 5, in flight 0, ok 0, 0 tok/s"
+    assert progress_line(start) == "0 s, offered 0 of 5, ok 0, 0 tok/s"
+    assert totals_line(start) == "0 s, offered 0 of 5, ok 0, 0 output tokens"
     assert failures(start) == "0"
+
+
+def test_the_last_line_tells_totals_and_nothing_recent() -> None:
+    end = msgspec.structs.replace(AT, elapsed_s=100.0, num_in_flight=0, recent_tokens_per_s=3.0)
+    stream = io.StringIO()
+    with LiveProgress("demo", stream, is_terminal=False) as live:
+        live.update(end)
+    assert stream.getvalue().splitlines()[-1] == (
+        "demo: ended: 1:40, offered 148 of 2,000, ok 139, failed 3 (timeout 2, refused 1), "
+        "5,000 output tokens, 50 tok/s"
+    )
+
+
+def test_what_was_never_sent_is_no_failure() -> None:
+    cut = msgspec.structs.replace(AT, num_ended={Status.OK: 5, Status.SKIPPED: 7})
+    assert failures(cut) == "0"
+    assert "ok 5, never sent 7, " in progress_line(cut)
+    assert "failed" not in totals_line(cut)
+
+
+def test_the_slow_end_is_told() -> None:
+    tail = msgspec.structs.replace(AT, recent_ttft_p99_s=0.9)
+    assert "TTFT 210 ms, TTFT p99 900 ms, ITL 32.1 ms" in progress_line(tail)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.9, "59 s"), (185, "3:05"), (3729, "1:02:09")])

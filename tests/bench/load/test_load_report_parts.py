@@ -10,12 +10,21 @@ from hypothesis import strategies as st
 
 from bench.load.records import RequestRecord, Status
 from bench.load.report import ReportRun, render_report
-from bench.load.report.distribution_charts import cdf_points, evenly
+from bench.load.report.distribution_charts import (
+    FLOOR_MS,
+    MAX_STEPS,
+    cdf_line,
+    cdf_points,
+    evenly,
+    floor_ms,
+)
+from bench.load.report.frame import CHAR_PX, Axis, make_frame
 from bench.load.report.gantt import Phase, Segment
+from bench.load.report.scales import tick_label
 from bench.load.report.sweep_charts import pareto_front
 from bench.load.report.timeline import choose_rows, moved_row, timeline_row
 from tests.bench.load.report_data import NUM_SLOTS, made_result, make_run
-from tests.bench.load.report_page import check
+from tests.bench.load.report_page import check, titles
 
 
 def test_the_page_stays_small_however_many_requests_there_were() -> None:
@@ -25,7 +34,7 @@ def test_the_page_stays_small_however_many_requests_there_were() -> None:
     assert len(page.encode()) < 600_000
     timeline = next(chart for chart in charts if chart.get("aria-label") == "Timeline of requests")
     assert len(timeline.findall("g")) == 200
-    assert "200 of 4,000 drawn" in page
+    assert "200 of 3,900 drawn" in page
 
 
 def test_failed_requests_come_first_when_rows_are_few() -> None:
@@ -112,3 +121,77 @@ def test_running_never_exceeds_the_servers_slots_in_the_chart() -> None:
     running = [float(value) for value in re.findall(r"s: ([\d.]+) running", page)]
     assert running
     assert 0 < max(running) <= NUM_SLOTS
+
+
+# Distributions and axes
+
+
+def test_few_values_are_drawn_as_the_staircase_they_are() -> None:
+    line = cdf_line(np.array([30.0, 10.0]))
+    assert line == [(10.0, 0.0), (10.0, 50.0), (30.0, 50.0), (30.0, 100.0)]
+    many = np.linspace(1, 2, MAX_STEPS + 1)
+    assert cdf_line(many) == cdf_points(many)
+
+
+def test_a_few_tiny_gaps_do_not_stretch_the_log_axis() -> None:
+    gaps = np.array([0.002] * 2 + [10.0] * 398)
+    assert floor_ms([gaps]) == 10.0
+    bursts = np.array([0.002] * 150 + [10.0] * 250)
+    assert floor_ms([bursts]) == FLOOR_MS
+    assert floor_ms([np.array([0.02, 0.03, 0.02])]) == 0.02
+    assert floor_ms([np.array([50.0, 51.0, 230.0])]) == 50.0
+    run = make_run(5.0, 30, 1)
+    for record in run.records[:2]:
+        record.chunk_times_s[1] = record.chunk_times_s[0] + 2e-6
+    page = render_report([ReportRun(made_result(), run)])
+    check(page)
+    assert re.search(r"\d+ of [\d,]+ lie below [\d.]+ ms and are drawn there", page)
+
+
+def test_long_labels_of_the_y_axis_have_room() -> None:
+    frame = make_frame(Axis("x"), Axis("y", lo=0.0), [0, 1], [0, 900_000])
+    longest = max(len(tick_label(tick)) for tick in frame.y.ticks(5))
+    assert longest >= 7
+    assert frame.left - 8 - longest * CHAR_PX >= 0
+    assert make_frame(Axis("x"), Axis("y"), [0, 1], [0, 1]).left < frame.left
+
+
+# Never sent, turns, caches
+
+
+def test_never_sent_requests_are_told_apart_and_do_not_stretch_the_timeline() -> None:
+    run = make_run(5.0, 20, 1)
+    late = RequestRecord(index=20, scheduled_s=900.0, status=Status.SKIPPED, error="the run was interrupted")
+    run.records.append(late)
+    result = made_result(failed=3, failures={"timeout": 2, "skipped": 1})
+    page = render_report([ReportRun(result, run)])
+    charts = check(page)
+    timeline = next(chart for chart in charts if chart.get("aria-label") == "Timeline of requests")
+    ticks = [float(node.text or "") for node in timeline.iter() if node.get("class") == "tick"]
+    assert max(ticks) < 100
+    assert "1 more were never sent and have no row" in page
+    assert '<dt>Failed</dt><dd><span class="value">2</span>' in page
+    assert '<dt>Never sent</dt><dd><span class="value">1</span>' in page
+    assert "<td>never sent</td><td>1</td>" in page
+
+
+def test_a_chat_has_its_turns_and_cached_share() -> None:
+    run = make_run(5.0, 30, 1)
+    for record in run.records:
+        record.session, record.turn = record.index // 3, record.index % 3
+        record.input_tokens, record.cached_tokens = 100, 40 * record.turn
+    page = render_report([ReportRun(made_result(total_cached_tokens=1200, total_input_tokens=3000), run)])
+    check(page)
+    assert {"TTFT by turn", "Cached share of the input by turn"} <= set(titles(page))
+    assert "turn 3: 80 % cached" in page
+    ticks = re.findall(r'class="tick" text-anchor="middle">(.*?)<', page.split("<b>TTFT by turn</b>")[1])
+    assert ticks[:3] == ["1", "2", "3"]
+    assert '<dt>Cached input</dt><dd><span class="value">40 %</span>' in page
+    for record in run.records:
+        record.cached_tokens = None
+    page = render_report([ReportRun(made_result(), run)])
+    assert "TTFT by turn" in titles(page)
+    assert "Cached" not in page
+    for record in run.records:
+        record.session = None
+    assert "TTFT by turn" not in titles(render_report([ReportRun(made_result(), run)]))

@@ -10,8 +10,10 @@ import pytest
 from bench.load.goodput.search import GoodputSearch, to_dict
 from bench.load.goodput.values import ProbeOutcome, SearchSettings
 from bench.load.report import ReportRun, ReportSearch, render_report
+from bench.load.report.goodput_charts import offered_line
 from bench.load.report.overview import page_title
 from bench.load.report.sweep import knee, sweeps
+from bench.load.report.targets import tell_apart
 from bench.load.report.values import Load, run_names, target_name
 from tests.bench.load.report_data import made_result
 from tests.bench.load.report_page import check, left_out, real_run, titles
@@ -52,7 +54,7 @@ def test_a_sweep_has_the_charts_over_rate() -> None:
 def test_runs_at_one_load_leave_the_charts_over_rate_out() -> None:
     page = render_report(sweep((2,), (0.9,)))
     check(page)
-    assert left_out(page)["Goodput against offered rate"].startswith("the runs are at one load only")
+    assert left_out(page)["Goodput against offered rate"].startswith("each target ran at one load only")
 
 
 def test_runs_without_slos_say_so() -> None:
@@ -147,3 +149,134 @@ def test_a_search_without_an_answer_says_so() -> None:
     check(page)
     assert "no rate passed" in page
     assert left_out(page)["Probes of the search"] == "no probe measured anything"
+
+
+# What is no sweep
+
+
+def test_runs_of_different_work_are_not_joined_and_have_no_knee() -> None:
+    runs = [
+        ReportRun(
+            made_result(
+                workload={"kind": "fixed", "output": {"tokens": tokens}, "salt": tokens},
+                arrival={"kind": "poisson", "seed": 1, "rate": rate},
+            )
+        )
+        for tokens, rate in ((64, 1.0), (16, 2.0))
+    ]
+    page = render_report(runs)
+    check(page)
+    assert "These runs are not one sweep" in page
+    assert "workload.output.tokens: 64 → 16" in page
+    assert ">knee" not in page
+    assert "Goodput against offered rate" not in titles(page)
+    assert "ratio to" not in page
+
+
+@pytest.mark.parametrize(
+    "change", [{"model_id": "other", "label": "l"}, {"slos_ms": {}}, {"endpoint": "/v1/x"}]
+)
+def test_model_slos_and_endpoint_tell_targets_apart(change: dict[str, Any]) -> None:
+    base = made_result(label="l")
+    assert [run.target for run in tell_apart([ReportRun(base), ReportRun({**base, **change})])] == [
+        "l",
+        "l #2",
+    ]
+    again = {**base, "workload": {"salt": 5, "seed": 3, "num_requests": 9}}
+    assert [run.target for run in tell_apart([ReportRun(base), ReportRun(again)])] == ["l", "l"]
+
+
+def test_runs_are_told_in_order_of_their_load() -> None:
+    page = render_report([real_run(rate=rate, num=10) for rate in (16.0, 2.0)])
+    assert re.findall(r'<details class="run"><summary>(.*?)</summary>', page) == ["2 req/s", "16 req/s"]
+
+
+def test_points_stand_at_the_rate_really_offered_and_goodput_is_below_the_offered_line() -> None:
+    runs = [
+        ReportRun(
+            made_result(
+                arrival={"kind": "poisson", "seed": 1, "rate": rate},
+                offered_request_rate=rate * 1.2,
+                request_goodput=rate * 1.25,
+                num_prompts=100,
+                duration=100 / (rate * 1.25),
+            )
+        )
+        for rate in (2.0, 4.0)
+    ]
+    page = render_report(runs)
+    check(page)
+    assert "at 2 req/s nominal, 2.40 offered" in page
+    (one,) = sweeps(runs, Load.RATE)
+    assert [one.mean_place(load) for load in one.loads()] == pytest.approx([2.4, 4.8])
+    offered = dict(offered_line([one]))
+    assert all(offered[one.place(at, run)] >= run.result["request_goodput"] for at, run in one.points)
+
+
+# A search
+
+
+def outcome_of(*probes: tuple[float, float, bool], **changes: Any) -> dict[str, Any]:
+    search = GoodputSearch(SearchSettings(start_rate=probes[0][0], seeds=(0,), targets=(0.9,)))
+    for rate, share, valid in probes:
+        probe = search.next()
+        assert probe is not None
+        assert probe.rate == rate
+        search.report(probe, ProbeOutcome(attainment=share, num_offered=100, valid=valid))
+    return {**to_dict(search), "is_complete": True, **changes}
+
+
+def test_an_invalid_probe_that_was_repeated_does_not_condemn_the_page() -> None:
+    outcome = outcome_of((2.0, 1.0, False), (2.0, 1.0, True), (4.0, 0.1, True))
+    runs = [ReportRun(made_result(valid=valid)) for valid in (False, True, True)]
+    page = render_report(runs, [ReportSearch("http://x", outcome)])
+    check(page)
+    assert "<h1>Search for the highest good rate: Poisson arrivals" in page
+    assert "INVALID:" not in page
+    assert "1 probe was invalid. No answer rests on it." in page
+    assert ">knee" not in page
+
+
+def test_an_answer_that_rests_on_an_invalid_probe_is_invalid() -> None:
+    outcome = outcome_of((2.0, 1.0, True), (4.0, 1.0, False), (4.0, 1.0, False))
+    page = render_report([ReportRun(made_result())], [ReportSearch("http://x", outcome)])
+    check(page)
+    assert "INVALID: an answer rests on probes" in page
+    assert "4 req/s, seed 0" in page
+    assert "≥ 2 req/s" in page
+
+
+def test_an_interrupted_search_says_so_and_how_many_seeds_it_knows() -> None:
+    search = GoodputSearch(SearchSettings(start_rate=2.0, targets=(0.9,)))
+    probe = search.next()
+    assert probe is not None
+    search.report(probe, ProbeOutcome(attainment=1.0, num_offered=10))
+    page = render_report([], [ReportSearch("x", {**to_dict(search), "is_complete": False})])
+    check(page)
+    assert "INCOMPLETE" in page
+    assert "1 of 3 seeds, not converged" in page
+    assert "Not searched, so in no figure: seeds 1, 2." in page
+
+
+def test_a_search_is_named_by_its_label_and_invalid_probes_lie_below_valid_ones() -> None:
+    outcome = outcome_of((2.0, 1.0, False), (2.0, 1.0, True), (4.0, 0.1, True), label="ours", backend="b")
+    page = render_report([], [ReportSearch("http://127.0.0.1:1", outcome)])
+    (chart,) = check(page)
+    assert "http://127.0.0.1:1" not in page
+    assert [node.text for node in chart.iter() if node.get("class") == "key"] == ["ours, invalid", "ours"]
+    dots = [node.tag for node in chart.iter() if node.get("class", "").startswith("dot")]
+    assert dots.index("polygon") < dots.index("circle", 1)  # keys come last
+
+
+def test_a_band_ends_inside_the_plot() -> None:
+    answer = {"target": 0.9, "rate": 2.0, "seeds": [], "ci_low": 1.0, "ci_high": 90.0}
+    outcome = {"answers": [answer], "probes": [{"rate": 2.0, "seed": 0, "attainment": 1.0, "num_offered": 5}]}
+    (chart,) = check(render_report([], [ReportSearch("x", outcome)]))
+    (band,) = [node for node in chart.iter() if node.get("class") == "band"]
+    ticks = [
+        float(node.text or "")
+        for node in chart.iter()
+        if node.get("class") == "tick" and "," not in (node.text or "")
+    ]
+    assert max(ticks) >= 90
+    assert float(band.get("x", "")) + float(band.get("width", "")) < 1160

@@ -270,6 +270,17 @@ def test_request_lines(tmp_path: Path) -> None:
     assert rows[4]["ttft_s"] is None
 
 
+def test_the_first_turn_of_a_chat_says_that_it_is_one(tmp_path: Path) -> None:
+    run = run_of([answer(0.0, [0.1]), answer(1.0, [1.1])])
+    run.records[0].session = 0
+    path = tmp_path / "r.json"
+    write_result(path, result_of(run), run)
+    rows = [orjson.loads(line) for line in requests_path(path).read_bytes().splitlines()]
+    assert rows[0]["turn"] == 0
+    assert "turn" not in rows[1]
+    assert read_run(path) == run
+
+
 def test_no_requests_file_without_records(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     write_result(path, result_of(steady_run()))
@@ -363,3 +374,23 @@ def test_a_result_without_its_run_is_refused(tmp_path: Path) -> None:
     write_result(path, result, run)
     with pytest.raises(BatonError, match="wall_s"):
         read_run(path)
+
+
+def test_a_file_with_a_version_and_nothing_else_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"schema_version": SCHEMA_VERSION}))
+    with pytest.raises(BatonError, match="lacks date, endpoint, model_id") as caught:
+        read_result(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_requests_of_another_run_are_refused(tmp_path: Path) -> None:
+    ours, longer = steady_run(num=3), steady_run(num=4)
+    later = run_of([answer(10 + i, [10 + i + 0.5]) for i in range(3)])
+    path, other = tmp_path / "r.json", tmp_path / "other.json"
+    for strange, why in ((longer, "has 4 requests, but the run of .* offered 3"), (later, "ended after")):
+        write_result(other, result_of(strange), strange)
+        write_result(path, result_of(ours), ours)
+        requests_path(other).replace(requests_path(path))
+        with pytest.raises(BatonError, match=why):
+            read_run(path)

@@ -1,6 +1,7 @@
 import json
 import math
 import random
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -103,8 +104,16 @@ def test_noise_never_loops_and_answers_follow_the_rule(
                 if outcome.valid and outcome.num_offered and (outcome.attainment or 0) >= answer.target
             }
             lowest_failure = min(set(mine) - passed, default=math.inf)
-            assert one.rate == max((rate for rate in passed if rate < lowest_failure), default=0.0)
+            known = 0.0 if one.end is End.NOTHING_PASSED else None
+            assert one.rate == max((rate for rate in passed if rate < lowest_failure), default=known)
             assert (one.failing_rate or math.inf) == lowest_failure
+            assert (one.end is End.NOT_SEARCHED) is (not mine)
+        with_rate = [one.rate for one in answer.seeds if one.rate is not None]
+        assert answer.rate == (pytest.approx(sum(with_rate) / len(with_rate)) if with_rate else None)
+        assert answer.num_seeds_searched == len({probe.seed for probe in last})
+        if answer.ci_high is not None:
+            assert answer.bracket_low is not None
+            assert answer.num_seeds_searched >= 3
     json.dumps(to_dict(search), allow_nan=False)
 
 
@@ -185,7 +194,7 @@ def test_an_invalid_probe_is_repeated_once_and_then_fails() -> None:
     assert len(set(lagging)) * 2 == len(lagging)
     (answer,) = search.answers()
     assert 6.0 / 1.05 <= answer.rate <= 6.0
-    assert any("8 req/s was invalid twice and counts as not passing" in note for note in answer.notes)
+    assert any("8 req/s was invalid twice and counts as not passing" in note for note in search.notes())
 
 
 def test_an_invalid_probe_that_is_valid_the_second_time_counts_by_that() -> None:
@@ -239,9 +248,58 @@ def test_pooled_attainment_at_the_answer() -> None:
 
 
 def test_few_seeds_are_noted() -> None:
-    answers = run_search(settings_of(seeds=(5,)), step_at(3.0)).answers()
-    assert all(answer.ci_low is None and answer.ci_high is None for answer in answers)
-    assert all("3 or more" in answer.notes[-1] for answer in answers)
+    for seeds in ((5,), (5, 6)):
+        search = run_search(settings_of(seeds=seeds), step_at(3.0))
+        for answer in search.answers():
+            assert answer.ci_low is None
+            assert answer.ci_high is None
+            assert answer.notes == ()
+            assert answer.bracket_low == min(one.rate or 0.0 for one in answer.seeds)
+            assert answer.bracket_high == max(one.failing_rate or 0.0 for one in answer.seeds)
+        assert [note for note in search.notes() if "3 or more" in note] == list(search.notes())
+
+
+def test_a_seed_without_a_probe_is_in_no_figure() -> None:
+    """Cut short after one passing probe: the answer is that rate at least, and not a third of it."""
+    search = run_search(settings_of(max_probes=1), step_at(3.0))
+    for answer in search.answers():
+        assert answer.rate == 1.0
+        assert (answer.num_seeds_searched, answer.is_lower_bound, answer.is_converged) == (1, True, False)
+        assert (answer.bracket_low, answer.bracket_high) == (1.0, None)
+        assert [one.end for one in answer.seeds] == [End.UNFINISHED, End.NOT_SEARCHED, End.NOT_SEARCHED]
+        assert [one.rate for one in answer.seeds] == [1.0, None, None]
+    assert search.notes()[0] == "Not searched, so in no figure: seeds 1, 2."
+
+
+def test_a_search_in_which_nothing_passed_yet_has_no_rate() -> None:
+    answer = run_search(settings_of(max_probes=2), step_at(0.1)).answers()[0]
+    assert answer.rate is None
+    assert (answer.bracket_low, answer.bracket_high) == (0.0, 0.5)
+    assert "no rate has passed and 0.5 req/s failed" in answer.notes[0]
+
+
+def test_brackets_that_are_still_wide_give_no_interval() -> None:
+    """The spread of unfinished brackets says nothing about the seeds."""
+    whole = run_search(settings_of(targets=(0.9,)), step_at(3.0))
+    search = run_search(settings_of(targets=(0.9,), max_probes=len(whole.log) - 1), step_at(3.0))
+    (answer,) = search.answers()
+    assert answer.num_seeds_searched == 3
+    assert not answer.is_converged
+    assert (answer.ci_low, answer.ci_high) == (None, None)
+
+
+def test_the_interval_is_the_bracket_widened_for_the_spread_of_the_seeds() -> None:
+    thresholds = {0: 3.0, 1: 3.6, 2: 4.2}
+    (answer,) = run_search(
+        settings_of(targets=(0.9,)), lambda probe: float(probe.rate <= thresholds[probe.seed])
+    ).answers()
+    lows = [one.rate or 0.0 for one in answer.seeds]
+    highs = [one.failing_rate or 0.0 for one in answer.seeds]
+    assert answer.ci_low == pytest.approx(statistics.fmean(lows) - 4.3027 * statistics.stdev(lows) / 3**0.5)
+    assert answer.ci_high == pytest.approx(
+        statistics.fmean(highs) + 4.3027 * statistics.stdev(highs) / 3**0.5
+    )
+    assert (answer.bracket_low, answer.bracket_high) == (min(lows), max(highs))
 
 
 def test_another_probe_than_the_due_one_is_refused() -> None:

@@ -108,6 +108,12 @@ def test_a_server_need_not_have_a_version_or_a_length() -> None:
     with answering(MODELS, reply(b"", b"404 Not Found")) as url:
         info = probe(parse_target(url), model="b")
     assert (info.model, info.version, info.max_model_len) == ("b", None, None)
+    assert info.owned_by is None
+
+
+def test_a_probe_tells_whose_server_it_is() -> None:
+    with answering(reply(b'{"data":[{"id":"a","owned_by":"baton"}]}'), reply(b'{"version":"1"}')) as url:
+        assert probe(parse_target(url)).owned_by == "baton"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import math
 from typing import Any
 
+from bench.peers.compare_peers import too_long
 from bench.peers.outcome import (
     ClosedLoop,
     Goodput,
@@ -130,3 +131,12 @@ def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
 def test_the_table_says_what_share_of_the_limit_was_reached() -> None:
     text = as_markdown([outcome("fast", [run(8, 80.0)], limits_tok_per_s={8: 160.0})], [8], {}, {})
     assert "| 80.0 (80.0–80.0) | 50% |" in text
+
+
+def test_a_loop_that_would_take_too_long_is_left_out_with_its_reason() -> None:
+    assert too_long(run(1, 10.0), 16, 205.0) is None
+    reason = too_long(run(1, 10.0), 16, 204.0)
+    assert reason == "left out: it would take about 205 s at 10.0 tok/s"
+    assert too_long(run(1, 0.0), 1, 204.0) is not None
+    text = as_markdown([outcome("slow", [run(1, 10.0)], skipped={8: reason})], [1, 8], {}, {})
+    assert text.count(reason) == 1

@@ -153,6 +153,7 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
         ),
         no_trace_reason=None,
         goodput_names=frozenset({"rival"}),
+        max_loop_s=200.0,
         out=tmp_path / "out" / "peers",
     )
     peers = [

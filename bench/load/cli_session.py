@@ -1,0 +1,146 @@
+"""One measuring command from its first signal to its exit status.
+
+1. `Session.open` asks the server for its model and context length.
+2. `Session.fit` gives them to the settings; `Session.measure` runs one measurement with the live display.
+3. `uninterrupted` owns the signals of the whole command. Before the first request one ends it at once; after
+   that they only end the run, and what was measured is written whatever else is pressed.
+4. `exit_status` says in a number what the results are worth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Self
+
+import msgspec
+import typer
+
+from bench.load.cli_load import LoadOptions
+from bench.load.cli_screen import note
+from bench.load.client.interrupts import StopSwitch, signals_to
+from bench.load.client.target import Target, parse_target, probe
+from bench.load.plans.build import check_plan
+from bench.load.plans.settings import PlanSettings
+from bench.load.plans.tokenize_client import HttpTokenizeClient
+from bench.load.progress import LiveProgress
+from bench.load.runner import Measurement, RunSettings, describe_environment, measure
+
+OUR_SERVER = "baton"  # `owned_by` of its models
+
+
+class Status(IntEnum):
+    """Exit statuses of measuring commands; 1 is an error, 2 a command line that cannot be parsed."""
+
+    VALID = 0
+    INVALID = 3
+    NOTHING_SUCCEEDED = 4
+    INTERRUPTED = 130
+
+
+EXIT_HELP = (
+    "Exit status: 0 measured and valid; 1 an error, nothing was measured (or the result could not be "
+    "written); 2 not such a command line; 3 measured, but INVALID (the result is written all the same); "
+    "4 measured, but no request succeeded; 130 interrupted (what was measured is written)."
+)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[StopSwitch]:
+    """The signals of one command go to its switch. Before a run has begun they end the command."""
+    switch = StopSwitch()
+
+    def on_signal() -> None:
+        if not switch.was_connected:
+            raise KeyboardInterrupt
+        switch.stop()
+
+    try:
+        with signals_to(on_signal):
+            yield switch
+    except KeyboardInterrupt:
+        note("interrupted before anything was measured")
+        raise typer.Exit(Status.INTERRUPTED) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The server that a command measures, and what it said about itself."""
+
+    target: Target
+    model: str
+    max_model_len: int | None
+    has_timings: bool  # it tells how long each request spent where, when asked
+    environment: dict[str, Any]
+    stop: StopSwitch
+
+    @classmethod
+    def open(cls, given: LoadOptions, stop: StopSwitch) -> Self:
+        """
+        Raises:
+            BatonError: a wrong URL, no server there, or another model.
+        """
+        target = parse_target(given.url, os.environ.get(given.api_key_env) or None)
+        server = probe(target, given.model)
+        return cls(
+            target=target,
+            model=server.model,
+            max_model_len=server.max_model_len,
+            has_timings=server.owned_by == OUR_SERVER,
+            environment=describe_environment(target, server, given.backend, given.cores, given.accelerators),
+            stop=stop,
+        )
+
+    def fit(self, settings: PlanSettings) -> PlanSettings:
+        """The settings for this server. Baton is asked for its timings, unless the extra body says
+        otherwise.
+        """
+        extra = {"timings": True} if self.has_timings else {}
+        return msgspec.structs.replace(
+            settings,
+            model=self.model,
+            max_model_len=settings.max_model_len or self.max_model_len,
+            extra_body=extra | settings.extra_body,
+        )
+
+    def check(self, plans: Sequence[PlanSettings]) -> None:
+        """
+        Raises:
+            BatonError: one of the plans cannot be built.
+        """
+        with HttpTokenizeClient(self.target.url, self.model, self.target.api_key) as tokenizer:
+            for plan in plans:
+                check_plan(plan, tokenizer)
+
+    def measure(self, plan: PlanSettings, settings: RunSettings, title: str | None = None) -> Measurement:
+        """One measurement with a live display; text prompts are counted by the server itself."""
+        shown = f"{self.model} at {self.target.url}" + (f", {title}" if title else "")
+        with (
+            HttpTokenizeClient(self.target.url, self.model, self.target.api_key) as tokenizer,
+            LiveProgress(shown) as live,
+        ):
+            return measure(
+                plan, settings, self.target, self.environment, tokenizer, live.update, stop=self.stop
+            )
+
+
+def exit_status(results: Sequence[Mapping[str, Any]], stop: StopSwitch) -> Status:
+    """What the worst of these results is worth. A signal after the last request cost nothing."""
+    if stop.num_stops and not all(result["is_complete"] for result in results):
+        return Status.INTERRUPTED
+    if not any(result["completed"] for result in results):
+        return Status.NOTHING_SUCCEEDED
+    return Status.VALID if all(result["valid"] for result in results) else Status.INVALID
+
+
+def search_status(found: Mapping[str, Any], stop: StopSwitch) -> Status:
+    """A search is worth what it found: single invalid probes are part of it, and repeated."""
+    if stop.num_stops and not found["is_complete"]:
+        return Status.INTERRUPTED
+    if not any(run["completed"] for run in found["runs"]):
+        return Status.NOTHING_SUCCEEDED
+    is_valid = found["is_complete"] and any(probe["valid"] for probe in found["probes"])
+    return Status.VALID if is_valid else Status.INVALID

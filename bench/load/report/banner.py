@@ -1,0 +1,112 @@
+"""Whether the page may be believed: validity of runs, of a search's answers, and what is no sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.load.report.scales import duration, quantity
+from bench.load.report.svg import Markup, join, tag
+from bench.load.report.targets import unlike
+from bench.load.report.values import ReportRun, ReportSearch, number, sequence
+
+
+def banner(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
+    """INVALID with every reason; or unknown; or valid, with the client's own figures."""
+    named = list(zip(names, runs, strict=True))
+    invalid = [(name, run.result) for name, run in named if run.result.get("valid") is False]
+    unknown = [name for name, run in named if not isinstance(run.result.get("valid"), bool)]
+    incomplete = [name for name, run in named if not _is_complete(run)]
+    parts: list[Markup] = []
+    if invalid:
+        of = f" ({len(invalid)} of {len(runs)} runs)" if len(runs) > 1 else ""
+        reasons = [f"{n}: {_reasons(result)}" if len(runs) > 1 else _reasons(result) for n, result in invalid]
+        parts.append(_box("bad", f"INVALID{of}: these figures do not describe the server.", reasons))
+    if incomplete:
+        which = f": {', '.join(incomplete)}" if len(runs) > 1 else ""
+        why = "The run ended before everything planned was offered."
+        parts.append(_box("warn", f"INCOMPLETE{which}", [why]))
+    if unknown:
+        which = f": {', '.join(unknown)}" if len(runs) > 1 else ""
+        why = "The result file does not say whether the client kept up."
+        parts.append(_box("warn", f"Validity unknown{which}", [why]))
+    if runs and not parts:
+        parts.append(_box("good", f"Valid. {_client_words(runs)}", []))
+    if (how := unlike(runs)) is not None:
+        why = f"They differ in {how}. No line joins them, and their figures are not of the same work."
+        parts.append(_box("warn", "These runs are not one sweep.", [why]))
+    if notes := _notes(named):
+        parts.append(_box("warn", "Notes", notes))
+    return join(parts)
+
+
+def search_banner(searches: Sequence[ReportSearch], runs: Sequence[ReportRun]) -> Markup:
+    """An answer is only as good as the probes that it rests on; others that were invalid do not touch it."""
+    parts: list[Markup] = []
+    used = [text for search in searches for text in _invalid_ends(search)]
+    if used:
+        title = "INVALID: an answer rests on probes that the client could not offer; the server may do more."
+        parts.append(_box("bad", title, used))
+    if any(search.outcome.get("is_complete") is False for search in searches):
+        parts.append(
+            _box("warn", "INCOMPLETE", ["The search was interrupted; its answers are what it knew then."])
+        )
+    if runs and not parts:
+        believed = [run for run in runs if run.result.get("valid") is not False]
+        parts.append(_box("good", f"Valid. {_client_words(believed)}", []))
+    num_invalid = sum(probe.get("valid") is False for search in searches for probe in _probes(search))
+    if num_invalid and not used:
+        were = "1 probe was" if num_invalid == 1 else f"{num_invalid} probes were"
+        parts.append(_box("warn", f"{were} invalid. No answer rests on it.", []))
+    return join(parts)
+
+
+def _invalid_ends(search: ReportSearch) -> list[str]:
+    """The failing rates that end a seed's search and whose last probe was invalid."""
+    last = {(number(probe, "rate"), number(probe, "seed")): probe for probe in _probes(search)}
+    told = []
+    for answer in sequence(search.outcome, "answers"):
+        for one in sequence(answer, "seeds") if isinstance(answer, Mapping) else ():
+            if not isinstance(one, Mapping):
+                continue
+            rate, seed = number(one, "failing_rate"), number(one, "seed")
+            if rate is not None and last.get((rate, seed), {}).get("valid") is False:
+                told.append(f"{search.name}: {quantity(rate)} req/s, seed {quantity(seed or 0)}")
+    return list(dict.fromkeys(told))
+
+
+def _probes(search: ReportSearch) -> list[Mapping[str, Any]]:
+    return [probe for probe in sequence(search.outcome, "probes") if isinstance(probe, Mapping)]
+
+
+def _notes(named: Sequence[tuple[str, ReportRun]]) -> list[str]:
+    return [
+        f"{name}: {note}"
+        for name, run in named
+        for note in dict.fromkeys(
+            str(note) for key in ("notes", "cautions") for note in sequence(run.result, key)
+        )
+    ]
+
+
+def _is_complete(run: ReportRun) -> bool:
+    return run.result.get("is_complete") is not False and (run.records is None or run.records.is_complete)
+
+
+def _reasons(result: Mapping[str, Any]) -> str:
+    reasons = [str(reason) for reason in sequence(result, "invalid_reasons")]
+    return " ".join(reasons) or "The result file gives no reason."
+
+
+def _client_words(runs: Sequence[ReportRun]) -> str:
+    lags = [lag for run in runs if (lag := number(run.result, "send_lag_ms", "p99")) is not None]
+    cpus = [cpu for run in runs if (cpu := number(run.result, "client_cpu_pct")) is not None]
+    parts = [f"send lag p99 {duration(max(lags) / 1e3)}"] if lags else []
+    parts += [f"busiest client process {quantity(max(cpus))} % of a core"] if cpus else []
+    return f"The client kept up: {', '.join(parts)}." if parts else "The client kept up."
+
+
+def _box(css: str, title: str, items: Sequence[str]) -> Markup:
+    entries = tag("ul", None, *(tag("li", None, item) for item in items)) if items else Markup("")
+    role = "alert" if css == "bad" else "note"
+    return tag("div", {"class": f"banner {css}", "role": role}, tag("strong", None, title), entries)

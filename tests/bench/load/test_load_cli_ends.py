@@ -1,0 +1,159 @@
+"""How commands end: exit statuses, signals at the worst moments, outputs that break."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from bench.load import cli, cli_session, runner
+from bench.load.mock.process import MockProcess, running_mock
+
+ROOT = Path(__file__).parents[3]
+LOAD = ("--rate", "8", "--requests", "4", "--output-tokens", "5", "--slo", "ttft=5s")
+
+
+@pytest.fixture(scope="module")
+def mock() -> Iterator[MockProcess]:
+    with running_mock() as running:
+        yield running
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments, terminal_width=200)
+
+
+def three_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [({}, 0), ({"num_tokens": 3}, 3), ({"http_status": 500}, 4)],
+    ids=["valid", "invalid", "nothing succeeded"],
+)
+def test_the_exit_status_says_what_the_result_is_worth(
+    mock: MockProcess, tmp_path: Path, script: dict[str, Any], status: int
+) -> None:
+    out = tmp_path / "result.json"
+    body = json.dumps({"mock": script})
+    result = bench("run", "--url", mock.target.url, *LOAD, "--extra-body", body, "--out", str(out))
+    assert result.exit_code == status, result.output
+    assert json.loads(out.read_text())["num_prompts"] == 4
+
+
+@pytest.mark.parametrize("moment", ["summarize", "write_result", "render_report"])
+def test_signals_after_the_last_request_cost_nothing(
+    mock: MockProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    owner: Any = runner if moment == "summarize" else cli
+    true = getattr(owner, moment)
+
+    def interrupted(*arguments: Any) -> Any:
+        three_signals()
+        return true(*arguments)
+
+    monkeypatch.setattr(owner, moment, interrupted)
+    out, page = tmp_path / "result.json", tmp_path / "page.html"
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    result = bench("run", "--url", mock.target.url, *LOAD, "--out", str(out), "--report", str(page))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert json.loads(out.read_text())["completed"] == 4
+    assert page.exists()
+    now = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert now == handlers
+
+
+def test_a_signal_before_the_first_request_ends_the_command(
+    mock: MockProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal did not end the command")
+
+    monkeypatch.setattr(cli_session, "probe", interrupted)
+    out = tmp_path / "result.json"
+    result = bench("run", "--url", mock.target.url, *LOAD, "--out", str(out))
+    assert result.exit_code == 130
+    assert not out.exists()
+
+
+def test_an_interrupted_sweep_runs_no_further_rate(
+    mock: MockProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = cli.write_result
+
+    def interrupted(*arguments: Any) -> None:
+        true(*arguments)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(cli, "write_result", interrupted)
+    arguments = ("--rates", "40,50,60", "--requests", "3", "--output-tokens", "2")
+    result = bench("sweep", "--url", mock.target.url, *arguments, "--out", str(tmp_path / "s.json"))
+    assert result.exit_code == 130
+    assert json.loads((tmp_path / "s.rate-40.json").read_text())["completed"] == 3
+    assert not (tmp_path / "s.rate-60.json").exists()
+
+
+@pytest.mark.parametrize("how", ["full", "broken pipe", "closed"])
+def test_the_result_outlives_standard_output(mock: MockProcess, tmp_path: Path, how: str) -> None:
+    out = tmp_path / "result.json"
+    command = [sys.executable, "-m", "cluster.cli", "bench", "run", "--url", mock.target.url, *LOAD]
+    if how == "full":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, stdout = os.pipe()
+        os.close(reading)
+    if how == "closed":
+        command = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(
+        [*command, "--out", str(out)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(stdout)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["completed"] == 4
+    if how != "closed":
+        assert "standard output cannot be written" in done.stderr
+
+
+def test_a_result_that_cannot_be_written_is_at_least_printed(
+    mock: MockProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise cli.ConfigError("Cannot write it: No space left on device")
+
+    monkeypatch.setattr(cli, "write_result", full)
+    result = bench("run", "--url", mock.target.url, *LOAD, "--out", str(tmp_path / "r.json"))
+    assert "No space left" in str(result.exception)
+    assert "4 planned, 4 sent, 4 ok" in result.output
+
+
+def test_the_result_tells_what_was_asked(mock: MockProcess, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    arguments = ("--temperature", "0.5", "--allow-stop", "--timeout", "7s", "--extra-body", '{"top_k": 3}')
+    bench("run", "--url", mock.target.url, *LOAD, *arguments, "--out", str(out))
+    asked = json.loads(out.read_text())["settings"]
+    assert asked["temperature"] == 0.5
+    assert asked["ignore_eos"] is False
+    assert asked["timeout_s"] == 7.0
+    assert asked["extra_body"] == {"top_k": 3}  # the mock is no Baton: it is not asked for timings
+    assert asked["prompt_form"] == "ids"
+    assert asked["num_processes"] == 1
+    assert asked["command"]
