@@ -1,6 +1,7 @@
 """Sends what is due and follows every request to its end: one per client process, in one event loop.
 
-1. The alarm rings at the moment the next request is due; it is sent on an idle connection or a fresh one.
+1. The alarm rings at the moment the next request is due; it is sent on an idle connection or a fresh one, a
+   bounded number of requests at a time.
 2. Reads come stamped out of the inbox into the request's `ResponseStream`.
 3. With the verdict the request's record is made; what its end makes due (a slot, a next turn) is sent at
    once.
@@ -30,6 +31,7 @@ from bench.load.client.limits import Limits
 from bench.load.client.offering import Due, Offering
 from bench.load.records import RequestRecord, Status
 
+MAX_SENDS_PER_TURN = 16  # some milliseconds: the answers to the first of many are read between
 STALE_S = 0.05  # a server that closed an idle connection says so within a round trip
 MAX_DRAIN_S = 1.0  # between `[DONE]` and the end of the HTTP message; then the connection is not used again
 
@@ -115,10 +117,13 @@ class LoadClient:
         if not self._is_started or self._is_sending:
             return  # a request that ends at once makes the next one due; the loop below sends that, too
         self._is_sending = True
-        while due := self._offering.take_due(self._seconds(time.perf_counter_ns())):
+        for _ in range(MAX_SENDS_PER_TURN):
+            due = self._offering.take_due(self._seconds(time.perf_counter_ns()))
+            if due is None:
+                break
             self._begin(due)
         self._is_sending = False
-        self._arm()
+        self._arm()  # which rings at once if more is due
 
     def _begin(self, due: Due) -> None:
         job = due.job

@@ -388,6 +388,16 @@ async def test_closed_loop_times_count_from_the_moment_the_slot_was_free(server:
         assert len(at_once) <= 4  # two slots: itself, its neighbour, and whoever meets them at an edge
 
 
+async def test_first_answers_are_read_before_the_last_of_many_requests_is_sent(server: MockServer) -> None:
+    """One process that sends a whole wave first would date its own work to the server."""
+    num = 20 * load_client.MAX_SENDS_PER_TURN
+    requests = [request(index, ttft_s=0.0, max_tokens=1) for index in range(num)]
+    records, _ = await offer(parse_target(server.url), plan(requests))
+    assert {record.status for record in records} == {Status.OK}
+    first_read_s = min(record.headers_s for record in records if record.headers_s is not None)
+    assert first_read_s < max(record.sent_s for record in records if record.sent_s is not None)
+
+
 async def test_a_chat_sends_what_was_said_and_waits_to_think(server: MockServer) -> None:
     requests = [turn(0, 1, 0, "a b c"), turn(1, 1, 1, "d", think_s=0.05), turn(2, 1, 2, "e f")]
     records, _ = await offer(parse_target(server.url), plan(requests, is_chat=True))
