@@ -14,6 +14,8 @@ from cluster.preflight import check_own_packages
 
 check_own_packages()
 
-hypothesis.settings.register_profile("same", derandomize=True)
-hypothesis.settings.register_profile("explore", derandomize=False, max_examples=1000, deadline=None)
+# Time is no property of the code here: a busy machine must not fail an example or its generation.
+_TIMELESS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("same", derandomize=True, **_TIMELESS)
+hypothesis.settings.register_profile("explore", derandomize=False, max_examples=1000, **_TIMELESS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
