@@ -52,6 +52,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--probe-seconds", type=float, default=60.0)
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--max-probes", type=int, default=12, help="per server")
+    made.add_argument(
+        "--tolerance", type=float, default=0.1, help="pass and fail may differ by this share in the end"
+    )
     made.add_argument("--goodput-peers", default="", help="names to search for max goodput (default: all)")
     made.add_argument(
         "--out", type=Path, help="result files, without suffix (default: bench/results/peers-ARCH-DATE)"
@@ -89,6 +92,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
             seeds=tuple(range(options.seeds)),
             targets=(0.9, 0.99),
             max_probes=options.max_probes,
+            tolerance=options.tolerance,
         )
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}: at least one is needed")

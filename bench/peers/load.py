@@ -42,6 +42,7 @@ class TraceLoad:
     seeds: tuple[int, ...]
     targets: tuple[float, ...]
     max_probes: int
+    tolerance: float  # the search ends when pass and fail differ by at most this share
 
 
 def closed_loop_settings(
@@ -98,7 +99,7 @@ def search_goodput(
         targets=load.targets,
         seeds=load.seeds,
         max_probes=load.max_probes,
-        tolerance=0.1,
+        tolerance=load.tolerance,
     )
     how = RunSettings(
         slos=load.slos, window=Window(warmup_s=load.probe_s / 6), timeout_s=max(60.0, load.probe_s)

@@ -150,6 +150,7 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
             seeds=(0,),
             targets=(0.9,),
             max_probes=1,
+            tolerance=0.1,
         ),
         no_trace_reason=None,
         goodput_names=frozenset({"rival"}),
