@@ -70,7 +70,7 @@ def run(given: LoadOptions) -> None:
         finally:
             say(summary_lines(measurement.result))
         say(written)
-    raise typer.Exit(exit_status([measurement.result], stop))
+    raise typer.Exit(exit_status([measurement.result], stop, given.strict))
 
 
 @app.command(cls=HintingCommand, epilog=EXIT_HELP)
@@ -100,7 +100,7 @@ def sweep(given: SweepOptions) -> None:
             if not measurement.run.is_complete:
                 break
         say(_write_report(given.report, measured))
-    raise typer.Exit(exit_status([one.result for one in measured], stop))
+    raise typer.Exit(exit_status([one.result for one in measured], stop, given.strict))
 
 
 @app.command(name="max-goodput", cls=HintingCommand, epilog=EXIT_HELP)
@@ -125,7 +125,7 @@ def max_goodput(given: SearchOptions) -> None:
         finally:
             say(answer_lines(found))
         say(written)
-    raise typer.Exit(search_status(found, stop))
+    raise typer.Exit(search_status(found, stop, given.strict))
 
 
 @app.command()

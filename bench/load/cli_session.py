@@ -35,16 +35,16 @@ OUR_SERVER = "baton"  # `owned_by` of its models
 class Status(IntEnum):
     """Exit statuses of measuring commands; 1 is an error, 2 a command line that cannot be parsed."""
 
-    VALID = 0
+    MEASURED = 0
     INVALID = 3
     NOTHING_SUCCEEDED = 4
     INTERRUPTED = 130
 
 
 EXIT_HELP = (
-    "Exit status: 0 measured and valid; 1 an error, nothing was measured (or the result could not be "
-    "written); 2 not such a command line; 3 measured, but INVALID (the result is written all the same); "
-    "4 measured, but no request succeeded; 130 interrupted (what was measured is written)."
+    "Exit status: 0 measured (valid or not, the result says); 1 an error, nothing was measured or the result "
+    "could not be written; 2 not such a command line; 130 interrupted, what was measured is written. With "
+    "--strict also 3 measured, but INVALID; 4 measured, but no request succeeded."
 )
 
 
@@ -127,20 +127,24 @@ class Session:
             )
 
 
-def exit_status(results: Sequence[Mapping[str, Any]], stop: StopSwitch) -> Status:
+def exit_status(results: Sequence[Mapping[str, Any]], stop: StopSwitch, is_strict: bool) -> Status:
     """What the worst of these results is worth. A signal after the last request cost nothing."""
     if stop.num_stops and not all(result["is_complete"] for result in results):
         return Status.INTERRUPTED
+    if not is_strict:
+        return Status.MEASURED
     if not any(result["completed"] for result in results):
         return Status.NOTHING_SUCCEEDED
-    return Status.VALID if all(result["valid"] for result in results) else Status.INVALID
+    return Status.MEASURED if all(result["valid"] for result in results) else Status.INVALID
 
 
-def search_status(found: Mapping[str, Any], stop: StopSwitch) -> Status:
+def search_status(found: Mapping[str, Any], stop: StopSwitch, is_strict: bool) -> Status:
     """A search is worth what it found: single invalid probes are part of it, and repeated."""
     if stop.num_stops and not found["is_complete"]:
         return Status.INTERRUPTED
+    if not is_strict:
+        return Status.MEASURED
     if not any(run["completed"] for run in found["runs"]):
         return Status.NOTHING_SUCCEEDED
     is_valid = found["is_complete"] and any(probe["valid"] for probe in found["probes"])
-    return Status.VALID if is_valid else Status.INVALID
+    return Status.MEASURED if is_valid else Status.INVALID

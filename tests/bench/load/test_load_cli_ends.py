@@ -41,14 +41,16 @@ def three_signals() -> None:
     [({}, 0), ({"num_tokens": 3}, 3), ({"http_status": 500}, 4)],
     ids=["valid", "invalid", "nothing succeeded"],
 )
-def test_the_exit_status_says_what_the_result_is_worth(
+def test_with_strict_the_exit_status_says_what_the_result_is_worth(
     mock: MockProcess, tmp_path: Path, script: dict[str, Any], status: int
 ) -> None:
     out = tmp_path / "result.json"
     body = json.dumps({"mock": script})
-    result = bench("run", "--url", mock.target.url, *LOAD, "--extra-body", body, "--out", str(out))
+    arguments = ("run", "--url", mock.target.url, *LOAD, "--extra-body", body, "--out", str(out))
+    result = bench(*arguments, "--strict")
     assert result.exit_code == status, result.output
     assert json.loads(out.read_text())["num_prompts"] == 4
+    assert bench(*arguments).exit_code == 0
 
 
 @pytest.mark.parametrize("moment", ["summarize", "write_result", "render_report"])
