@@ -36,24 +36,26 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--model", default="demo", help="as `baton serve --model` takes it")
     made.add_argument("--cache", type=Path, default=Path(cache) / "peers", help="environments, models, logs")
-    made.add_argument("--peers", default="", help="names, separated by commas (default: all; see --list)")
+    made.add_argument(
+        "--peers", default="", help="names, separated by commas (default: the usual ones; see --list)"
+    )
     made.add_argument("--list", action="store_true", help="say what would be measured, and stop")
     made.add_argument("--prepare-only", action="store_true", help="make environments and models, and stop")
     made.add_argument("--rounds", type=int, default=2)
     made.add_argument(
-        "--concurrency", default="1:4,8:16,32:32", help="IN_FLIGHT:REQUESTS, separated by commas"
+        "--concurrency", default="1:3,8:16,32:32", help="IN_FLIGHT:REQUESTS, separated by commas"
     )
     made.add_argument(
-        "--max-loop-seconds", type=float, default=200.0, help="leave out a closed loop that would take longer"
+        "--max-loop-seconds", type=float, default=150.0, help="leave out a closed loop that would take longer"
     )
     made.add_argument("--trace", type=Path, help="trace file for max goodput (default: none, no search)")
     made.add_argument("--scale-lengths", type=float, default=8.0, help="divide the trace's lengths by this")
-    made.add_argument("--slo", default="ttft=5s,tpot=300ms")
-    made.add_argument("--probe-seconds", type=float, default=60.0)
+    made.add_argument("--slo", default="ttft=1s,tpot=100ms")
+    made.add_argument("--probe-seconds", type=float, default=45.0)
     made.add_argument("--seeds", type=int, default=3)
-    made.add_argument("--max-probes", type=int, default=12, help="per server")
+    made.add_argument("--max-probes", type=int, default=9, help="per server")
     made.add_argument(
-        "--tolerance", type=float, default=0.1, help="pass and fail may differ by this share in the end"
+        "--tolerance", type=float, default=0.2, help="pass and fail may differ by this share in the end"
     )
     made.add_argument("--goodput-peers", default="", help="names to search for max goodput (default: all)")
     made.add_argument(
@@ -79,7 +81,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
     )
     cores = tuple(sorted(os.sched_getaffinity(0)))
     peers = all_peers(places, cores)
-    chosen = _chosen("--peers", options.peers, peers)
+    chosen = peers if options.list else _chosen("--peers", options.peers, peers)
     trace = None
     if options.trace is not None:
         if not options.trace.is_file():
@@ -134,7 +136,7 @@ def _chosen(flag: str, text: str, peers: Sequence[Peer]) -> list[Peer]:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"{flag}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    return [peer for peer in peers if not names or peer.name in names]
+    return [peer for peer in peers if (peer.name in names if names else peer.is_usual)]
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -148,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison, peers = comparison_from(options)
         if options.list:
             for peer in peers:
-                print(f"{peer.name}: {peer.title}; {peer.precision}")
+                usual = "" if peer.is_usual else " (only if named)"
+                print(f"{peer.name}: {peer.title}; {peer.precision}{usual}")
             return 0
         if options.prepare_only:
             comparison = dataclasses.replace(comparison, num_rounds=0)

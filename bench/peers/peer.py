@@ -83,6 +83,7 @@ class Peer:
     distributions: tuple[str, ...] = ()
     is_baton: bool = False
     kv_bits: float = 16
+    is_usual: bool = True  # measured when no peers are named
     start_timeout_s: float = 300.0
 
     def command(self, port: int) -> list[str]:

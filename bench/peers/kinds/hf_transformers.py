@@ -44,6 +44,7 @@ def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
             steps=steps,
             python=places.venv_python("transformers"),
             distributions=("transformers", "torch"),
+            is_usual=mode == "continuous",  # one request at a time takes most of an hour here
         )
 
     batching = {
