@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--list", action="store_true", help="say what would be measured, and stop")
     made.add_argument("--prepare-only", action="store_true", help="make environments and models, and stop")
+    made.add_argument("--resume", type=Path, help="JSON file of an earlier comparison to add rounds to")
     made.add_argument("--rounds", type=int, default=2)
     made.add_argument(
         "--concurrency", default="1:3,8:16,32:32", help="IN_FLIGHT:REQUESTS, separated by commas"
@@ -109,6 +110,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
         goodput_names=frozenset(
             peer.name for peer in _chosen("--goodput-peers", options.goodput_peers, peers)
         ),
+        earlier=options.resume,
         max_loop_s=options.max_loop_seconds,
         out=options.out or RESULTS / f"peers-{platform.machine()}-{date}",
     )

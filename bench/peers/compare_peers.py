@@ -4,25 +4,23 @@
 2. Rounds, A/B/A/B: in each, every server in turn is started, warmed up, measured in closed loops and
    stopped, so that a machine that drifts drifts for all.
 3. In the last round, with a trace, each chosen server is searched for its max goodput.
-4. After every server the results so far are written: an interrupt loses one server's figures at most.
+4. After every server the results so far are written: an interrupt loses one server's figures at most, and
+   a later run can add its rounds to them (`earlier`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import orjson
 
-from bench.load.results.files import json_safe, write_atomically
 from bench.load.runner import Measurement
 from bench.machine import Machine
 from bench.peers.limits import most_tokens_per_s
@@ -37,8 +35,8 @@ from bench.peers.load import (
 from bench.peers.outcome import ClosedLoop, PeerOutcome, closed_loop_from_result
 from bench.peers.peer import Peer, Places, why_not
 from bench.peers.prepare import CannotRun, prepare, versions
+from bench.peers.record import Report
 from bench.peers.server import PeerServer, Running
-from bench.peers.table import as_markdown
 from bench.roofline import ModelShape
 
 MOST_WARMUP_REQUESTS = 8
@@ -56,6 +54,7 @@ class Comparison:
     trace: TraceLoad | None
     no_trace_reason: str | None
     goodput_names: frozenset[str]  # peers that are searched for max goodput; empty: all
+    earlier: Path | None  # results that this comparison adds to
     max_loop_s: float  # a closed loop that would take longer is left out, and said so
     out: Path  # without suffix: .json and .md are written
 
@@ -70,8 +69,8 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
     Raises:
         Interrupted: after the results so far were written.
     """
-    outcomes = {peer.name: _outcome(peer) for peer in peers}
-    report = _Report(comparison, machine, outcomes, tell)
+    report = Report(comparison.out, comparison.earlier, _facts(comparison), dataclasses.asdict(machine))
+    outcomes = {peer.name: report.outcome_of(_outcome(peer)) for peer in peers}
     isa = cpu_flags()
     for peer in peers:
         _make_ready(peer, outcomes[peer.name], comparison.places, isa, tell)
@@ -95,7 +94,35 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
                     tell(f"  cannot run: {error}")
                 finally:
                     report.write()
-    return list(outcomes.values())
+    return report.outcomes
+
+
+def _facts(given: Comparison) -> dict[str, str]:
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "system": f"{platform.system()} {platform.release()}",
+        "Baton's commit": _commit(given.places.repository),
+        "cores used by every server (and by the client beside it)": ", ".join(map(str, given.cores)),
+        "model": given.places.model,
+        "closed loop": f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy; "
+        f"{given.num_rounds} round(s), every server started anew in each",
+    }
+    if given.trace is not None:
+        slos = ", ".join(f"{slo.metric.value} {slo.bound_s:g} s" for slo in given.trace.slos)
+        facts["trace"] = (
+            f"{given.trace.path.name}, lengths divided by {given.trace.scale:g}, "
+            f"{given.trace.probe_s:g} s per probe, {len(given.trace.seeds)} seeds; SLOs: {slos}"
+        )
+    return facts
+
+
+def _commit(repository: Path) -> str:
+    command = ["git", "-C", str(repository), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown: not a git checkout"
+    return found.stdout.strip()
 
 
 def cpu_flags() -> frozenset[str]:
@@ -138,7 +165,7 @@ def _make_ready(peer: Peer, outcome: PeerOutcome, places: Places, isa: frozenset
 
 
 def _measure_peer(
-    comparison: Comparison, peer: Peer, outcome: PeerOutcome, round_number: int, report: _Report, tell: Tell
+    comparison: Comparison, peer: Peer, outcome: PeerOutcome, round_number: int, report: Report, tell: Tell
 ) -> None:
     log = comparison.places.logs / f"serve-{peer.name}-{round_number + 1}.log"
     with PeerServer(peer, comparison.cores, log) as running:
@@ -178,17 +205,17 @@ def too_long(before: ClosedLoop, num_requests: int, max_loop_s: float) -> str | 
 
 
 def _goodput(
-    comparison: Comparison, peer: Peer, outcome: PeerOutcome, running: Running, report: _Report, tell: Tell
+    comparison: Comparison, peer: Peer, outcome: PeerOutcome, running: Running, report: Report, tell: Tell
 ) -> None:
     if comparison.trace is None:
-        outcome.goodput_note = comparison.no_trace_reason
+        outcome.goodput_note = comparison.no_trace_reason if not outcome.goodput else None
         return
     if comparison.goodput_names and peer.name not in comparison.goodput_names:
-        outcome.goodput_note = "not among the servers chosen for the search"
+        outcome.goodput_note = "not among the servers chosen for the search" if not outcome.goodput else None
         return
     rate = outcome.rounds[-1][-1].output_tok_per_s
     outcome.goodput, found = search_goodput(running, comparison.trace, rate, peer.name, tell)
-    report.searches[peer.name] = found
+    report.keep_search(peer.name, found)
     if not found["is_complete"]:
         raise Interrupted
 
@@ -196,54 +223,3 @@ def _goodput(
 def _checked(measurement: Measurement) -> None:
     if not measurement.run.is_complete:
         raise Interrupted
-
-
-class _Report:
-    """Owns what is written: `<out>.json` with every result, `<out>.md` with the tables."""
-
-    def __init__(
-        self, comparison: Comparison, machine: Machine, outcomes: dict[str, PeerOutcome], tell: Tell
-    ) -> None:
-        self._comparison = comparison
-        self._machine = dataclasses.asdict(machine)
-        self._outcomes = outcomes
-        self._tell = tell
-        self._date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._results: dict[str, list[dict[str, Any]]] = {}
-        self.searches: dict[str, dict[str, Any]] = {}
-
-    def keep(self, name: str, measurement: Measurement) -> None:
-        self._results.setdefault(name, []).append(measurement.result)
-
-    def write(self) -> None:
-        given = self._comparison
-        concurrencies = [concurrency for concurrency, _ in given.closed_loops]
-        facts = {
-            "date": self._date,
-            "system": f"{platform.system()} {platform.release()}",
-            "cores used by every server (and by the client beside it)": ", ".join(map(str, given.cores)),
-            "model": given.places.model,
-            "closed loop": f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy; "
-            f"{given.num_rounds} rounds, every server started anew in each",
-        }
-        if given.trace is not None:
-            slos = ", ".join(f"{slo.metric.value} {slo.bound_s:g} s" for slo in given.trace.slos)
-            facts["trace"] = (
-                f"{given.trace.path.name}, lengths divided by {given.trace.scale:g}, "
-                f"{given.trace.probe_s:g} s per probe, {len(given.trace.seeds)} seeds; SLOs: {slos}"
-            )
-        whole = {
-            "facts": facts,
-            "machine": self._machine,
-            "load_average": list(os.getloadavg()),
-            "peers": msgspec.to_builtins(list(self._outcomes.values())),
-            "searches": self.searches,
-            "results": self._results,
-        }
-        out = given.out
-        write_atomically(
-            out.with_name(f"{out.name}.json"),
-            [orjson.dumps(json_safe(whole), option=orjson.OPT_INDENT_2), b"\n"],
-        )
-        text = as_markdown(list(self._outcomes.values()), concurrencies, self._machine, facts)
-        write_atomically(out.with_name(f"{out.name}.md"), [text.encode()])

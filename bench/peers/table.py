@@ -12,13 +12,14 @@ from bench.peers.outcome import PeerOutcome, best_peer, goodput_losses, losses, 
 def as_markdown(
     outcomes: Sequence[PeerOutcome],
     concurrencies: Sequence[int],
-    machine: Mapping[str, Any],
-    facts: Mapping[str, str],
+    parts: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]],
 ) -> str:
-    """`facts` are lines such as date and workload, told at the top in their order."""
-    lines = ["# Peers, measured side by side", ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += [f"- {name.replace('_', ' ')}: {_value(value)}" for name, value in machine.items()]
+    """`parts` are the runs of the comparison: facts such as date and workload, and the machine."""
+    lines = ["# Peers, measured side by side"]
+    for number, (facts, machine) in enumerate(parts, start=1):
+        lines += ["", f"Run {number} of {len(parts)}:", ""] if len(parts) > 1 else [""]
+        lines += [f"- {name}: {value}" for name, value in facts.items()]
+        lines += [f"- {name.replace('_', ' ')}: {_value(value)}" for name, value in machine.items()]
     for concurrency in concurrencies:
         lines += ["", f"## {concurrency} in flight", "", *_closed_loop_table(outcomes, concurrency)]
     lines += ["", "## Max goodput", "", *_goodput_table(outcomes)]

@@ -115,7 +115,7 @@ def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
         outcome("fast", [run(1, 40.0, num_failed=1)], [run(1, 40.0, invalid_reasons=["it lagged"])]),
         outcome("absent", cannot_run="its kernels need avx512f, which this CPU does not have"),
     ]
-    text = as_markdown(outcomes, [1], {"cpu": "X", "isa": ("avx2", "fma")}, {"date": "today"})
+    text = as_markdown(outcomes, [1], [({"date": "today"}, {"cpu": "X", "isa": ("avx2", "fma")})])
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
     assert "| 20.0 (10.0–30.0) | – | 0.50 | 0.50 | 100 / 200 | 20.0 / 40.0 | 2 × 4 |" in rows["Baton"]
     assert "| 1.00 | 1.00 |" in rows["Fast"]
@@ -129,7 +129,7 @@ def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
 
 
 def test_the_table_says_what_share_of_the_limit_was_reached() -> None:
-    text = as_markdown([outcome("fast", [run(8, 80.0)], limits_tok_per_s={8: 160.0})], [8], {}, {})
+    text = as_markdown([outcome("fast", [run(8, 80.0)], limits_tok_per_s={8: 160.0})], [8], [])
     assert "| 80.0 (80.0–80.0) | 50% |" in text
 
 
@@ -138,5 +138,5 @@ def test_a_loop_that_would_take_too_long_is_left_out_with_its_reason() -> None:
     reason = too_long(run(1, 10.0), 16, 204.0)
     assert reason == "left out: it would take about 205 s at 10.0 tok/s"
     assert too_long(run(1, 0.0), 1, 204.0) is not None
-    text = as_markdown([outcome("slow", [run(1, 10.0)], skipped={8: reason})], [1, 8], {}, {})
+    text = as_markdown([outcome("slow", [run(1, 10.0)], skipped={8: reason})], [1, 8], [])
     assert text.count(reason) == 1

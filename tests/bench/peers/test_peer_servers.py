@@ -1,5 +1,6 @@
 """Servers as processes, and a whole comparison of scripted ones."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -14,7 +15,9 @@ from bench.peers.compare_peers import Comparison, compare
 from bench.peers.load import TraceLoad
 from bench.peers.peer import PORT, Peer, Places
 from bench.peers.prepare import CannotRun
+from bench.peers.record import read_written
 from bench.peers.server import PeerServer, group_members
+from cluster.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = str(Path(__file__).with_name("scripted_engine.py"))
@@ -154,6 +157,7 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
         ),
         no_trace_reason=None,
         goodput_names=frozenset({"rival"}),
+        earlier=None,
         max_loop_s=200.0,
         out=tmp_path / "out" / "peers",
     )
@@ -179,3 +183,27 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
     assert outcomes["baton"].goodput_note == "not among the servers chosen for the search"
     assert len(written["searches"]["rival"]["probes"]) == 1
     assert "| Rival | 90% |" in (tmp_path / "out" / "peers.md").read_text()
+    add_a_round(comparison, peers[:2])
+
+
+def add_a_round(comparison: Comparison, peers: list[Peer]) -> None:
+    """A later run adds to what an earlier one wrote, and keeps what it does not measure again."""
+    written = comparison.out.with_name("peers.json")
+    more = dataclasses.replace(comparison, earlier=written, num_rounds=1, closed_loops=((1, 1),), trace=None)
+    outcomes = {one.name: one for one in compare(more, peers, MACHINE, lambda line: None)}
+    assert [[run.concurrency for run in one] for one in outcomes["rival"].rounds] == [[2], [2], [1]]
+    assert "the dog ate the weights" in (outcomes["dying"].cannot_run or "")
+    assert [one.target for one in outcomes["rival"].goodput] == [0.9]
+    text = comparison.out.with_name("peers.md").read_text()
+    assert "Run 2 of 2" in text
+    assert "## 1 in flight" in text
+    assert "## 2 in flight" in text
+    assert len(json.loads(written.read_text())["parts"]) == 2
+
+
+def test_a_file_that_is_no_comparison_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"peers": 3}')
+    with pytest.raises(ConfigError, match="not the JSON file of a comparison"):
+        read_written(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_written(tmp_path / "missing.json")

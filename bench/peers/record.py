@@ -1,0 +1,105 @@
+"""What a comparison writes: `<out>.json` with every result, `<out>.md` with the tables.
+
+1. `Report` begins empty, or with an earlier comparison's file.
+2. Outcomes are changed in place as servers are measured; every result is kept beside them.
+3. `write` puts all of it on disk at once; each run of the comparison is a part, with its date and machine.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from bench.load.results.files import json_safe, write_atomically
+from bench.load.runner import Measurement
+from bench.peers.outcome import PeerOutcome
+from bench.peers.table import as_markdown
+from cluster.errors import ConfigError
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """One run of the comparison."""
+
+    facts: dict[str, str]
+    machine: dict[str, Any]
+    load_average: list[float] = []  # when it was last written
+
+
+class Written(msgspec.Struct, kw_only=True):
+    """The JSON file."""
+
+    parts: list[Part] = []
+    peers: list[PeerOutcome] = []
+    searches: dict[str, dict[str, Any]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
+
+
+class Report:
+    """Owns what is written."""
+
+    def __init__(
+        self, out: Path, earlier: Path | None, facts: dict[str, str], machine: dict[str, Any]
+    ) -> None:
+        """
+        Raises:
+            ConfigError: `earlier` cannot be read.
+        """
+        self._out = out
+        self._written = Written() if earlier is None else read_written(earlier)
+        self._written.parts.append(Part(facts=facts, machine=machine))
+
+    @property
+    def outcomes(self) -> list[PeerOutcome]:
+        return self._written.peers
+
+    def outcome_of(self, new: PeerOutcome) -> PeerOutcome:
+        """The earlier outcome of the same name, described anew; else `new`, taken in."""
+        for outcome in self._written.peers:
+            if outcome.name == new.name:
+                outcome.settings, outcome.cannot_run = new.settings, None
+                return outcome
+        self._written.peers.append(new)
+        return new
+
+    def keep(self, name: str, measurement: Measurement) -> None:
+        self._written.results.setdefault(name, []).append(measurement.result)
+
+    def keep_search(self, name: str, found: dict[str, Any]) -> None:
+        self._written.searches[name] = found
+
+    def write(self) -> None:
+        written = self._written
+        written.parts[-1].load_average = list(os.getloadavg())
+        safe = json_safe(msgspec.to_builtins(written, str_keys=True))
+        text = orjson.dumps(safe, option=orjson.OPT_INDENT_2)
+        write_atomically(self._out.with_name(f"{self._out.name}.json"), [text, b"\n"])
+        runs = [run for outcome in written.peers for one in outcome.rounds for run in one]
+        concurrencies = sorted({run.concurrency for run in runs})
+        facts = [(part.facts, part.machine) for part in written.parts]
+        table = as_markdown(written.peers, concurrencies, facts)
+        write_atomically(self._out.with_name(f"{self._out.name}.md"), [table.encode()])
+
+
+def read_written(path: Path) -> Written:
+    """
+    Raises:
+        ConfigError: not the JSON file of a comparison.
+    """
+    try:
+        whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        for peer in whole.get("peers", ()):
+            peer["rounds"] = [[_with_nan(run) for run in one] for one in peer["rounds"]]
+        return msgspec.convert(whole, Written, str_keys=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is not the JSON file of a comparison: {error}") from None
+
+
+def _with_nan(run: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: a figure that did not exist was written as null."""
+    return {key: float("nan") if value is None else value for key, value in run.items()}
