@@ -21,6 +21,9 @@ from bench.peers.table import as_markdown
 from cluster.errors import ConfigError
 
 
+LEFT_OUT = frozenset({"timeslices", "clients", "environment", "server"})  # bulky, or told once by the parts
+
+
 class Part(msgspec.Struct, kw_only=True):
     """One run of the comparison."""
 
@@ -66,7 +69,8 @@ class Report:
         return new
 
     def keep(self, name: str, measurement: Measurement) -> None:
-        self._written.results.setdefault(name, []).append(measurement.result)
+        kept = {key: value for key, value in measurement.result.items() if key not in LEFT_OUT}
+        self._written.results.setdefault(name, []).append(kept)
 
     def keep_search(self, name: str, found: dict[str, Any]) -> None:
         self._written.searches[name] = found
