@@ -20,7 +20,6 @@ from bench.peers.outcome import PeerOutcome
 from bench.peers.table import as_markdown
 from cluster.errors import ConfigError
 
-
 LEFT_OUT = frozenset({"timeslices", "clients", "environment", "server"})  # bulky, or told once by the parts
 
 
