@@ -50,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
         "--max-loop-seconds", type=float, default=150.0, help="leave out a closed loop that would take longer"
     )
     made.add_argument("--trace", type=Path, help="trace file for max goodput (default: none, no search)")
-    made.add_argument("--scale-lengths", type=float, default=8.0, help="divide the trace's lengths by this")
-    made.add_argument("--slo", default="ttft=1s,tpot=100ms")
+    made.add_argument("--scale-lengths", type=float, default=16.0, help="divide the trace's lengths by this")
+    made.add_argument("--slo", default="ttft=2s,tpot=100ms")
     made.add_argument("--probe-seconds", type=float, default=45.0)
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--max-probes", type=int, default=9, help="per server")
