@@ -78,7 +78,7 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
     if shape is not None:
         loops = [concurrency for concurrency, _ in comparison.closed_loops]
         for peer in peers:
-            outcomes[peer.name].limits_tok_per_s = most_tokens_per_s(
+            outcomes[peer.name].limits_tok_per_s |= most_tokens_per_s(
                 shape, peer, machine, loops, INPUT_TOKENS, OUTPUT_TOKENS
             )
     report.write()
