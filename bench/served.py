@@ -70,7 +70,12 @@ class ServedCluster:
     def stop(self) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-        self._process.wait(timeout=STOP_TIMEOUT_S)
+        try:
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise BatonError(f"baton serve did not end within {STOP_TIMEOUT_S:.0f} s of SIGTERM") from None
 
     def _wait_ready(self) -> None:
         """

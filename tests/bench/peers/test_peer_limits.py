@@ -2,20 +2,11 @@
 
 import pytest
 
+from bench.baseline import SMOLLM2_135M
 from bench.machine import Machine
 from bench.peers.limits import most_tokens_per_s
 from bench.peers.peer import Peer
-from bench.roofline import ModelShape
 
-SHAPE = ModelShape(
-    num_layers=30,
-    hidden_size=576,
-    num_heads=9,
-    num_kv_heads=3,
-    head_size=64,
-    intermediate_size=1536,
-    vocab_size=49152,
-)
 MACHINE = Machine(
     cpu="a CPU",
     num_cores=2,
@@ -32,7 +23,7 @@ def limit(weight_bits: float) -> float:
     peer = Peer(
         name="x", title="X", precision="-", weight_bits=weight_bits, settings={}, argv=(), model="", kv_bits=0
     )
-    return most_tokens_per_s(SHAPE, peer, MACHINE, [1], 0, 128)[1]
+    return most_tokens_per_s(SMOLLM2_135M, peer, MACHINE, [1], 0, 128)[1]
 
 
 def test_half_the_bytes_allow_twice_the_tokens() -> None:
@@ -41,4 +32,4 @@ def test_half_the_bytes_allow_twice_the_tokens() -> None:
 
 def test_a_step_reads_every_weight_once() -> None:
     steps_per_token = 127 / 128  # the first token comes from the prompt
-    assert limit(16) == pytest.approx(20e9 / (2 * SHAPE.num_parameters) / steps_per_token)
+    assert limit(16) == pytest.approx(20e9 / (2 * SMOLLM2_135M.num_parameters) / steps_per_token)
