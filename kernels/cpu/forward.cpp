@@ -173,9 +173,15 @@ private:
 
     template <typename Output>
     void multiply(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features, const Output& output) {
-        const T* panels = reinterpret_cast<const T*>(static_cast<const char*>(packed) + sizeof(PackedHeader));
+        const char* data = static_cast<const char*>(packed) + sizeof(PackedHeader);
         const Share share(ceil_div(output.out_features, kPanel), rank, size_);
-        gemm(a_, num_rows, in_features, panels, share.begin, share.end, output);
+        switch (header_of(packed).kind) {
+        case WeightKind::kFloat:
+            gemm(a_, num_rows, in_features, reinterpret_cast<const T*>(data), share.begin, share.end, output);
+            break;
+        case WeightKind::kInt8:
+        case WeightKind::kInt8Weights: break;  // not made by this build's `baton_pack`
+        }
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.

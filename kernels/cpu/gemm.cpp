@@ -124,7 +124,7 @@ int64_t baton_packed_bytes(int64_t out_features, int64_t in_features, int64_t el
 }
 
 void baton_pack(const void* weight, int64_t out_features, int64_t in_features, int64_t element_bytes, void* packed) {
-    PackedHeader header{kMagic, out_features, in_features, element_bytes, kPanel, {}};
+    PackedHeader header{kMagic, out_features, in_features, element_bytes, kPanel, WeightKind::kFloat, {}};
     std::memcpy(packed, &header, sizeof header);
     void* panels = static_cast<char*>(packed) + sizeof header;
     if (element_bytes == 2)
@@ -138,7 +138,7 @@ int64_t baton_out_features(const void* packed, int64_t packed_bytes, int64_t in_
     PackedHeader header;
     if (packed_bytes < int64_t(sizeof header)) return -1;
     std::memcpy(&header, packed, sizeof header);
-    bool fits = header.magic == kMagic && header.panel == kPanel && header.in_features == in_features &&
+    bool fits = header.magic == kMagic && header.panel == kPanel && header.kind == WeightKind::kFloat && header.in_features == in_features &&
                 (header.element_bytes == 2 || header.element_bytes == 4) &&
                 packed_bytes == baton_packed_bytes(header.out_features, in_features, header.element_bytes);
     return fits ? header.out_features : -1;
