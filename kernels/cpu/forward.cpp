@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "gemm_amx.h"
 #include "rowwise.h"
 #include "team.h"
 
@@ -62,7 +63,7 @@ public:
     const float eps, scale;
     Team team;
     std::vector<std::atomic<int64_t>> next_items;  // attention's, per layer
-    Scratch rows_memory, wide_memory, query_memory;
+    Scratch rows_memory, wide_memory, query_memory, tiles_memory;
 };
 
 int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
@@ -124,6 +125,7 @@ public:
         a_ = model.rows_memory.floats(rows * std::max({s_.hidden, s_.query(), s_.inner}));
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
+        if constexpr (kHasAmx) tiles_ = reinterpret_cast<char*>(model.tiles_memory.floats(most_tile_bytes() / 4));
         for (std::atomic<int64_t>& next : model.next_items) next.store(0, std::memory_order_relaxed);
     }
 
@@ -174,14 +176,40 @@ private:
     template <typename Output>
     void multiply(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features, const Output& output) {
         const char* data = static_cast<const char*>(packed) + sizeof(PackedHeader);
-        const Share share(ceil_div(output.out_features, kPanel), rank, size_);
+        const Share share(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
         switch (header_of(packed).kind) {
         case WeightKind::kFloat:
             gemm(a_, num_rows, in_features, reinterpret_cast<const T*>(data), share.begin, share.end, output);
             break;
+        case WeightKind::kAmxBf16:
+            if constexpr (kHasAmx)
+                amx_gemm<WeightKind::kAmxBf16>(tiles(rank, a_, num_rows, in_features), data, share.begin, share.end, output);
+            break;
+        case WeightKind::kAmxInt8:
         case WeightKind::kInt8:
         case WeightKind::kInt8Weights: break;  // not made by this build's `baton_pack`
         }
+    }
+
+    // Rows as the matrix unit takes them: few of them laid out by every rank for itself, many by all together.
+    AmxRows tiles(int64_t rank, const float* x, int64_t num_rows, int64_t in_features) {
+        const TileCut cut(num_rows);
+        const int64_t steps = AmxRows::steps_of(in_features, 2);
+        const bool own = cut.num_tiles == 1;
+        char* target = tiles_ + (own ? rank * AmxRows::bytes(cut, steps) : 0);
+        const Share rows(num_rows, own ? 0 : rank, own ? 1 : size_);
+        amx_bf16_rows(x, in_features, cut, rows.begin, rows.end, target);
+        if (!own) model_.team.barrier();
+        return {cut, steps, target};
+    }
+
+    int64_t most_tile_bytes() const {
+        const int64_t steps = AmxRows::steps_of(std::max({s_.hidden, s_.query(), s_.inner}), 2);
+        const auto bytes = [&](int64_t rows) {
+            const TileCut cut(rows);
+            return AmxRows::bytes(cut, steps) * (cut.num_tiles == 1 ? size_ : 1);
+        };
+        return std::max(bytes(batch_.num_tokens), bytes(batch_.num_logit_rows));
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
@@ -246,6 +274,7 @@ private:
     const int64_t size_;
     T *x_, *pool_, *wide_, *q_;  // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
     float* a_;                   // [rows, in features]: what the next product reads
+    char* tiles_ = nullptr;      // the same for the matrix unit, if there is one
     const Shape shape_;
     const std::vector<Item> items_;
 };

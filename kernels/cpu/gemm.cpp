@@ -5,8 +5,10 @@
 // 2. Rows of x are widened to fp32 once per call.
 // 3. Threads share out panels; the tiles of `gemm.h` do the rest.
 //
-// A matrix-unit kernel (AMX) would be one more tile function with its own panel layout and layout name.
+// Weights of other kinds go their own ways from here (`WeightKind`).
 #include "gemm.h"
+
+#include "gemm_amx.h"
 
 namespace baton {
 namespace {
@@ -71,8 +73,6 @@ template int64_t tile(int64_t, int64_t, const float*, int64_t, const bf16*, Ahea
 
 namespace {
 
-constexpr uint64_t kMagic = 0x324c454e41504e42ull;  // "BNPANEL2"
-
 // Where column n of a panel stands in its line.
 template <typename W>
 int64_t place(int64_t n) {
@@ -124,7 +124,7 @@ int64_t baton_packed_bytes(int64_t out_features, int64_t in_features, int64_t el
 }
 
 void baton_pack(const void* weight, int64_t out_features, int64_t in_features, int64_t element_bytes, void* packed) {
-    PackedHeader header{kMagic, out_features, in_features, element_bytes, kPanel, WeightKind::kFloat, {}};
+    PackedHeader header{kPackedMagic, out_features, in_features, element_bytes, kPanel, WeightKind::kFloat, {}};
     std::memcpy(packed, &header, sizeof header);
     void* panels = static_cast<char*>(packed) + sizeof header;
     if (element_bytes == 2)
@@ -138,11 +138,16 @@ int64_t baton_out_features(const void* packed, int64_t packed_bytes, int64_t in_
     PackedHeader header;
     if (packed_bytes < int64_t(sizeof header)) return -1;
     std::memcpy(&header, packed, sizeof header);
-    bool fits = header.magic == kMagic && header.panel == kPanel && header.kind == WeightKind::kFloat && header.in_features == in_features &&
+    if (header.magic == kPackedMagic && (header.kind == WeightKind::kAmxBf16 || header.kind == WeightKind::kAmxInt8))
+        return amx_fits(header, packed_bytes, in_features) ? header.out_features : -1;
+    bool fits = header.magic == kPackedMagic && header.panel == kPanel && header.kind == WeightKind::kFloat && header.in_features == in_features &&
                 (header.element_bytes == 2 || header.element_bytes == 4) &&
                 packed_bytes == baton_packed_bytes(header.out_features, in_features, header.element_bytes);
     return fits ? header.out_features : -1;
 }
+
+// The WeightKind of a packed weight that `baton_out_features` accepts.
+int64_t baton_weight_kind(const void* packed) { return int64_t(header_of(packed).kind); }
 
 // x [num_rows, in], bias [out] or null, y [num_rows, out]; `packed` as checked by `baton_out_features`.
 void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* packed, const void* bias,
@@ -153,6 +158,14 @@ void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* p
     const float* rows = widen_all(x, x_bf16, num_rows * header.in_features, x_scratch);
     const float* wide_bias = widen_all(bias, bias_bf16, header.out_features, bias_scratch);
     const char* panels = static_cast<const char*>(packed) + sizeof header;
+    if constexpr (kHasAmx)
+        if (header.kind == WeightKind::kAmxBf16) {
+            if (y_bf16)
+                amx_linear(rows, num_rows, header, panels, wide_bias, static_cast<bf16*>(y), num_threads);
+            else
+                amx_linear(rows, num_rows, header, panels, wide_bias, static_cast<float*>(y), num_threads);
+            return;
+        }
     const bf16* half = reinterpret_cast<const bf16*>(panels);
     const float* full = reinterpret_cast<const float*>(panels);
     if (header.element_bytes == 2 && y_bf16)

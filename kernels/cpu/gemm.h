@@ -121,9 +121,12 @@ enum class WeightKind : int64_t {
     kFloat = 0,        // panels of fp32 or bf16, as above
     kInt8 = 1,         // int8 panels (`gemm_int8.h`), rows quantized to int8 too
     kInt8Weights = 2,  // the same panels, widened; rows stay fp32
+    kAmxBf16 = 3,      // tiles for the matrix unit (`gemm_amx.h`), rows rounded to bf16
+    kAmxInt8 = 4,      // tiles for the matrix unit, rows quantized to int8 too
 };
 
 // What `baton_pack` writes before the panels.
+constexpr uint64_t kPackedMagic = 0x324c454e41504e42ull;  // "BNPANEL2"
 struct PackedHeader {
     uint64_t magic;
     int64_t out_features, in_features, element_bytes, panel;

@@ -7,6 +7,8 @@ block id, slot and position. What the contract calls contiguous is copied if it 
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 from typing import Any
 
 import torch
@@ -14,8 +16,11 @@ from torch import Tensor
 
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
-from kernels.cpu.native_forward import NativeForward
+from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
+from kernels.cpu.native_forward import AMX_BF16, NativeForward
 from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+
+logger = logging.getLogger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -26,6 +31,10 @@ SIGNATURES = {
     "baton_packed_bytes": "iiii",
     "baton_pack": "piiip-",
     "baton_out_features": "piii",
+    "baton_weight_kind": "pi",
+    "baton_amx_acquire": "i",
+    "baton_amx_packed_bytes": "iiii",
+    "baton_amx_pack": "piiip-",
     "baton_linear": "piippipii-",
     "baton_rms_norm": "ppfiipii-",
     "baton_rotary": "pipppiiiipiii",
@@ -60,15 +69,29 @@ def bind(library: ctypes.CDLL) -> Any:
 
 
 class NativeKernels:
-    """The operations of `kernels.ops` by the compiled library, on `num_threads` threads."""
+    """The operations of `kernels.ops` by the compiled library, on `num_threads` threads.
+
+    bf16 weights are packed for the matrix unit where `choose_isa` says so; all else is SIMD.
+    """
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        """Raises:
+        BuildError: see `bind`.
+        IsaError: the user asks for instructions that are not to be had.
+        """
         self._num_threads = num_threads
         self._library = bind(library)
+        choice = choose_isa(requested_isa(os.environ), self._library.baton_amx_acquire, cpu_has_amx)
+        self._isa = choice.isa
+        if choice.is_lost:
+            logger.warning("products use SIMD, several times slower: %s", choice.reason)
+        elif choice.isa is Isa.AMX:
+            logger.info("products of bf16 use %s", choice.reason)
 
     @property
     def packed_layout(self) -> str:
-        return f"panels{self._library.baton_panel_width()}-paired"
+        unit = "-amx" if self._isa is Isa.AMX else ""
+        return f"panels{self._library.baton_panel_width()}-paired{unit}"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp`."""
@@ -76,11 +99,12 @@ class NativeKernels:
         weight = weight.contiguous()
         out_features, in_features = weight.shape
         element_bytes = weight.element_size()
-        num_bytes = self._library.baton_packed_bytes(out_features, in_features, element_bytes)
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
-        self._library.baton_pack(
-            weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr()
-        )
+        library = self._library
+        num_bytes, pack = library.baton_packed_bytes, library.baton_pack
+        if self._isa is Isa.AMX and weight.dtype is torch.bfloat16:
+            num_bytes, pack = library.baton_amx_packed_bytes, library.baton_amx_pack
+        packed = torch.empty(num_bytes(out_features, in_features, element_bytes), dtype=torch.uint8)
+        pack(weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr())
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -100,6 +124,8 @@ class NativeKernels:
                 f"not a weight packed as {self.packed_layout} for {in_features} input features: "
                 f"{tuple(packed.shape)} {packed.dtype}"
             )
+        if not is_bf16 and self._library.baton_weight_kind(packed_pointer) == AMX_BF16:
+            raise TypeError("`x` must be bf16 for a bf16 weight: the matrix unit would round it")
         out = torch.empty((num_tokens, out_features), dtype=dtype)
         bias_pointer, bias_bf16 = None, False
         if bias is not None:
