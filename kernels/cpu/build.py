@@ -28,11 +28,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp")
+SOURCES = ("gemm.cpp", "gemm_int8.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp")
 HEADERS = (
     "attention.h",
     "attention_tiles.h",
     "gemm.h",
+    "gemm_int8.h",
     "rowwise.h",
     "simd.h",
     "team.h",

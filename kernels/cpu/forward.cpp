@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "gemm_int8.h"
 #include "rowwise.h"
 #include "team.h"
 
@@ -62,7 +63,7 @@ public:
     const float eps, scale;
     Team team;
     std::vector<std::atomic<int64_t>> next_items;  // attention's, per layer
-    Scratch rows_memory, wide_memory, query_memory;
+    Scratch rows_memory, wide_memory, query_memory, int8_memory;
 };
 
 int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
@@ -124,6 +125,8 @@ public:
         a_ = model.rows_memory.floats(rows * std::max({s_.hidden, s_.query(), s_.inner}));
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
+        int8_ = model.int8_memory.floats(
+            Int8Rows::floats(std::max(rows, size_ * kOwnRows), std::max({s_.hidden, s_.query(), s_.inner})));
         for (std::atomic<int64_t>& next : model.next_items) next.store(0, std::memory_order_relaxed);
     }
 
@@ -157,6 +160,8 @@ public:
     }
 
 private:
+    static constexpr int64_t kOwnRows = 4;  // quantized by every thread for itself
+
     static T* typed(Scratch& scratch, int64_t count) {
         return reinterpret_cast<T*>(scratch.floats(ceil_div(count * int64_t(sizeof(T)), 4)));
     }
@@ -180,8 +185,22 @@ private:
             gemm(a_, num_rows, in_features, reinterpret_cast<const T*>(data), share.begin, share.end, output);
             break;
         case WeightKind::kInt8:
-        case WeightKind::kInt8Weights: break;  // not made by this build's `baton_pack`
+            gemm_int8(quantize(rank, num_rows, in_features), num_rows, Int8Weight(packed), share.begin, share.end, output);
+            break;
+        case WeightKind::kInt8Weights:
+            gemm_widened(a_, num_rows, Int8Weight(packed), share.begin, share.end, output);
+            break;
         }
+    }
+
+    // The rows of a_ as int8. Few rows are quantized by every thread for itself, sooner than others could be met.
+    Int8Rows quantize(int64_t rank, int64_t num_rows, int64_t in_features) {
+        const bool alone = num_rows <= kOwnRows;
+        const Int8Rows rows(int8_ + (alone ? rank * Int8Rows::floats(kOwnRows, in_features) : 0), num_rows);
+        const Share share(num_rows, alone ? 0 : rank, alone ? 1 : size_);
+        for (int64_t m = share.begin; m < share.end; ++m) quantize_row(a_ + m * in_features, in_features, m, rows);
+        if (!alone) model_.team.barrier();
+        return rows;
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
@@ -246,6 +265,7 @@ private:
     const int64_t size_;
     T *x_, *pool_, *wide_, *q_;  // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
     float* a_;                   // [rows, in features]: what the next product reads
+    float* int8_;                // the same, quantized: `Int8Rows`
     const Shape shape_;
     const std::vector<Item> items_;
 };

@@ -131,6 +131,7 @@ struct PackedHeader {
     int64_t reserved[2];
 };
 static_assert(sizeof(PackedHeader) == 64);
+constexpr uint64_t kPackedMagic = 0x324c454e41504e42ull;  // "BNPANEL2"
 
 inline const PackedHeader& header_of(const void* packed) { return *static_cast<const PackedHeader*>(packed); }
 

@@ -16,6 +16,7 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.native_forward import NativeForward
 from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.quantization import Quantization, quantize_weight
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -26,7 +27,11 @@ SIGNATURES = {
     "baton_packed_bytes": "iiii",
     "baton_pack": "piiip-",
     "baton_out_features": "piii",
+    "baton_weight_kind": "pi",
     "baton_linear": "piippipii-",
+    "baton_int8_panel_width": "i",
+    "baton_int8_packed_bytes": "iii",
+    "baton_int8_pack": "ippiip-",
     "baton_rms_norm": "ppfiipii-",
     "baton_rotary": "pipppiiiipiii",
     "baton_silu_mul": "piipii-",
@@ -39,6 +44,7 @@ SIGNATURES = {
     "baton_probe_read": "piid",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
+_INT8_KINDS = {Quantization.INT8: 1, Quantization.INT8_WEIGHTS: 2}  # `WeightKind` in gemm.h
 
 
 def bind(library: ctypes.CDLL) -> Any:
@@ -62,17 +68,21 @@ def bind(library: ctypes.CDLL) -> Any:
 class NativeKernels:
     """The operations of `kernels.ops` by the compiled library, on `num_threads` threads."""
 
-    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        self._num_threads = num_threads
+    def __init__(self, library: ctypes.CDLL, num_threads: int, quantization: Quantization) -> None:
+        self._num_threads, self._quantization = num_threads, quantization
         self._library = bind(library)
 
     @property
     def packed_layout(self) -> str:
+        if self._quantization is not Quantization.NONE:
+            return f"quads{self._library.baton_int8_panel_width()}-{self._quantization.value}"
         return f"panels{self._library.baton_panel_width()}-paired"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
-        """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp`."""
+        """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp` and `gemm_int8.h`."""
         check(weight, 2, "weight")
+        if self._quantization is not Quantization.NONE:
+            return self._pack_int8(*quantize_weight(weight, self._quantization))
         weight = weight.contiguous()
         out_features, in_features = weight.shape
         element_bytes = weight.element_size()
@@ -80,6 +90,21 @@ class NativeKernels:
         packed = torch.empty(num_bytes, dtype=torch.uint8)
         self._library.baton_pack(
             weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr()
+        )
+        return packed
+
+    def _pack_int8(self, values: Tensor, scales: Tensor) -> Tensor:
+        out_features, in_features = values.shape
+        packed = torch.empty(
+            self._library.baton_int8_packed_bytes(out_features, in_features), dtype=torch.uint8
+        )
+        self._library.baton_int8_pack(
+            _INT8_KINDS[self._quantization],
+            values.contiguous().data_ptr(),
+            scales.data_ptr(),
+            out_features,
+            in_features,
+            packed.data_ptr(),
         )
         return packed
 

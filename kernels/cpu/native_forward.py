@@ -189,9 +189,11 @@ class NativeForward:
 
     def _packed(self, packed: Tensor, out_features: int, in_features: int, name: str) -> int:
         found = self._library.baton_out_features(packed.data_ptr(), packed.nbytes, in_features)
-        expected = self._library.baton_packed_bytes(out_features, in_features, self._dtype.itemsize)
-        if found != out_features or packed.nbytes != expected:
+        is_quantized = found == out_features and self._library.baton_weight_kind(packed.data_ptr()) != 0
+        plain_bytes = self._library.baton_packed_bytes(out_features, in_features, self._dtype.itemsize)
+        if found != out_features or not (is_quantized or packed.nbytes == plain_bytes):
             raise ValueError(
-                f"`{name}` is not {out_features} by {in_features} of {self._dtype}, packed for these kernels"
+                f"`{name}` is not {out_features} by {in_features} of {self._dtype} or int8, "
+                "packed for these kernels"
             )
         return self._keep(packed)
