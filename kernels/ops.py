@@ -20,6 +20,8 @@ from typing import Any, NewType, Protocol
 import torch
 from torch import Tensor
 
+from kernels.quantization import Quantization
+
 PARTITION_SIZE = 128  # key positions reduced at a time; a multiple of every supported block size
 
 PackedWeight = NewType("PackedWeight", object)  # opaque to the model; made by `pack_linear` only
@@ -97,10 +99,11 @@ class FusedForward(Protocol):
 
 
 class Backend(Protocol):
-    """One implementation of all operations on one device."""
+    """One implementation of all operations on one device, made for one quantization of the matrices."""
 
     name: str
     device: torch.device
+    quantization: Quantization  # of the weights that `pack_linear` makes
 
     def pack_linear(self, weight: Tensor) -> Any:
         """weight [out, in] → whatever `linear` wants. Done once per weight; may return a tensor that is
@@ -109,11 +112,17 @@ class Backend(Protocol):
 
     @property
     def packed_layout(self) -> str:
-        """Names the format `pack_linear` returns, e.g. "rows", "vnni2x16": part of the cache key."""
+        """Names the format `pack_linear` returns, quantization included, e.g. "rows", "quads16-int8": part
+        of the cache key."""
         ...
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
-        """y[m, n] = Σ_k x[m, k]·w[n, k] + b[n]. x [num_tokens, in] → [num_tokens, out], x's dtype."""
+        """y[m, n] = Σ_k x[m, k]·w[n, k] + b[n]. x [num_tokens, in] → [num_tokens, out], x's dtype.
+
+        With int8 weights (see `kernels.quantization`), rounded once to x's dtype where two types meet:
+        `INT8`: q, s = quantize_rows(x); y = fp32(Σ_k q[m, k]·p[n, k]) · (s[m]·scale[n]) + b[n].
+        `INT8_WEIGHTS`: y = (Σ_k x[m, k]·p[n, k]) · scale[n] + b[n].
+        """
         ...
 
     def linear_fp32(self, x: Tensor, packed: Any) -> Tensor:

@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.quantization import Quantization, quantize_rows, quantize_weight
 
 ROW_TILE = 16  # rows of one matrix product; missing rows are zeros
 PAD_MULTIPLE = 64  # in and out features are padded to this: ragged sizes take ragged code paths
+INTEGER_COLUMNS = 4096  # of an integer product at a time: it is carried in fp64, which is exact and large
+SCALE_BYTES = 4
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -27,25 +30,45 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 class ReferenceBackend:
-    """`kernels.ops.Backend` in plain torch; weights stay in their published layout."""
+    """`kernels.ops.Backend` in plain torch; weights stay in their published layout. An int8 weight is rows of
+    int8, each followed by the bytes of its fp32 scale."""
 
     name = "reference"
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", quantization: Quantization = Quantization.NONE
+    ) -> None:
         self.device = torch.device(device)
+        self.quantization = quantization
 
     @property
     def packed_layout(self) -> str:
-        return "rows"
+        return "rows" if self.quantization is Quantization.NONE else f"rows-{self.quantization.value}"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
-        return weight.to(self.device).contiguous()
+        weight = weight.to(self.device)
+        if self.quantization is Quantization.NONE:
+            return weight.contiguous()
+        values, scales = quantize_weight(weight, self.quantization)
+        return torch.cat([values, scales[:, None].view(torch.int8)], dim=1)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-        return tiled_linear(x, packed, bias).to(x.dtype)
+        return self._linear(x, packed, bias).to(x.dtype)
 
     def linear_fp32(self, x: Tensor, packed: Tensor) -> Tensor:
-        return tiled_linear(x, packed, None)
+        return self._linear(x, packed, None)
+
+    def _linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        if packed.dtype is not torch.int8:
+            return tiled_linear(x, packed, bias)
+        values = packed[:, :-SCALE_BYTES]
+        scales = packed[:, -SCALE_BYTES:].reshape(-1).clone().view(torch.float32)
+        if self.quantization is Quantization.INT8:
+            rows, row_scales = quantize_rows(x)
+            y = integer_product(rows, values) * (row_scales[:, None] * scales)
+        else:
+            y = tiled_linear(x, values, None) * scales
+        return y + bias.float() if bias is not None else y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         mean_square = x.double().square().mean(dim=-1, keepdim=True).float()
@@ -100,6 +123,13 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out[tile] = rows[tile] @ columns
     out = out[:num_tokens, :out_features]
     return (out + bias.float() if bias is not None else out).contiguous()
+
+
+def integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """int8 [num_tokens, in]·int8 [out, in]ᵀ → fp32 [num_tokens, out], the exact integer rounded once."""
+    rows = x.double()
+    parts = [(rows @ part.double().t()).float() for part in weight.split(INTEGER_COLUMNS)]
+    return torch.cat(parts, dim=1)
 
 
 def gather_kv(pool: Tensor, layer: int, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:

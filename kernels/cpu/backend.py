@@ -11,6 +11,7 @@ from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.fallback import TorchKernels
 from kernels.cpu.native import NativeKernels
 from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, FusedForward
+from kernels.quantization import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +24,18 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, quantization: Quantization = Quantization.NONE) -> None:
         if num_threads < 1:
             raise ValueError(f"`num_threads` must be at least 1: {num_threads}")
         self.device = torch.device("cpu")
         self.num_threads = num_threads
+        self.quantization = quantization
         self._kernels: NativeKernels | TorchKernels
         try:
-            self._kernels = NativeKernels(load_library(), num_threads)
+            self._kernels = NativeKernels(load_library(), num_threads, quantization)
         except BuildError as error:
             logger.warning("CPU kernels are not compiled, running slower in torch: %s", error)
-            self._kernels = TorchKernels()
+            self._kernels = TorchKernels(quantization)
 
     @property
     def is_native(self) -> bool:

@@ -28,12 +28,21 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("gemm.cpp", "gemm_amx.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp")
+SOURCES = (
+    "gemm.cpp",
+    "gemm_amx.cpp",
+    "gemm_int8.cpp",
+    "attention.cpp",
+    "rowwise.cpp",
+    "forward.cpp",
+    "probe.cpp",
+)
 HEADERS = (
     "attention.h",
     "attention_tiles.h",
     "gemm.h",
     "gemm_amx.h",
+    "gemm_int8.h",
     "rowwise.h",
     "simd.h",
     "team.h",

@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "gemm_amx.h"
+#include "gemm_int8.h"
 #include "rowwise.h"
 #include "team.h"
 
@@ -63,7 +64,7 @@ public:
     const float eps, scale;
     Team team;
     std::vector<std::atomic<int64_t>> next_items;  // attention's, per layer
-    Scratch rows_memory, wide_memory, query_memory, tiles_memory;
+    Scratch rows_memory, wide_memory, query_memory, int8_memory, tiles_memory;
 };
 
 int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
@@ -125,6 +126,8 @@ public:
         a_ = model.rows_memory.floats(rows * std::max({s_.hidden, s_.query(), s_.inner}));
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
+        int8_ = model.int8_memory.floats(
+            Int8Rows::floats(std::max(rows, size_ * kOwnRows), std::max({s_.hidden, s_.query(), s_.inner})));
         if constexpr (kHasAmx) tiles_ = reinterpret_cast<char*>(model.tiles_memory.floats(most_tile_bytes() / 4));
         for (std::atomic<int64_t>& next : model.next_items) next.store(0, std::memory_order_relaxed);
     }
@@ -159,6 +162,8 @@ public:
     }
 
 private:
+    static constexpr int64_t kOwnRows = 4;  // quantized by every thread for itself
+
     static T* typed(Scratch& scratch, int64_t count) {
         return reinterpret_cast<T*>(scratch.floats(ceil_div(count * int64_t(sizeof(T)), 4)));
     }
@@ -182,32 +187,65 @@ private:
             gemm(a_, num_rows, in_features, reinterpret_cast<const T*>(data), share.begin, share.end, output);
             break;
         case WeightKind::kAmxBf16:
-            if constexpr (kHasAmx)
-                amx_gemm<WeightKind::kAmxBf16>(tiles(rank, a_, num_rows, in_features), data, share.begin, share.end, output);
+            if constexpr (kHasAmx) {
+                const auto lay = [&](int64_t m, const TileCut& cut, char* target) {
+                    amx_bf16_row(a_ + m * in_features, in_features, m, cut, target);
+                };
+                amx_gemm_bf16(tiles(rank, num_rows, 2 * in_features, lay), data, share.begin, share.end, output);
+            }
             break;
         case WeightKind::kAmxInt8:
+            if constexpr (kHasAmx) {
+                const Int8Rows quantized = int8_rows(rank, num_rows, in_features);
+                const auto lay = [&](int64_t m, const TileCut& cut, char* target) {
+                    quantize_row(a_ + m * in_features, in_features, m, quantized);
+                    amx_int8_row(quantized, in_features, m, cut, target);
+                };
+                const AmxRows rows = tiles(rank, num_rows, in_features, lay);
+                amx_gemm_int8(rows, quantized.scales, Int8Weight(packed), share.begin, share.end, output);
+            }
+            break;
         case WeightKind::kInt8:
-        case WeightKind::kInt8Weights: break;  // not made by this build's `baton_pack`
+            gemm_int8(quantize(rank, num_rows, in_features), num_rows, Int8Weight(packed), share.begin, share.end, output);
+            break;
+        case WeightKind::kInt8Weights:
+            gemm_widened(a_, num_rows, Int8Weight(packed), share.begin, share.end, output);
+            break;
         }
     }
 
-    // Rows as the matrix unit takes them: few of them laid out by every rank for itself, many by all together.
-    AmxRows tiles(int64_t rank, const float* x, int64_t num_rows, int64_t in_features) {
+    // The rows of a_ as int8. Few rows are quantized by every thread for itself, sooner than others could be met.
+    Int8Rows quantize(int64_t rank, int64_t num_rows, int64_t in_features) {
+        const bool alone = num_rows <= kOwnRows;
+        const Int8Rows rows = int8_rows(rank, num_rows, in_features);
+        const Share share(num_rows, alone ? 0 : rank, alone ? 1 : size_);
+        for (int64_t m = share.begin; m < share.end; ++m) quantize_row(a_ + m * in_features, in_features, m, rows);
+        if (!alone) model_.team.barrier();
+        return rows;
+    }
+
+    Int8Rows int8_rows(int64_t rank, int64_t num_rows, int64_t in_features) {
+        const bool alone = num_rows <= kOwnRows;
+        return {int8_ + (alone ? rank * Int8Rows::floats(kOwnRows, in_features) : 0), num_rows};
+    }
+
+    // Rows as the matrix unit takes them, laid out by lay(row, cut, target): few by every rank for itself.
+    template <typename Lay>
+    AmxRows tiles(int64_t rank, int64_t num_rows, int64_t row_bytes, const Lay& lay) {
+        const bool alone = num_rows <= kOwnRows;
         const TileCut cut(num_rows);
-        const int64_t steps = AmxRows::steps_of(in_features, 2);
-        const bool own = cut.num_tiles == 1;
-        char* target = tiles_ + (own ? rank * AmxRows::bytes(cut, steps) : 0);
-        const Share rows(num_rows, own ? 0 : rank, own ? 1 : size_);
-        amx_bf16_rows(x, in_features, cut, rows.begin, rows.end, target);
-        if (!own) model_.team.barrier();
+        const int64_t steps = AmxRows::steps_of(row_bytes);
+        char* target = tiles_ + (alone ? rank * AmxRows::bytes(cut, steps) : 0);
+        const Share share(num_rows, alone ? 0 : rank, alone ? 1 : size_);
+        for (int64_t m = share.begin; m < share.end; ++m) lay(m, cut, target);
+        if (!alone) model_.team.barrier();
         return {cut, steps, target};
     }
 
     int64_t most_tile_bytes() const {
-        const int64_t steps = AmxRows::steps_of(std::max({s_.hidden, s_.query(), s_.inner}), 2);
+        const int64_t steps = AmxRows::steps_of(2 * std::max({s_.hidden, s_.query(), s_.inner}));
         const auto bytes = [&](int64_t rows) {
-            const TileCut cut(rows);
-            return AmxRows::bytes(cut, steps) * (cut.num_tiles == 1 ? size_ : 1);
+            return AmxRows::bytes(TileCut(rows), steps) * (rows <= kOwnRows ? size_ : 1);
         };
         return std::max(bytes(batch_.num_tokens), bytes(batch_.num_logit_rows));
     }
@@ -274,6 +312,7 @@ private:
     const int64_t size_;
     T *x_, *pool_, *wide_, *q_;  // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
     float* a_;                   // [rows, in features]: what the next product reads
+    float* int8_;                // the same, quantized: `Int8Rows`
     char* tiles_ = nullptr;      // the same for the matrix unit, if there is one
     const Shape shape_;
     const std::vector<Item> items_;

@@ -9,6 +9,7 @@
 #include "gemm.h"
 
 #include "gemm_amx.h"
+#include "gemm_int8.h"
 
 namespace baton {
 namespace {
@@ -138,11 +139,26 @@ int64_t baton_out_features(const void* packed, int64_t packed_bytes, int64_t in_
     PackedHeader header;
     if (packed_bytes < int64_t(sizeof header)) return -1;
     std::memcpy(&header, packed, sizeof header);
-    if (header.magic == kPackedMagic && (header.kind == WeightKind::kAmxBf16 || header.kind == WeightKind::kAmxInt8))
-        return amx_fits(header, packed_bytes, in_features) ? header.out_features : -1;
-    bool fits = header.magic == kPackedMagic && header.panel == kPanel && header.kind == WeightKind::kFloat && header.in_features == in_features &&
-                (header.element_bytes == 2 || header.element_bytes == 4) &&
-                packed_bytes == baton_packed_bytes(header.out_features, in_features, header.element_bytes);
+    if (header.magic != kPackedMagic || header.in_features != in_features) return -1;
+    bool fits = false;
+    switch (header.kind) {
+    case WeightKind::kFloat:
+        fits = header.panel == kPanel && (header.element_bytes == 2 || header.element_bytes == 4) &&
+               packed_bytes == baton_packed_bytes(header.out_features, in_features, header.element_bytes);
+        break;
+    case WeightKind::kAmxBf16:
+        fits = amx_is_lent() && header.panel == kAmxPanel &&
+               packed_bytes == amx_packed_bytes(header.out_features, in_features);
+        break;
+    case WeightKind::kAmxInt8:
+        fits = amx_is_lent() && header.panel == kInt8Panel &&
+               packed_bytes == int8_packed_bytes(header.out_features, in_features);
+        break;
+    case WeightKind::kInt8:
+    case WeightKind::kInt8Weights:
+        fits = header.panel == kInt8Panel && packed_bytes == int8_packed_bytes(header.out_features, in_features);
+        break;
+    }
     return fits ? header.out_features : -1;
 }
 
@@ -157,15 +173,12 @@ void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* p
     std::memcpy(&header, packed, sizeof header);
     const float* rows = widen_all(x, x_bf16, num_rows * header.in_features, x_scratch);
     const float* wide_bias = widen_all(bias, bias_bf16, header.out_features, bias_scratch);
-    const char* panels = static_cast<const char*>(packed) + sizeof header;
     if constexpr (kHasAmx)
-        if (header.kind == WeightKind::kAmxBf16) {
-            if (y_bf16)
-                amx_linear(rows, num_rows, header, panels, wide_bias, static_cast<bf16*>(y), num_threads);
-            else
-                amx_linear(rows, num_rows, header, panels, wide_bias, static_cast<float*>(y), num_threads);
-            return;
-        }
+        if (header.kind == WeightKind::kAmxBf16 || header.kind == WeightKind::kAmxInt8)
+            return amx_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
+    if (header.kind != WeightKind::kFloat)
+        return int8_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
+    const char* panels = static_cast<const char*>(packed) + sizeof header;
     const bf16* half = reinterpret_cast<const bf16*>(panels);
     const float* full = reinterpret_cast<const float*>(panels);
     if (header.element_bytes == 2 && y_bf16)

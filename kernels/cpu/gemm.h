@@ -122,11 +122,10 @@ enum class WeightKind : int64_t {
     kInt8 = 1,         // int8 panels (`gemm_int8.h`), rows quantized to int8 too
     kInt8Weights = 2,  // the same panels, widened; rows stay fp32
     kAmxBf16 = 3,      // tiles for the matrix unit (`gemm_amx.h`), rows rounded to bf16
-    kAmxInt8 = 4,      // tiles for the matrix unit, rows quantized to int8 too
+    kAmxInt8 = 4,      // the bytes and results of kInt8, multiplied by the matrix unit
 };
 
 // What `baton_pack` writes before the panels.
-constexpr uint64_t kPackedMagic = 0x324c454e41504e42ull;  // "BNPANEL2"
 struct PackedHeader {
     uint64_t magic;
     int64_t out_features, in_features, element_bytes, panel;
@@ -134,6 +133,7 @@ struct PackedHeader {
     int64_t reserved[2];
 };
 static_assert(sizeof(PackedHeader) == 64);
+constexpr uint64_t kPackedMagic = 0x324c454e41504e42ull;  // "BNPANEL2"
 
 inline const PackedHeader& header_of(const void* packed) { return *static_cast<const PackedHeader*>(packed); }
 

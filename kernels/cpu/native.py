@@ -17,8 +17,10 @@ from torch import Tensor
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
-from kernels.cpu.native_forward import AMX_BF16, NativeForward
+from kernels.cpu.native_forward import NativeForward
+from kernels.cpu.weight_kind import WeightKind
 from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.quantization import Quantization, quantize_weight
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +35,12 @@ SIGNATURES = {
     "baton_out_features": "piii",
     "baton_weight_kind": "pi",
     "baton_amx_acquire": "i",
-    "baton_amx_packed_bytes": "iiii",
-    "baton_amx_pack": "piiip-",
+    "baton_amx_packed_bytes": "iii",
+    "baton_amx_pack": "piip-",
     "baton_linear": "piippipii-",
+    "baton_int8_panel_width": "i",
+    "baton_int8_packed_bytes": "iii",
+    "baton_int8_pack": "ippiip-",
     "baton_rms_norm": "ppfiipii-",
     "baton_rotary": "pipppiiiipiii",
     "baton_silu_mul": "piipii-",
@@ -48,6 +53,12 @@ SIGNATURES = {
     "baton_probe_read": "piid",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
+_INT8_KINDS = {
+    (Quantization.INT8, Isa.SIMD): WeightKind.INT8,
+    (Quantization.INT8, Isa.AMX): WeightKind.AMX_INT8,
+    (Quantization.INT8_WEIGHTS, Isa.SIMD): WeightKind.INT8_WEIGHTS,
+    (Quantization.INT8_WEIGHTS, Isa.AMX): WeightKind.INT8_WEIGHTS,
+}
 
 
 def bind(library: ctypes.CDLL) -> Any:
@@ -71,40 +82,65 @@ def bind(library: ctypes.CDLL) -> Any:
 class NativeKernels:
     """The operations of `kernels.ops` by the compiled library, on `num_threads` threads.
 
-    bf16 weights are packed for the matrix unit where `choose_isa` says so; all else is SIMD.
+    Weights of bf16, and of int8 whose rows are quantized too, are packed for the matrix unit where
+    `choose_isa` says so; all else is SIMD.
     """
 
-    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+    def __init__(self, library: ctypes.CDLL, num_threads: int, quantization: Quantization) -> None:
         """Raises:
         BuildError: see `bind`.
         IsaError: the user asks for instructions that are not to be had.
         """
-        self._num_threads = num_threads
+        self._num_threads, self._quantization = num_threads, quantization
         self._library = bind(library)
         choice = choose_isa(requested_isa(os.environ), self._library.baton_amx_acquire, cpu_has_amx)
         self._isa = choice.isa
         if choice.is_lost:
             logger.warning("products use SIMD, several times slower: %s", choice.reason)
         elif choice.isa is Isa.AMX:
-            logger.info("products of bf16 use %s", choice.reason)
+            logger.info("products use %s", choice.reason)
 
     @property
     def packed_layout(self) -> str:
         unit = "-amx" if self._isa is Isa.AMX else ""
+        if self._quantization is not Quantization.NONE:
+            return f"quads{self._library.baton_int8_panel_width()}-{self._quantization.value}{unit}"
         return f"panels{self._library.baton_panel_width()}-paired{unit}"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
-        """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp`."""
+        """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp` and `gemm_int8.h`."""
         check(weight, 2, "weight")
+        if self._quantization is not Quantization.NONE:
+            return self._pack_int8(*quantize_weight(weight, self._quantization))
         weight = weight.contiguous()
         out_features, in_features = weight.shape
-        element_bytes = weight.element_size()
-        library = self._library
-        num_bytes, pack = library.baton_packed_bytes, library.baton_pack
         if self._isa is Isa.AMX and weight.dtype is torch.bfloat16:
-            num_bytes, pack = library.baton_amx_packed_bytes, library.baton_amx_pack
-        packed = torch.empty(num_bytes(out_features, in_features, element_bytes), dtype=torch.uint8)
-        pack(weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr())
+            packed = torch.empty(
+                self._library.baton_amx_packed_bytes(out_features, in_features), dtype=torch.uint8
+            )
+            self._library.baton_amx_pack(weight.data_ptr(), out_features, in_features, packed.data_ptr())
+            return packed
+        element_bytes = weight.element_size()
+        num_bytes = self._library.baton_packed_bytes(out_features, in_features, element_bytes)
+        packed = torch.empty(num_bytes, dtype=torch.uint8)
+        self._library.baton_pack(
+            weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr()
+        )
+        return packed
+
+    def _pack_int8(self, values: Tensor, scales: Tensor) -> Tensor:
+        out_features, in_features = values.shape
+        packed = torch.empty(
+            self._library.baton_int8_packed_bytes(out_features, in_features), dtype=torch.uint8
+        )
+        self._library.baton_int8_pack(
+            _INT8_KINDS[self._quantization, self._isa],
+            values.contiguous().data_ptr(),
+            scales.data_ptr(),
+            out_features,
+            in_features,
+            packed.data_ptr(),
+        )
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -124,7 +160,7 @@ class NativeKernels:
                 f"not a weight packed as {self.packed_layout} for {in_features} input features: "
                 f"{tuple(packed.shape)} {packed.dtype}"
             )
-        if not is_bf16 and self._library.baton_weight_kind(packed_pointer) == AMX_BF16:
+        if not is_bf16 and self._library.baton_weight_kind(packed_pointer) == WeightKind.AMX_BF16:
             raise TypeError("`x` must be bf16 for a bf16 weight: the matrix unit would round it")
         out = torch.empty((num_tokens, out_features), dtype=dtype)
         bias_pointer, bias_bf16 = None, False

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.checks import check, check_index, check_pool, check_shape
+from kernels.cpu.weight_kind import WeightKind
 from kernels.ops import DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
 
-AMX_BF16 = 3  # `WeightKind` in gemm.h
 _FAULTS = ("", "token id", "position", "slot", "sequence", "logit row")  # `Fault` in forward.cpp
 
 
@@ -191,13 +191,15 @@ class NativeForward:
     def _packed(self, packed: Tensor, out_features: int, in_features: int, name: str) -> int:
         found = self._library.baton_out_features(packed.data_ptr(), packed.nbytes, in_features)
         fits = found == out_features
-        if fits and self._library.baton_weight_kind(packed.data_ptr()) == AMX_BF16:
-            fits = self._dtype is torch.bfloat16
-        elif fits:
+        kind = WeightKind(self._library.baton_weight_kind(packed.data_ptr())) if fits else None
+        if kind is WeightKind.FLOAT:
             plain_bytes = self._library.baton_packed_bytes(out_features, in_features, self._dtype.itemsize)
             fits = packed.nbytes == plain_bytes
+        elif kind is WeightKind.AMX_BF16:
+            fits = self._dtype is torch.bfloat16
         if not fits:
             raise ValueError(
-                f"`{name}` is not {out_features} by {in_features} of {self._dtype}, packed for these kernels"
+                f"`{name}` is not {out_features} by {in_features} of {self._dtype} or int8, "
+                "packed for these kernels"
             )
         return self._keep(packed)
