@@ -178,18 +178,21 @@ private:
 
     template <typename Output>
     void multiply(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features, const Output& output) {
-        const char* data = static_cast<const char*>(packed) + sizeof(PackedHeader);
-        const Share share(ceil_div(output.out_features, kPanel), rank, size_);
         switch (header_of(packed).kind) {
-        case WeightKind::kFloat:
-            gemm(a_, num_rows, in_features, reinterpret_cast<const T*>(data), share.begin, share.end, output);
-            break;
-        case WeightKind::kInt8:
-            gemm_int8(quantize(rank, num_rows, in_features), num_rows, Int8Weight(packed), share.begin, share.end, output);
-            break;
-        case WeightKind::kInt8Weights:
-            gemm_widened(a_, num_rows, Int8Weight(packed), share.begin, share.end, output);
-            break;
+        case WeightKind::kFloat: {
+            const T* panels = reinterpret_cast<const T*>(static_cast<const char*>(packed) + sizeof(PackedHeader));
+            const Share share(ceil_div(output.out_features, kPanel), rank, size_);
+            return gemm(a_, num_rows, in_features, panels, share.begin, share.end, output);
+        }
+        case WeightKind::kInt8: {
+            const Share share(ceil_div(output.out_features, kInt8Panel), rank, size_);
+            const Int8Rows rows = quantize(rank, num_rows, in_features);
+            return gemm_int8(rows, num_rows, Int8Weight(packed), share.begin, share.end, output);
+        }
+        case WeightKind::kInt8Weights: {
+            const Share share(ceil_div(output.out_features, kInt8Panel), rank, size_);
+            return gemm_widened(a_, num_rows, Int8Weight(packed), share.begin, share.end, output);
+        }
         }
     }
 
