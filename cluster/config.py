@@ -24,6 +24,7 @@ MiB: Final = 1 << 20
 
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
+QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
 EdgeKind = Literal["auto", "shm", "gloo"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -55,6 +56,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
     dtype: Annotated[DtypeName, Meta(description="numeric type of weights, activations and KV")] = "bf16"
+    quantization: Annotated[
+        QuantizationName,
+        Meta(description="of matrices; int8: weights and activations in int8, int8-weights: weights only"),
+    ] = "none"
     backend: Annotated[BackendName, Meta(description="kernel backend")] = "cpu"
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block; the same on all workers")
@@ -172,6 +177,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     kv_address: str | None
     runtime_dir: str
     dtype: DtypeName = "bf16"
+    quantization: QuantizationName = "none"
     backend: BackendName = "cpu"
     num_threads: int = 1
     max_model_len: int | None = None  # None: the model's

@@ -129,7 +129,7 @@ def _prepare(
     found = None
     if command is None:
         models = Path(config.cache_dir).expanduser() / "models"
-        found = find_prepared(config.model, config.dtype, config.backend, models)
+        found = find_prepared(config.model, config.dtype, config.backend, models, config.quantization)
     if found is not None:
         done: Future[str] = Future()
         done.set_result(str(found))

@@ -40,7 +40,7 @@ def prepare_command(config: ClusterConfig) -> list[str]:
     """What converts the model of `config`, or finds it converted."""
     return [
         *(sys.executable, "-m", MODULE, "--json", "--model", config.model),
-        *("--dtype", config.dtype, "--backend", config.backend),
+        *("--dtype", config.dtype, "--quantization", config.quantization, "--backend", config.backend),
     ]
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cluster.errors import ConfigError
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import library_path
 from kernels.ops import Backend
+from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 
 NAMES = ("cpu", "reference")
+QUANTIZATIONS: Mapping[str, tuple[Quantization, ...]] = {  # by backend
+    "cpu": tuple(Quantization),
+    "reference": tuple(Quantization),
+}
 
 
 def must_compile(name: str) -> bool:
@@ -16,14 +23,28 @@ def must_compile(name: str) -> bool:
     return name == "cpu" and not library_path().exists()
 
 
-def make_backend(name: str, num_threads: int) -> Backend:
-    """The backend called `name`, computing on `num_threads` threads.
+def make_backend(name: str, num_threads: int, quantization: str = Quantization.NONE.value) -> Backend:
+    """The backend called `name`, computing on `num_threads` threads, packing matrices as `quantization` says.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or it does not compute with that quantization.
     """
-    if name == "cpu":
-        return CpuBackend(num_threads)
-    if name == "reference":
-        return ReferenceBackend("cpu")
-    raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
+    if name not in QUANTIZATIONS:
+        raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
+    chosen = find_quantization(name, quantization)
+    return CpuBackend(num_threads, chosen) if name == "cpu" else ReferenceBackend("cpu", chosen)
+
+
+def find_quantization(backend: str, name: str) -> Quantization:
+    """
+    Raises:
+        ConfigError: there is none of that name, or the backend does not have it.
+    """
+    if name not in list(Quantization):
+        raise ConfigError(f"unknown quantization `{name}`; use {' or '.join(Quantization)}")
+    supported = QUANTIZATIONS[backend]
+    if name not in supported:
+        raise ConfigError(
+            f"the {backend} backend does not compute with quantization `{name}`; use {' or '.join(supported)}"
+        )
+    return Quantization(name)

@@ -67,7 +67,7 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
         ConfigError: the pool is too small for a single sequence of two blocks.
     """
     torch.set_num_threads(config.num_threads)
-    backend = make_backend(config.backend, config.num_threads)
+    backend = make_backend(config.backend, config.num_threads, config.quantization)
     dtype = Dtype(config.dtype)
     prepared = prepare_model(config.model, dtype, backend)
     spec = prepared.spec

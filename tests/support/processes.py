@@ -192,7 +192,9 @@ class LocalCluster:
 
     def _prepared(self) -> str:
         root = Path(self._config.cache_dir).expanduser() / "models"
-        found = find_prepared(self._config.model, self._config.dtype, self._config.backend, root)
+        found = find_prepared(
+            self._config.model, self._config.dtype, self._config.backend, root, self._config.quantization
+        )
         if found is not None:
             return str(found)
         command = prepare_command(self._config)
