@@ -24,6 +24,7 @@ MiB: Final = 1 << 20
 
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
+CpuIsaName = Literal["auto", "simd", "amx"]
 QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
 EdgeKind = Literal["auto", "shm", "gloo"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -61,6 +62,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="of matrices; int8: weights and activations in int8, int8-weights: weights only"),
     ] = "none"
     backend: Annotated[BackendName, Meta(description="kernel backend")] = "cpu"
+    cpu_isa: Annotated[
+        CpuIsaName,
+        Meta(description="instructions of matrix products; auto: the matrix unit (AMX) where there is one"),
+    ] = "auto"
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block; the same on all workers")
     ] = 32

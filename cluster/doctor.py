@@ -14,7 +14,8 @@ from typing import Final
 
 from cluster import preflight
 from cluster.config import ClusterConfig, num_available_cores
-from cluster.errors import BatonError
+from cluster.engine.cpu_isa import find_isa
+from cluster.errors import BatonError, ConfigError
 from cluster.kv.memory import available_bytes
 
 LIBRARIES: Final = ("torch", "ray", "transformers", "tokenizers", "fastapi", "uvicorn", "msgspec")
@@ -41,6 +42,7 @@ def run_checks() -> tuple[Check, ...]:
         *(_library(name) for name in LIBRARIES),
         _cpu(),
         _compiler(),
+        _products(),
         _memory(),
         _attempt(
             "port",
@@ -88,11 +90,25 @@ def _cpu_flags(file: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     )
 
 
+def _compiler_path() -> str | None:
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
 def _compiler() -> Check:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return Check("compiler", True, path)
+    path = _compiler_path()
+    if path is not None:
+        return Check("compiler", True, path)
     return Check("compiler", False, "none: the kernels run in torch, slower; install g++", is_fatal=False)
+
+
+def _products() -> Check:
+    """The instructions of the kernels' matrix products."""
+    try:
+        choice = find_isa(_compiler_path(), os.environ)
+    except ConfigError as error:
+        return Check("products", False, str(error))
+    return Check("products", not choice.is_lost, f"{choice.isa.value}: {choice.reason}", is_fatal=False)
 
 
 def _memory() -> Check:

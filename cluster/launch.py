@@ -29,7 +29,14 @@ from cluster.config import ClusterConfig, num_available_cores
 from cluster.engine.prepared_index import find_prepared
 from cluster.launch_driver import Driver, Report
 from cluster.launch_guard import Guard
-from cluster.launch_plan import ENTRIES, RoleSpec, Site, plan_roles, private_ray_environment
+from cluster.launch_plan import (
+    ENTRIES,
+    RoleSpec,
+    Site,
+    kernel_environment,
+    plan_roles,
+    private_ray_environment,
+)
 from cluster.launch_prepare import Preparation, prepare_command
 from cluster.launch_processes import become_subreaper, children, end_children
 from cluster.launch_supervisor import Finish, Supervisor
@@ -135,7 +142,7 @@ def _prepare(
         done.set_result(str(found))
         return done, lambda: None
     preparation = Preparation(
-        command or prepare_command(config), config.cache_dir, report.progress, report.say
+        command or prepare_command(config), kernel_environment(config), report.progress, report.say
     )
     return preparation.directory, preparation.close
 

@@ -186,12 +186,18 @@ def _log(config: ClusterConfig, site: Site, name: str) -> LogConfig:
 def _environment(config: ClusterConfig, num_threads: int) -> Mapping[str, str]:
     """Thread counts must be set before numeric libraries load: they read them once."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))
-    cache_dir = str(Path(config.cache_dir).expanduser())
     others = {
         # Waiting threads sleep after some microseconds instead of milliseconds: the cores are shared with
         # the other roles.
         "GOMP_SPINCOUNT": "20000",
         "TOKENIZERS_PARALLELISM": "false",
-        "BATON_CACHE_DIR": cache_dir,
     }
-    return MappingProxyType(threads | others)
+    return MappingProxyType(threads | others | kernel_environment(config))
+
+
+def kernel_environment(config: ClusterConfig) -> dict[str, str]:
+    """What the kernels read for themselves, in every process that loads them."""
+    return {
+        "BATON_CACHE_DIR": str(Path(config.cache_dir).expanduser()),
+        "BATON_CPU_ISA": config.cpu_isa,
+    }

@@ -15,7 +15,7 @@ from cluster.config import (
     dump_config,
     load_config,
 )
-from cluster.launch_plan import Site, plan_roles
+from cluster.launch_plan import Site, kernel_environment, plan_roles
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.messages import Role
 
@@ -108,3 +108,10 @@ def test_no_argument_or_environment_carries_the_token() -> None:
     for spec in plan_roles(ClusterConfig(), SITE):
         assert SITE.cluster_token not in repr(spec)
         assert SITE.cluster_token not in spec.env.values()
+
+
+def test_kernels_hear_which_instructions_to_use_in_every_process() -> None:
+    config = ClusterConfig(cpu_isa="simd")
+    assert kernel_environment(config)["BATON_CPU_ISA"] == "simd"
+    for spec in plan_roles(config, SITE):
+        assert spec.env.items() >= kernel_environment(config).items()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from cluster.errors import ConfigError
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import library_path
+from kernels.cpu.isa import IsaError
 from kernels.ops import Backend
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
@@ -27,12 +28,18 @@ def make_backend(name: str, num_threads: int, quantization: str = Quantization.N
     """The backend called `name`, computing on `num_threads` threads, packing matrices as `quantization` says.
 
     Raises:
-        ConfigError: there is none of that name, or it does not compute with that quantization.
+        ConfigError: there is none of that name, it does not compute with that quantization, or not with
+            the instructions that `BATON_CPU_ISA` demands.
     """
     if name not in QUANTIZATIONS:
         raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
     chosen = find_quantization(name, quantization)
-    return CpuBackend(num_threads, chosen) if name == "cpu" else ReferenceBackend("cpu", chosen)
+    if name == "reference":
+        return ReferenceBackend("cpu", chosen)
+    try:
+        return CpuBackend(num_threads, chosen)
+    except IsaError as error:
+        raise ConfigError(str(error)) from error
 
 
 def find_quantization(backend: str, name: str) -> Quantization:

@@ -1,10 +1,11 @@
-"""Which instructions products use: the matrix unit (AMX) where there is one and it is lent to us, else SIMD.
+"""Which instructions products use: the matrix unit (AMX) where there is one and it is lent, else SIMD.
 
 1. The compiler knows the unit if it targets a machine that has it (`-march=native`).
 2. The kernel lends its registers to a process that asks (Linux 5.16 and later; sandboxes may refuse).
 3. The user may leave it alone: `BATON_CPU_ISA` is `auto`, `simd`, or `amx` where nothing else will do.
 
-Results differ in their last bits, so the choice is part of `packed_layout`. No torch here: `baton doctor` asks too.
+Results differ in their last bits, so the choice is part of `packed_layout`. No torch here: `baton doctor`
+asks too.
 """
 
 from __future__ import annotations

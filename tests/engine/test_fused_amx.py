@@ -1,4 +1,4 @@
-"""A whole pass through the (emulated) matrix unit equals its operations one by one, bit for bit, like every other."""
+"""A whole pass through the emulated matrix unit equals its operations one by one, bit for bit."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class TestKinds:
 
 
 def test_the_emulation_faults_where_the_unit_would(library):
-    """Tiles used by a process that has not asked for them: the emulation must notice, or it proves nothing."""
+    """Tiles used by a process that has not asked for them: unnoticed, the emulation would prove nothing."""
     code = f"""
 import ctypes
 library = ctypes.CDLL({library._name!r})

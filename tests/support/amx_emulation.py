@@ -1,7 +1,7 @@
-"""The CPU kernels compiled as for a machine with AMX, its tiles in plain C++ (`tests/kernels/amx_emulated.h`).
+"""The CPU kernels as for a machine with AMX, its tiles in plain C++ (`tests/kernels/amx_emulated.h`).
 
-Sources are those of every machine; vectors are 16 floats wide, as on machines with AMX. The library is cached like
-the machine's own, by its sources, flags and that header.
+Sources are those of every machine; vectors are 16 floats wide, as on machines with AMX. The library is
+cached like the machine's own, by its sources, flags and that header.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 from cluster.cluster_token import write_private
 from cluster.config import ClusterConfig, RouterConfig, dump_config, num_available_cores
 from cluster.engine.prepared_index import find_prepared
-from cluster.launch_plan import RoleSpec, Site, plan_roles
+from cluster.launch_plan import RoleSpec, Site, kernel_environment, plan_roles
 from cluster.launch_prepare import Preparation, prepare_command
 from cluster.runtime_dir import RuntimeDir
 
@@ -198,7 +198,9 @@ class LocalCluster:
         if found is not None:
             return str(found)
         command = prepare_command(self._config)
-        preparation = Preparation(command, self._config.cache_dir, lambda phase, done, total: None, print)
+        preparation = Preparation(
+            command, kernel_environment(self._config), lambda phase, done, total: None, print
+        )
         try:
             return preparation.directory.result(self._start_timeout_s)
         finally:
