@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,14 +11,17 @@ from hypothesis import strategies as st
 from cluster.config import (
     KV_ADDRESS_BY_ROUTE,
     ClusterConfig,
+    QuantizationName,
     RouterConfig,
     WorkerConfig,
     dump_config,
     load_config,
 )
 from cluster.launch_plan import Site, kernel_environment, plan_roles
+from cluster.launch_prepare import prepare_command
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.messages import Role
+from kernels.quantization import Quantization
 
 SITE = Site(
     served_model_name="m",
@@ -115,3 +119,15 @@ def test_kernels_hear_which_instructions_to_use_in_every_process() -> None:
     assert kernel_environment(config)["BATON_CPU_ISA"] == "simd"
     for spec in plan_roles(config, SITE):
         assert spec.env.items() >= kernel_environment(config).items()
+
+
+def test_every_worker_and_the_preparation_hear_of_the_quantization() -> None:
+    config = ClusterConfig(quantization="int8", prefill=1, decode=2)
+    workers = [spec.config for spec in plan_roles(config, SITE) if isinstance(spec.config, WorkerConfig)]
+    assert [worker.quantization for worker in workers] == ["int8"] * 3
+    command = prepare_command(config)
+    assert command[command.index("--quantization") + 1] == "int8"
+
+
+def test_settings_spell_quantizations_as_the_kernels_do() -> None:
+    assert get_args(QuantizationName) == tuple(Quantization)

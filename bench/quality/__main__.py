@@ -65,7 +65,9 @@ VARIANTS = (
 class Subject:
     """One variant's decoder with a KV pool of its own."""
 
-    def __init__(self, variant: Variant, model: str, backend_name: str, threads: int, num_blocks: int) -> None:
+    def __init__(
+        self, variant: Variant, model: str, backend_name: str, threads: int, num_blocks: int
+    ) -> None:
         backend = make_backend(backend_name, threads, variant.quantization)
         prepared = prepare_model(model, variant.dtype, backend)
         self.directory = prepared.directory

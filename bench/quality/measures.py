@@ -1,7 +1,7 @@
 """How far one model's predictions are from another's, as pure functions of logits and token lists.
 
-    KL(P || Q) = sum_v p(v) · (log p(v) - log q(v))        in nats, one number per position
-    perplexity = exp(-mean log q(next token))
+KL(P || Q) = sum_v p(v) · (log p(v) - log q(v))        in nats, one number per position
+perplexity = exp(-mean log q(next token))
 """
 
 from __future__ import annotations

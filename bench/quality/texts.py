@@ -1,4 +1,4 @@
-"""What quality is measured on: prose of several kinds, written for this project, and beginnings to go on from."""
+"""What quality is measured on: prose of several kinds, written for this project, and prompts to go on."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from cluster.errors import ConfigError
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import library_path
@@ -13,7 +11,7 @@ from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 
 NAMES = ("cpu", "reference")
-QUANTIZATIONS: Mapping[str, tuple[Quantization, ...]] = {  # by backend
+QUANTIZATIONS: dict[str, tuple[Quantization, ...]] = {  # by backend
     "cpu": tuple(Quantization),
     "reference": tuple(Quantization),
 }

@@ -13,6 +13,7 @@ from cluster.engine.model_spec import Dtype
 from cluster.engine.packed_batch import pack
 from kernels.cpu.backend import CpuBackend
 from kernels.ops import DecoderShape
+from kernels.quantization import Quantization
 from tests.engine.test_architectures import VARIANTS
 from tests.engine.tiny_models import BLOCK_SIZE, Engine, prompts
 
@@ -45,6 +46,7 @@ CASES = VARIANTS | ODD
 # threads only change who computes what: a few shapes show it
 THREADED = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
 RUNS = [(variant, 1) for variant in CASES] + [(variant, n) for variant in THREADED for n in (2, 3)]
+QUANTIZED = [("llama-biases", 1), ("qwen3", 2), ("odd", 1), ("odd", 3), ("tiny-vocabulary", 2)]
 
 
 def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
@@ -53,8 +55,9 @@ def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
     first = [engine.row(i, prompt, 0) for i, prompt in enumerate(texts)]
     second = [engine.row(i, [i % vocab_size], len(prompt)) for i, prompt in enumerate(texts)]
     third = [engine.row(9, texts[4][:31], 0), *(engine.row(i, [3], len(texts[i]) + 1) for i in (4, 0, 2))]
-    last = [engine.row(9, texts[4][31:90], 31)]
-    return [first, second, third, last]
+    fourth = [engine.row(9, texts[4][31:90], 31)]
+    last = [engine.row(9, [4], 90), engine.row(1, [5], len(texts[1]) + 1)]
+    return [first, second, third, fourth, last]
 
 
 @pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
@@ -62,8 +65,23 @@ def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
 def test_fused_equals_the_operations_one_by_one(
     variant: str, dtype: Dtype, num_threads: int, checkpoint: Any, prepare: Any
 ) -> None:
+    assert_fused_equals_one_by_one(variant, dtype, CpuBackend(num_threads), checkpoint, prepare)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8-weights"])
+@pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize(("variant", "num_threads"), QUANTIZED)
+def test_fused_equals_the_operations_one_by_one_in_int8(
+    variant: str, dtype: Dtype, num_threads: int, quantization: str, checkpoint: Any, prepare: Any
+) -> None:
+    backend = CpuBackend(num_threads, Quantization(quantization))
+    assert_fused_equals_one_by_one(variant, dtype, backend, checkpoint, prepare)
+
+
+def assert_fused_equals_one_by_one(
+    variant: str, dtype: Dtype, backend: CpuBackend, checkpoint: Any, prepare: Any
+) -> None:
     family, overrides = CASES[variant]
-    backend = CpuBackend(num_threads)
     assert backend.is_native, "the C++ kernels did not compile here: see the log"
     prepared = prepare(checkpoint(family, **overrides).directory, dtype, backend)
     fused, oracle = Engine(prepared, backend), Engine(prepared, backend, fuse=False)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from cluster.engine.model_spec import Dtype
-from tests.engine.backends import BACKENDS
+from tests.engine.backends import BACKENDS, QUANTIZED
 from tests.engine.tiny_models import Engine, prompts
 
 CHUNKS = (1, 7, 16, 64)
 PROMPT = prompts(seed=3, lengths=(150,))[0]
-CASES = [(name, dtype) for name in BACKENDS for dtype in Dtype]
+CASES = [(name, dtype) for name in BACKENDS for dtype in Dtype] + [(name, Dtype.BF16) for name in QUANTIZED]
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
@@ -26,7 +26,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 def engine(request: Any, checkpoint: Any, prepare: Any) -> Any:
     """Makes engines over one model; each has a pool of its own."""
     name, dtype = request.param
-    backend = BACKENDS[name]()
+    backend = (BACKENDS | QUANTIZED)[name]()
     prepared = prepare(checkpoint("qwen3").directory, dtype, backend)
     return lambda **options: Engine(prepared, backend, **options)
 
