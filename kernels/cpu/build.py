@@ -35,6 +35,7 @@ HEADERS = (
     "gemm.h",
     "rowwise.h",
     "simd.h",
+    "stopwatch.h",
     "team.h",
     "threads.h",
 )

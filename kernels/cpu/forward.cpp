@@ -4,7 +4,8 @@
 // 2. `baton_forward` checks every index of the batch, sizes its work memory, and wakes the team of threads.
 // 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
 //    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention's items are
-//    handed out one by one. A barrier stands wherever one thread reads what another wrote.
+//    handed out one by one. A barrier stands wherever one thread reads what another wrote: few rows are normed by
+//    every thread for itself, and gates are applied by the thread that computed them.
 // 4. The largest logit of each row is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
@@ -14,6 +15,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rowwise.h"
+#include "stopwatch.h"
 #include "team.h"
 
 namespace baton {
@@ -62,7 +64,8 @@ public:
     const float eps, scale;
     Team team;
     std::vector<std::atomic<int64_t>> next_items;  // attention's, per layer
-    Scratch rows_memory, wide_memory, query_memory;
+    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory;
+    double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
 
 int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
@@ -121,39 +124,38 @@ public:
                  model.scale},
           items_(cut(shape_, batch.query_starts, batch.num_seqs, size_)) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
-        a_ = model.rows_memory.floats(rows * std::max({s_.hidden, s_.query(), s_.inner}));
+        a_ = model.rows_memory.floats(rows * std::max(s_.hidden, s_.query()));
+        inner_ = model.inner_memory.floats(batch.num_tokens * s_.inner);
+        own_ = model.own_memory.floats(size_ * kOwnRows * s_.hidden);
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
         for (std::atomic<int64_t>& next : model.next_items) next.store(0, std::memory_order_relaxed);
     }
 
     void run(int64_t rank) {
+        Stopwatch watch(model_.profile, rank);
         const Share rows(batch_.num_tokens, rank, size_);
         const T* embedding = static_cast<const T*>(model_.embedding);
         for (int64_t m = rows.begin; m < rows.end; ++m)
             std::memcpy(x_ + m * s_.hidden, embedding + batch_.tokens[m] * s_.hidden, size_t(s_.hidden) * sizeof(T));
+        if (batch_.num_tokens <= kOwnRows) meet(watch, Stage::kEmbedding);
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
-            norm(rows, layer.input_norm);
-            model_.team.barrier();
-            product(rank, layer.qkv, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
-            model_.team.barrier();
+            const float* normed = norm(watch, rank, layer.input_norm);
+            product(rank, normed, layer.qkv, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
+            meet(watch, Stage::kQkv);
             heads(Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
-            model_.team.barrier();
+            meet(watch, Stage::kHeads);
             attention(index);
-            model_.team.barrier();
-            product(rank, layer.output, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
-            model_.team.barrier();
-            norm(rows, layer.mlp_norm);
-            model_.team.barrier();
-            product(rank, layer.gate_up, s_.hidden, Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner});
-            model_.team.barrier();
-            gate(Share(s_.inner, rank, size_, 16 * kWidth));
-            model_.team.barrier();
-            product(rank, layer.down, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
-            model_.team.barrier();
+            meet(watch, Stage::kAttention);
+            product(rank, a_, layer.output, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
+            meet(watch, Stage::kOutput);
+            normed = norm(watch, rank, layer.mlp_norm);
+            gated(watch, rank, normed, layer);
+            product(rank, inner_, layer.down, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
+            meet(watch, Stage::kDown);
         }
-        logits(rank);
+        logits(watch, rank);
     }
 
 private:
@@ -161,21 +163,62 @@ private:
         return reinterpret_cast<T*>(scratch.floats(ceil_div(count * int64_t(sizeof(T)), 4)));
     }
 
-    void norm(const Share& rows, const void* weight) {
+    // The end of a stage whose results other ranks read.
+    void meet(Stopwatch& watch, Stage stage) {
+        watch.lap(stage);
+        model_.team.barrier();
+        watch.lap(stage, Stopwatch::kWait);
+    }
+
+    // All rows of x_ normed, fp32: few of them by every rank for itself, many by all together.
+    const float* norm(Stopwatch& watch, int64_t rank, const void* weight) {
+        const bool own = batch_.num_tokens <= kOwnRows;
+        const Share rows(batch_.num_tokens, own ? 0 : rank, own ? 1 : size_);
+        float* target = own ? own_ + rank * kOwnRows * s_.hidden : a_;
         for (int64_t m = rows.begin; m < rows.end; ++m)
-            rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden, a_ + m * s_.hidden);
+            rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden, target + m * s_.hidden);
+        if (own)
+            watch.lap(Stage::kNorm);
+        else
+            meet(watch, Stage::kNorm);
+        return target;
     }
 
+    // This rank's share of a product's columns.
     template <typename Output>
-    void product(int64_t rank, const void* packed, int64_t in_features, const Output& output) {
-        multiply(rank, packed, batch_.num_tokens, in_features, output);
+    void product(int64_t rank, const float* x, const void* packed, int64_t in_features, const Output& output) {
+        const Share panels(ceil_div(output.out_features, kPanel), rank, size_);
+        multiply(x, packed, batch_.num_tokens, in_features, panels.begin, panels.end, output);
     }
 
+    // x times the panels [begin, end) of a packed matrix.
     template <typename Output>
-    void multiply(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features, const Output& output) {
+    void multiply(const float* x, const void* packed, int64_t num_rows, int64_t in_features, int64_t begin, int64_t end,
+                  const Output& output) {
         const T* panels = reinterpret_cast<const T*>(static_cast<const char*>(packed) + sizeof(PackedHeader));
-        const Share share(ceil_div(output.out_features, kPanel), rank, size_);
-        gemm(a_, num_rows, in_features, panels, share.begin, share.end, output);
+        gemm(x, num_rows, in_features, panels, begin, end, output);
+    }
+
+    // Gate and up, then silu(gate) * up to inner_. A rank computes both halves of its columns, unless a panel holds some
+    // of either.
+    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer) {
+        const Store<T> output{wide_, layer.gate_up_bias, 2 * s_.inner};
+        const bool whole_panels = s_.inner % kPanel == 0;
+        const Share columns(s_.inner, rank, size_, whole_panels ? kPanel : 1);
+        if (whole_panels) {
+            for (const int64_t first : {columns.begin, s_.inner + columns.begin})
+                multiply(x, layer.gate_up, batch_.num_tokens, s_.hidden, first / kPanel,
+                         (first + columns.end - columns.begin) / kPanel, output);
+            watch.lap(Stage::kGateUp);
+        } else {
+            product(rank, x, layer.gate_up, s_.hidden, output);
+            meet(watch, Stage::kGateUp);
+        }
+        for (int64_t m = 0; m < batch_.num_tokens; ++m) {
+            const T* gates = wide_ + m * 2 * s_.inner + columns.begin;
+            silu_mul_row(gates, gates + s_.inner, columns.end - columns.begin, inner_ + m * s_.inner + columns.begin);
+        }
+        meet(watch, Stage::kGate);
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
@@ -214,32 +257,32 @@ private:
         });
     }
 
-    void gate(const Share& columns) {
-        for (int64_t m = 0; m < batch_.num_tokens; ++m) {
-            const T* gates = wide_ + m * 2 * s_.inner + columns.begin;
-            silu_mul_row(gates, gates + s_.inner, columns.end - columns.begin, a_ + m * s_.inner + columns.begin);
-        }
-    }
-
-    void logits(int64_t rank) {
+    void logits(Stopwatch& watch, int64_t rank) {
         if (batch_.num_logit_rows == 0) return;
         const Share rows(batch_.num_logit_rows, rank, size_);
         for (int64_t r = rows.begin; r < rows.end; ++r)
             rms_norm_row(x_ + batch_.logit_rows[r] * s_.hidden, static_cast<const T*>(model_.final_norm), model_.eps,
                          s_.hidden, a_ + r * s_.hidden);
-        model_.team.barrier();
-        multiply(rank, model_.lm_head, batch_.num_logit_rows, s_.hidden, Store<float>{batch_.logits, nullptr, s_.vocab});
-        model_.team.barrier();
+        meet(watch, Stage::kNorm);
+        const Share panels(ceil_div(s_.vocab, kPanel), rank, size_);
+        multiply(a_, model_.lm_head, batch_.num_logit_rows, s_.hidden, panels.begin, panels.end,
+                 Store<float>{batch_.logits, nullptr, s_.vocab});
+        meet(watch, Stage::kHead);
         for (int64_t r = rows.begin; r < rows.end; ++r)
             batch_.best[r] = argmax(batch_.logits + r * s_.vocab, s_.vocab);
+        watch.lap(Stage::kBest);
     }
+
+    static constexpr int64_t kOwnRows = 4;  // a barrier costs about as much as so many norms
 
     Model& model_;
     const Sizes& s_;
     const Batch& batch_;
     const int64_t size_;
     T *x_, *pool_, *wide_, *q_;  // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
-    float* a_;                   // [rows, in features]: what the next product reads
+    float* a_;                   // [rows, hidden or heads]: what the next product reads
+    float* inner_;               // [rows, inner]: what `down` reads
+    float* own_;                 // [ranks, kOwnRows, hidden]: few rows normed, a copy per rank
     const Shape shape_;
     const std::vector<Item> items_;
 };
@@ -279,6 +322,11 @@ void* baton_model_create(const int64_t* sizes, const void* const* layers, const 
 }
 
 void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
+
+int64_t baton_num_stages() { return int64_t(Stage::kCount); }
+
+// From the next step on, `seconds` [num_threads, stages, 2] is added to: work and waiting per stage. Null: no longer.
+void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(model)->profile = seconds; }
 
 // One step; one caller at a time. Returns a Fault, whose place in its array is in *index; nothing is written then.
 int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t max_blocks, int64_t num_logit_rows,
