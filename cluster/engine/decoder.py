@@ -21,7 +21,7 @@ from cluster.engine.model_spec import ModelSpec
 from cluster.engine.packed_batch import PackedBatch
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
 from cluster.engine.rotary import rotary_tables
-from kernels.ops import Backend, DecoderShape, DecoderWeights, LayerWeights, StepResult
+from kernels.ops import Backend, DecoderShape, DecoderWeights, FusedForward, LayerWeights, StepResult
 
 
 class Decoder:
@@ -54,6 +54,11 @@ class Decoder:
             rms_norm_eps=spec.rms_norm_eps,
         )
         self._fused = backend.fuse(shape, weights, self._cos, self._sin) if fuse else None
+
+    @property
+    def fused(self) -> FusedForward | None:
+        """The backend's own pass, if it has one and is used."""
+        return self._fused
 
     def forward(self, batch: PackedBatch, pool: Tensor) -> StepResult:
         """Compute a step: keys and values of the batch's tokens to `pool`, logits of its `logit_rows`.

@@ -43,8 +43,10 @@ HEADERS = (
     "gemm.h",
     "gemm_amx.h",
     "gemm_int8.h",
+    "operand.h",
     "rowwise.h",
     "simd.h",
+    "stopwatch.h",
     "team.h",
     "threads.h",
 )

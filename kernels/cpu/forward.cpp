@@ -4,7 +4,8 @@
 // 2. `baton_forward` checks every index of the batch, sizes its work memory, and wakes the team of threads.
 // 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
 //    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention's items are
-//    handed out one by one. A barrier stands wherever one thread reads what another wrote.
+//    handed out one by one. A barrier stands wherever one thread reads what another wrote: few rows are normed by
+//    every thread for itself, and gates are applied by the thread that computed them.
 // 4. The largest logit of each row is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
@@ -12,10 +13,9 @@
 #include <algorithm>
 
 #include "attention.h"
-#include "gemm.h"
-#include "gemm_amx.h"
-#include "gemm_int8.h"
+#include "operand.h"
 #include "rowwise.h"
+#include "stopwatch.h"
 #include "team.h"
 
 namespace baton {
@@ -64,7 +64,8 @@ public:
     const float eps, scale;
     Team team;
     std::vector<std::atomic<int64_t>> next_items;  // attention's, per layer
-    Scratch rows_memory, wide_memory, query_memory, int8_memory, tiles_memory;
+    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, int8_memory, tiles_memory;
+    double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
 
 int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
@@ -72,17 +73,6 @@ int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
         if (values[i] < 0 || values[i] >= limit) return i;
     return -1;
 }
-
-// [begin, end) of rank's share of `count`, in steps of `unit`.
-struct Share {
-    int64_t begin, end;
-
-    Share(int64_t count, int64_t rank, int64_t size, int64_t unit = 1) {
-        const int64_t units = ceil_div(count, unit);
-        begin = std::min(count, units * rank / size * unit);
-        end = std::min(count, units * (rank + 1) / size * unit);
-    }
-};
 
 // The index of the largest value, the first among equals; of the first NaN, if there is one.
 int64_t argmax(const float* values, int64_t count) {
@@ -121,133 +111,100 @@ public:
                  batch.block_size,
                  0,
                  model.scale},
-          items_(cut(shape_, batch.query_starts, batch.num_seqs, size_)) {
+          items_(cut(shape_, batch.query_starts, batch.num_seqs, size_)),
+          operands_(model.team, model.int8_memory, model.tiles_memory, std::max(batch.num_tokens, batch.num_logit_rows),
+                    std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
-        a_ = model.rows_memory.floats(rows * std::max({s_.hidden, s_.query(), s_.inner}));
+        a_ = model.rows_memory.floats(rows * std::max(s_.hidden, s_.query()));
+        inner_ = model.inner_memory.floats(batch.num_tokens * s_.inner);
+        own_ = model.own_memory.floats(size_ * kOwnRows * s_.hidden);
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
-        int8_ = model.int8_memory.floats(
-            Int8Rows::floats(std::max(rows, size_ * kOwnRows), std::max({s_.hidden, s_.query(), s_.inner})));
-        if constexpr (kHasAmx) tiles_ = reinterpret_cast<char*>(model.tiles_memory.floats(most_tile_bytes() / 4));
         for (std::atomic<int64_t>& next : model.next_items) next.store(0, std::memory_order_relaxed);
     }
 
     void run(int64_t rank) {
+        Stopwatch watch(model_.profile, rank);
         const Share rows(batch_.num_tokens, rank, size_);
         const T* embedding = static_cast<const T*>(model_.embedding);
         for (int64_t m = rows.begin; m < rows.end; ++m)
             std::memcpy(x_ + m * s_.hidden, embedding + batch_.tokens[m] * s_.hidden, size_t(s_.hidden) * sizeof(T));
+        if (batch_.num_tokens <= kOwnRows) meet(watch, Stage::kEmbedding);
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
-            norm(rows, layer.input_norm);
-            model_.team.barrier();
-            product(rank, layer.qkv, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
-            model_.team.barrier();
+            const float* normed = norm(watch, rank, layer.input_norm);
+            product(rank, normed, layer.qkv, batch_.num_tokens, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
+            meet(watch, Stage::kQkv);
             heads(Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
-            model_.team.barrier();
+            meet(watch, Stage::kHeads);
             attention(index);
-            model_.team.barrier();
-            product(rank, layer.output, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
-            model_.team.barrier();
-            norm(rows, layer.mlp_norm);
-            model_.team.barrier();
-            product(rank, layer.gate_up, s_.hidden, Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner});
-            model_.team.barrier();
-            gate(Share(s_.inner, rank, size_, 16 * kWidth));
-            model_.team.barrier();
-            product(rank, layer.down, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
-            model_.team.barrier();
+            meet(watch, Stage::kAttention);
+            product(rank, a_, layer.output, batch_.num_tokens, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
+            meet(watch, Stage::kOutput);
+            normed = norm(watch, rank, layer.mlp_norm);
+            gated(watch, rank, normed, layer);
+            product(rank, inner_, layer.down, batch_.num_tokens, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
+            meet(watch, Stage::kDown);
         }
-        logits(rank);
+        logits(watch, rank);
     }
 
 private:
-    static constexpr int64_t kOwnRows = 4;  // quantized by every thread for itself
-
     static T* typed(Scratch& scratch, int64_t count) {
         return reinterpret_cast<T*>(scratch.floats(ceil_div(count * int64_t(sizeof(T)), 4)));
     }
 
-    void norm(const Share& rows, const void* weight) {
+    // The end of a stage whose results other ranks read.
+    void meet(Stopwatch& watch, Stage stage) {
+        watch.lap(stage);
+        model_.team.barrier();
+        watch.lap(stage, Stopwatch::kWait);
+    }
+
+    // All rows of x_ normed, fp32: few of them by every rank for itself, many by all together.
+    const float* norm(Stopwatch& watch, int64_t rank, const void* weight) {
+        const bool own = batch_.num_tokens <= kOwnRows;
+        const Share rows(batch_.num_tokens, own ? 0 : rank, own ? 1 : size_);
+        float* target = own ? own_ + rank * kOwnRows * s_.hidden : a_;
         for (int64_t m = rows.begin; m < rows.end; ++m)
-            rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden, a_ + m * s_.hidden);
+            rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden, target + m * s_.hidden);
+        if (own)
+            watch.lap(Stage::kNorm);
+        else
+            meet(watch, Stage::kNorm);
+        return target;
     }
 
+    // This rank's share of a product's columns.
     template <typename Output>
-    void product(int64_t rank, const void* packed, int64_t in_features, const Output& output) {
-        multiply(rank, packed, batch_.num_tokens, in_features, output);
+    void product(int64_t rank, const float* x, const void* packed, int64_t num_rows, int64_t in_features,
+                 const Output& output) {
+        const Operand rows = operands_.prepare(rank, x, packed, num_rows, in_features);
+        const Share panels(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
+        multiply<T>(rows, packed, panels.begin, panels.end, output);
     }
 
-    template <typename Output>
-    void multiply(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features, const Output& output) {
-        const char* data = static_cast<const char*>(packed) + sizeof(PackedHeader);
-        const Share share(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
-        switch (header_of(packed).kind) {
-        case WeightKind::kFloat:
-            gemm(a_, num_rows, in_features, reinterpret_cast<const T*>(data), share.begin, share.end, output);
-            break;
-        case WeightKind::kAmxBf16:
-            if constexpr (kHasAmx) {
-                const auto lay = [&](int64_t m, const TileCut& cut, char* target) {
-                    amx_bf16_row(a_ + m * in_features, in_features, m, cut, target);
-                };
-                amx_gemm_bf16(tiles(rank, num_rows, 2 * in_features, lay), data, share.begin, share.end, output);
-            }
-            break;
-        case WeightKind::kAmxInt8:
-            if constexpr (kHasAmx) {
-                const Int8Rows quantized = int8_rows(rank, num_rows, in_features);
-                const auto lay = [&](int64_t m, const TileCut& cut, char* target) {
-                    quantize_row(a_ + m * in_features, in_features, m, quantized);
-                    amx_int8_row(quantized, in_features, m, cut, target);
-                };
-                const AmxRows rows = tiles(rank, num_rows, in_features, lay);
-                amx_gemm_int8(rows, quantized.scales, Int8Weight(packed), share.begin, share.end, output);
-            }
-            break;
-        case WeightKind::kInt8:
-            gemm_int8(quantize(rank, num_rows, in_features), num_rows, Int8Weight(packed), share.begin, share.end, output);
-            break;
-        case WeightKind::kInt8Weights:
-            gemm_widened(a_, num_rows, Int8Weight(packed), share.begin, share.end, output);
-            break;
+    // Gate and up, then silu(gate) * up to inner_. A rank computes both halves of its columns, unless a panel holds some
+    // of either.
+    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer) {
+        const Store<T> output{wide_, layer.gate_up_bias, 2 * s_.inner};
+        const int64_t panel = header_of(layer.gate_up).panel;
+        const bool whole_panels = s_.inner % panel == 0;
+        const Share columns(s_.inner, rank, size_, whole_panels ? panel : 1);
+        if (whole_panels) {
+            const Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
+            for (const int64_t first : {columns.begin, s_.inner + columns.begin})
+                multiply<T>(rows, layer.gate_up, first / panel, (first + columns.end - columns.begin) / panel, output);
+            watch.lap(Stage::kGateUp);
+        } else {
+            product(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden, output);
+            meet(watch, Stage::kGateUp);
         }
-    }
-
-    // The rows of a_ as int8. Few rows are quantized by every thread for itself, sooner than others could be met.
-    Int8Rows quantize(int64_t rank, int64_t num_rows, int64_t in_features) {
-        const bool alone = num_rows <= kOwnRows;
-        const Int8Rows rows = int8_rows(rank, num_rows, in_features);
-        const Share share(num_rows, alone ? 0 : rank, alone ? 1 : size_);
-        for (int64_t m = share.begin; m < share.end; ++m) quantize_row(a_ + m * in_features, in_features, m, rows);
-        if (!alone) model_.team.barrier();
-        return rows;
-    }
-
-    Int8Rows int8_rows(int64_t rank, int64_t num_rows, int64_t in_features) {
-        const bool alone = num_rows <= kOwnRows;
-        return {int8_ + (alone ? rank * Int8Rows::floats(kOwnRows, in_features) : 0), num_rows};
-    }
-
-    // Rows as the matrix unit takes them, laid out by lay(row, cut, target): few by every rank for itself.
-    template <typename Lay>
-    AmxRows tiles(int64_t rank, int64_t num_rows, int64_t row_bytes, const Lay& lay) {
-        const bool alone = num_rows <= kOwnRows;
-        const TileCut cut(num_rows);
-        const int64_t steps = AmxRows::steps_of(row_bytes);
-        char* target = tiles_ + (alone ? rank * AmxRows::bytes(cut, steps) : 0);
-        const Share share(num_rows, alone ? 0 : rank, alone ? 1 : size_);
-        for (int64_t m = share.begin; m < share.end; ++m) lay(m, cut, target);
-        if (!alone) model_.team.barrier();
-        return {cut, steps, target};
-    }
-
-    int64_t most_tile_bytes() const {
-        const int64_t steps = AmxRows::steps_of(2 * std::max({s_.hidden, s_.query(), s_.inner}));
-        const auto bytes = [&](int64_t rows) {
-            return AmxRows::bytes(TileCut(rows), steps) * (rows <= kOwnRows ? size_ : 1);
-        };
-        return std::max(bytes(batch_.num_tokens), bytes(batch_.num_logit_rows));
+        for (int64_t m = 0; m < batch_.num_tokens; ++m) {
+            const T* gates = wide_ + m * 2 * s_.inner + columns.begin;
+            silu_mul_row(gates, gates + s_.inner, columns.end - columns.begin, inner_ + m * s_.inner + columns.begin);
+        }
+        meet(watch, Stage::kGate);
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
@@ -286,24 +243,19 @@ private:
         });
     }
 
-    void gate(const Share& columns) {
-        for (int64_t m = 0; m < batch_.num_tokens; ++m) {
-            const T* gates = wide_ + m * 2 * s_.inner + columns.begin;
-            silu_mul_row(gates, gates + s_.inner, columns.end - columns.begin, a_ + m * s_.inner + columns.begin);
-        }
-    }
-
-    void logits(int64_t rank) {
+    void logits(Stopwatch& watch, int64_t rank) {
         if (batch_.num_logit_rows == 0) return;
         const Share rows(batch_.num_logit_rows, rank, size_);
         for (int64_t r = rows.begin; r < rows.end; ++r)
             rms_norm_row(x_ + batch_.logit_rows[r] * s_.hidden, static_cast<const T*>(model_.final_norm), model_.eps,
                          s_.hidden, a_ + r * s_.hidden);
-        model_.team.barrier();
-        multiply(rank, model_.lm_head, batch_.num_logit_rows, s_.hidden, Store<float>{batch_.logits, nullptr, s_.vocab});
-        model_.team.barrier();
+        meet(watch, Stage::kNorm);
+        product(rank, a_, model_.lm_head, batch_.num_logit_rows, s_.hidden,
+                Store<float>{batch_.logits, nullptr, s_.vocab});
+        meet(watch, Stage::kHead);
         for (int64_t r = rows.begin; r < rows.end; ++r)
             batch_.best[r] = argmax(batch_.logits + r * s_.vocab, s_.vocab);
+        watch.lap(Stage::kBest);
     }
 
     Model& model_;
@@ -311,11 +263,12 @@ private:
     const Batch& batch_;
     const int64_t size_;
     T *x_, *pool_, *wide_, *q_;  // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
-    float* a_;                   // [rows, in features]: what the next product reads
-    float* int8_;                // the same, quantized: `Int8Rows`
-    char* tiles_ = nullptr;      // the same for the matrix unit, if there is one
+    float* a_;                   // [rows, hidden or heads]: what the next product reads
+    float* inner_;               // [rows, inner]: what `down` reads
+    float* own_;                 // [ranks, kOwnRows, hidden]: few rows normed, a copy per rank
     const Shape shape_;
     const std::vector<Item> items_;
+    Operands operands_;
 };
 
 Fault check(const Model& model, const Batch& batch, int64_t* index) {
@@ -353,6 +306,11 @@ void* baton_model_create(const int64_t* sizes, const void* const* layers, const 
 }
 
 void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
+
+int64_t baton_num_stages() { return int64_t(Stage::kCount); }
+
+// From the next step on, `seconds` [num_threads, stages, 2] is added to: work and waiting per stage. Null: no longer.
+void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(model)->profile = seconds; }
 
 // One step; one caller at a time. Returns a Fault, whose place in its array is in *index; nothing is written then.
 int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t max_blocks, int64_t num_logit_rows,

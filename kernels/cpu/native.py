@@ -17,8 +17,8 @@ from torch import Tensor
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
-from kernels.cpu.native_forward import NativeForward
 from kernels.cpu.weight_kind import WeightKind
+from kernels.cpu.native_forward import STAGES, NativeForward
 from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 from kernels.quantization import Quantization, quantize_weight
 
@@ -48,6 +48,8 @@ SIGNATURES = {
     "baton_paged_attention": "pipiiiiiipppiiiifpiii",
     "baton_model_create": "pppppppffip",
     "baton_model_destroy": "p-",
+    "baton_num_stages": "i",
+    "baton_model_profile": "pp-",
     "baton_forward": "piiiippppppppiippppi",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
@@ -76,6 +78,8 @@ def bind(library: ctypes.CDLL) -> Any:
         raise BuildError(f"the compiled kernels lack a function: {error}") from error
     if library.baton_partition_size() != PARTITION_SIZE:
         raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
+    if library.baton_num_stages() != len(STAGES):
+        raise BuildError(f"the compiled kernels have {library.baton_num_stages()} stages in a step")
     return library
 
 

@@ -19,6 +19,19 @@ from kernels.cpu.checks import check, check_index, check_pool, check_shape
 from kernels.cpu.weight_kind import WeightKind
 from kernels.ops import DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
 
+STAGES = (  # `Stage` in stopwatch.h
+    "embedding",
+    "norms",
+    "qkv",
+    "heads and KV write",
+    "attention",
+    "output",
+    "gate and up",
+    "silu",
+    "down",
+    "logits",
+    "largest logit",
+)
 _FAULTS = ("", "token id", "position", "slot", "sequence", "logit row")  # `Fault` in forward.cpp
 
 
@@ -38,7 +51,7 @@ class NativeForward:
         TypeError, ValueError: a tensor is not what the shape says, or not contiguous on the CPU.
         RuntimeError: the threads cannot be started.
         """
-        self._library, self._shape = library, shape
+        self._library, self._shape, self._num_threads = library, shape, num_threads
         self._dtype = weights.embedding.dtype
         is_bf16 = check(weights.embedding, 2, "embedding")
         self._vocab_size = weights.embedding.shape[0]
@@ -130,6 +143,15 @@ class NativeForward:
                 f"{num_blocks} blocks of {block_size}"
             )
         return StepResult(self._hidden[:num_tokens], self._logits[:num_rows], self._best[:num_rows])
+
+    def start_profile(self) -> Tensor:
+        """Seconds [num_threads, len(STAGES), 2] that later steps add to: work, and waits at a stage's end."""
+        self._profile = torch.zeros(self._num_threads, len(STAGES), 2, dtype=torch.float64)
+        self._library.baton_model_profile(self._model, self._profile.data_ptr())
+        return self._profile
+
+    def stop_profile(self) -> None:
+        self._library.baton_model_profile(self._model, None)
 
     def _grow(self, num_tokens: int, num_rows: int) -> None:
         if num_tokens > self._hidden.shape[0]:

@@ -50,14 +50,15 @@ QUANTIZED = [("llama-biases", 1), ("qwen3", 2), ("odd", 1), ("odd", 3), ("tiny-v
 
 
 def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
-    """Prefill; decode; prefill chunks and decode rows of unequal lengths together."""
+    """Prefill; decode; prefill chunks and decode rows of unequal lengths together; few rows; a chunk."""
     texts = [[t % vocab_size for t in prompt] for prompt in prompts(lengths=(1, 5, 17, 40, 150))]
     first = [engine.row(i, prompt, 0) for i, prompt in enumerate(texts)]
     second = [engine.row(i, [i % vocab_size], len(prompt)) for i, prompt in enumerate(texts)]
     third = [engine.row(9, texts[4][:31], 0), *(engine.row(i, [3], len(texts[i]) + 1) for i in (4, 0, 2))]
+    few = [engine.row(i, [4], len(texts[i]) + 1 + (i != 1)) for i in (0, 1, 2)]
     fourth = [engine.row(9, texts[4][31:90], 31)]
-    last = [engine.row(9, [4], 90), engine.row(1, [5], len(texts[1]) + 1)]
-    return [first, second, third, fourth, last]
+    last = [engine.row(9, [4], 90), engine.row(1, [5], len(texts[1]) + 2)]
+    return [first, second, third, few, few[:1], fourth, last]
 
 
 @pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
