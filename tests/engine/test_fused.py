@@ -57,7 +57,7 @@ def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
     third = [engine.row(9, texts[4][:31], 0), *(engine.row(i, [3], len(texts[i]) + 1) for i in (4, 0, 2))]
     few = [engine.row(i, [4], len(texts[i]) + 1 + (i != 1)) for i in (0, 1, 2)]
     fourth = [engine.row(9, texts[4][31:90], 31)]
-    last = [engine.row(9, [4], 90), engine.row(1, [5], len(texts[1]) + 2)]
+    last = [engine.row(9, [4], 90), engine.row(1, [3], len(texts[1]) + 2)]
     return [first, second, third, few, few[:1], fourth, last]
 
 
