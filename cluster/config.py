@@ -25,6 +25,7 @@ MiB: Final = 1 << 20
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
 EdgeKind = Literal["auto", "shm", "gloo"]
+KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -54,7 +55,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _AtLeastOne | None, Meta(description="compute threads of each worker (default: share the cores)")
     ] = None
     gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
-    dtype: Annotated[DtypeName, Meta(description="numeric type of weights, activations and KV")] = "bf16"
+    dtype: Annotated[DtypeName, Meta(description="numeric type of weights and activations")] = "bf16"
+    kv_dtype: Annotated[
+        KvDtypeName, Meta(description="numeric type of KV; int8: a scale per token and head; auto: as `--dtype`")
+    ] = "auto"
     backend: Annotated[BackendName, Meta(description="kernel backend")] = "cpu"
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block; the same on all workers")
@@ -172,6 +176,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     kv_address: str | None
     runtime_dir: str
     dtype: DtypeName = "bf16"
+    kv_dtype: KvDtypeName = "auto"
     backend: BackendName = "cpu"
     num_threads: int = 1
     max_model_len: int | None = None  # None: the model's

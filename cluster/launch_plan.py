@@ -166,6 +166,7 @@ def _worker_config(
         kv_address=kv_address if is_decode else None,
         runtime_dir=site.runtime_dir,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         backend=config.backend,
         num_threads=num_threads,
         max_model_len=config.max_model_len,

@@ -31,38 +31,43 @@ constexpr int64_t kTileRows = 96;      // about as many rows of one KV head shar
 constexpr int64_t kDecodeQueries = 4;  // up to as many queries of a sequence are taken for all KV heads at once
 
 // One sequence's keys (`which` 0) and values (1), found through its block table.
-template <typename T>
+template <typename Kv>
 struct Pages {
-    const T* pool;
+    const char* pool;
     const int32_t* block_table;
     const Shape& shape;
 
     // Positions from `position` to the end of its block or `end`, `most` at most.
     int64_t run_length(int64_t position, int64_t end, int64_t most) const {
-        return std::min({most, shape.block_size - position % shape.block_size, end - position});
+        return std::min({most, shape.kv.block_size - position % shape.kv.block_size, end - position});
     }
-    Run<T> run(int64_t position, int64_t which, int64_t head) const {
-        const int64_t stride = shape.num_kv_heads * shape.head_dim;
-        const int64_t block = block_table[position / shape.block_size], offset = position % shape.block_size;
-        const int64_t half = (block * shape.num_layers + shape.layer) * 2 + which;
-        return {pool + (half * shape.block_size + offset) * stride + head * shape.head_dim, stride};
+    Run<Kv> run(int64_t position, int64_t which, int64_t head) const {
+        const KvShape& kv = shape.kv;
+        const int64_t slot = block_table[position / kv.block_size] * kv.block_size + position % kv.block_size;
+        return {reinterpret_cast<const Kv*>(pool + kv.offset(slot, shape.layer, which) + head * kv.row_bytes),
+                kv.token_bytes() / int64_t(sizeof(Kv))};
     }
     // Blocks lie anywhere, where no hardware prefetcher looks: rows are asked for by name, a few at a time, for
     // a request that finds too many others waiting is lost.
     void prefetch(int64_t position, int64_t count, int64_t which, int64_t head) const {
-        Run<T> next = run(position, which, head);
-        const int64_t row_bytes = shape.head_dim * int64_t(sizeof(T));
+        Run<Kv> next = run(position, which, head);
+        const int64_t row_bytes = shape.kv.row_bytes;
         for (int64_t j = run_length(position, position + count, count); j > 0; --j, next.rows += next.stride)
             for (int64_t byte = 0; byte < row_bytes; byte += 64)
                 baton::prefetch(reinterpret_cast<const char*>(next.rows) + byte);
     }
 };
 
-template <typename T>
-Run<float> widen(Run<T> run, int64_t count, const Shape& shape, float* wide) {
-    for (int64_t j = 0; j < count; ++j)
+template <typename Kv>
+Run<float> widen(Run<Kv> run, int64_t count, const Shape& shape, float* wide) {
+    const int64_t dim = shape.kv.head_dim;
+    for (int64_t j = 0; j < count; ++j) {
+        const Kv* row = run.rows + j * run.stride;
+        float scale = 1.0f;
+        if constexpr (sizeof(Kv) == 1) std::memcpy(&scale, row + dim, sizeof scale);
         for (int64_t d = 0; d < shape.padded_dim; d += kWidth)
-            store(wide + j * shape.padded_dim + d, load_partial(run.rows + j * run.stride + d, shape.head_dim - d));
+            store(wide + j * shape.padded_dim + d, load_partial(row + d, dim - d) * scale);
+    }
     return {wide, shape.padded_dim};
 }
 
@@ -88,13 +93,13 @@ struct HeadState {
     }
 };
 
-template <typename T>
+template <typename T, typename Kv>
 class Attention {
 public:
-    Attention(const Item& item, const Shape& shape, const Pages<T>& pages, int64_t first_position)
+    Attention(const Item& item, const Shape& shape, const Pages<Kv>& pages, int64_t first_position)
         : item_(item), shape_(shape), pages_(pages), dim_(shape.padded_dim), rows_(item.num_queries * shape.group),
           first_position_(first_position), end_(first_position + item.num_queries),
-          direct_(rows_ <= 4 && shape.head_dim == shape.padded_dim) {
+          direct_(rows_ <= 4 && shape.kv.head_dim == shape.padded_dim && sizeof(Kv) > 1) {
         static thread_local Scratch scratch;
         const int64_t head_floats = ceil_div(HeadState::num_floats(rows_, dim_, direct_), 16) * 16;
         wide_ = scratch.floats(kRun * dim_ + item.num_heads * head_floats);
@@ -107,17 +112,17 @@ public:
     template <typename Out>
     void run(const T* q, int64_t q_row_stride, Out* out) {
         each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
-            const T* source = q + query * q_row_stride + query_head * shape_.head_dim;
+            const T* source = q + query * q_row_stride + query_head * shape_.kv.head_dim;
             for (int64_t d = 0; d < dim_; d += kWidth)
-                store(head.q + r * dim_ + d, load_partial(source + d, shape_.head_dim - d));
+                store(head.q + r * dim_ + d, load_partial(source + d, shape_.kv.head_dim - d));
         });
         for (int64_t start = 0; start < end_; start += kPartition) take_in(start, std::min(end_, start + kPartition));
         each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
-            Out* target = out + (query * shape_.num_heads + query_head) * shape_.head_dim;
-            for (int64_t d = 0; d < shape_.head_dim; d += kWidth)
+            Out* target = out + (query * shape_.num_heads + query_head) * shape_.kv.head_dim;
+            for (int64_t d = 0; d < shape_.kv.head_dim; d += kWidth)
                 store_partial(target + d,
                               round_to<T>(load(head.accumulator + r * dim_ + d) / head.running_sum[r]),
-                              shape_.head_dim - d);
+                              shape_.kv.head_dim - d);
         });
     }
 
@@ -146,11 +151,13 @@ private:
                 const int64_t kv_head = item_.first_head + h;
                 if (later < later_end)
                     pages_.prefetch(later, std::min(count, later_end - later), later_which, kv_head);
-                const Run<T> rows = pages_.run(position, which, kv_head);
-                if (direct_)
-                    body(heads_[size_t(h)], position - start, rows, count);
-                else
-                    body(heads_[size_t(h)], position - start, widen(rows, count, shape_, wide_), count);
+                const Run<Kv> rows = pages_.run(position, which, kv_head);
+                if constexpr (sizeof(Kv) > 1)
+                    if (direct_) {
+                        body(heads_[size_t(h)], position - start, rows, count);
+                        continue;
+                    }
+                body(heads_[size_t(h)], position - start, widen(rows, count, shape_, wide_), count);
             }
             position += count;
         }
@@ -195,7 +202,7 @@ private:
 
     const Item& item_;
     const Shape& shape_;
-    const Pages<T>& pages_;
+    const Pages<Kv> pages_;
     const int64_t dim_, rows_, first_position_, end_;
     const bool direct_;  // few rows: keys and values are widened in registers, not kept
     float* wide_;        // [kRun, padded_dim]
@@ -210,28 +217,31 @@ std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t n
     for (int64_t s = 0; s < num_seqs; ++s) {
         const int64_t begin = query_starts[s], end = query_starts[s + 1];
         const bool all_heads = end - begin <= kDecodeQueries && num_seqs >= 2 * num_threads - 1;
-        const int64_t heads = all_heads ? shape.num_kv_heads : 1;
+        const int64_t heads = all_heads ? shape.kv.num_kv_heads : 1;
         for (int64_t first = begin; first < end; first += tile_queries)
-            for (int64_t head = 0; head < shape.num_kv_heads; head += heads)
+            for (int64_t head = 0; head < shape.kv.num_kv_heads; head += heads)
                 items.push_back({s, head, heads, first, std::min(tile_queries, end - first)});
     }
     return items;
 }
 
 template <typename T, typename Out>
-void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const T* pool,
+void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const char* pool,
             const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks,
             Out* out) {
-    const Pages<T> pages{pool, block_tables + item.sequence * max_blocks, shape};
     const int64_t first_position = context_lens[item.sequence] - query_starts[item.sequence + 1] + item.first_query;
-    Attention<T>(item, shape, pages, first_position).run(q, q_row_stride, out);
+    const int32_t* block_table = block_tables + item.sequence * max_blocks;
+    if (shape.kv.is_int8)
+        Attention<T, int8_t>(item, shape, {pool, block_table, shape}, first_position).run(q, q_row_stride, out);
+    else
+        Attention<T, T>(item, shape, {pool, block_table, shape}, first_position).run(q, q_row_stride, out);
 }
 
-template void attend(const Item&, const Shape&, const float*, int64_t, const float*, const int32_t*, const int32_t*,
+template void attend(const Item&, const Shape&, const float*, int64_t, const char*, const int32_t*, const int32_t*,
                      const int32_t*, int64_t, float*);
-template void attend(const Item&, const Shape&, const bf16*, int64_t, const bf16*, const int32_t*, const int32_t*,
+template void attend(const Item&, const Shape&, const bf16*, int64_t, const char*, const int32_t*, const int32_t*,
                      const int32_t*, int64_t, bf16*);
-template void attend(const Item&, const Shape&, const bf16*, int64_t, const bf16*, const int32_t*, const int32_t*,
+template void attend(const Item&, const Shape&, const bf16*, int64_t, const char*, const int32_t*, const int32_t*,
                      const int32_t*, int64_t, float*);
 
 // The first sequence whose lengths or blocks do not fit the pool, or -1.
@@ -254,7 +264,7 @@ int64_t first_unfit(const int32_t* query_starts, const int32_t* context_lens, co
 namespace {
 
 template <typename T>
-void paged_attention(const T* q, int64_t q_row_stride, const T* pool, const Shape& shape, const int32_t* query_starts,
+void paged_attention(const T* q, int64_t q_row_stride, const char* pool, const Shape& shape, const int32_t* query_starts,
                      const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks, int64_t num_seqs,
                      T* out, int64_t num_threads) {
     const std::vector<Item> items = cut(shape, query_starts, num_seqs, num_threads);
@@ -279,18 +289,18 @@ int64_t baton_paged_attention(const void* q, int64_t q_row_stride, const void* p
                               int64_t num_layers, int64_t block_size, int64_t num_kv_heads, int64_t head_dim,
                               int64_t layer, const int32_t* query_starts, const int32_t* context_lens,
                               const int32_t* block_tables, int64_t max_blocks, int64_t num_seqs, int64_t num_tokens,
-                              int64_t num_heads, float scale, void* out, int64_t is_bf16, int64_t num_threads) {
+                              int64_t num_heads, float scale, void* out, int64_t is_bf16, int64_t is_int8,
+                              int64_t num_threads) {
     const int64_t bad = first_unfit(query_starts, context_lens, block_tables, max_blocks, num_seqs, num_tokens,
                                     num_blocks, block_size);
     if (bad >= 0) return bad;
-    Shape shape{num_heads,  num_kv_heads, head_dim, ceil_div(head_dim, kWidth) * kWidth, num_heads / num_kv_heads,
-                num_layers, block_size,   layer,    scale};
+    const Shape shape(KvShape(num_layers, block_size, num_kv_heads, head_dim, is_int8, is_bf16), num_heads, scale, layer);
     if (is_bf16)
-        paged_attention(static_cast<const bf16*>(q), q_row_stride, static_cast<const bf16*>(pool), shape,
+        paged_attention(static_cast<const bf16*>(q), q_row_stride, static_cast<const char*>(pool), shape,
                         query_starts, context_lens, block_tables, max_blocks, num_seqs, static_cast<bf16*>(out),
                         num_threads);
     else
-        paged_attention(static_cast<const float*>(q), q_row_stride, static_cast<const float*>(pool), shape,
+        paged_attention(static_cast<const float*>(q), q_row_stride, static_cast<const char*>(pool), shape,
                         query_starts, context_lens, block_tables, max_blocks, num_seqs, static_cast<float*>(out),
                         num_threads);
     return -1;

@@ -33,6 +33,7 @@ HEADERS = (
     "attention.h",
     "attention_tiles.h",
     "gemm.h",
+    "kv_rows.h",
     "rowwise.h",
     "simd.h",
     "team.h",
