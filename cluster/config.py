@@ -57,7 +57,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
     dtype: Annotated[DtypeName, Meta(description="numeric type of weights and activations")] = "bf16"
     kv_dtype: Annotated[
-        KvDtypeName, Meta(description="numeric type of KV; int8: a scale per token and head; auto: as `--dtype`")
+        KvDtypeName,
+        Meta(description="numeric type of KV; int8: a scale per token and head; auto: as `--dtype`"),
     ] = "auto"
     backend: Annotated[BackendName, Meta(description="kernel backend")] = "cpu"
     block_size: Annotated[

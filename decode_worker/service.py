@@ -57,8 +57,8 @@ async def run(
     def check_hello(hello: EdgeHello) -> str | None:
         if hello.geometry.dtype != geometry.dtype:
             return (
-                f"it keeps KV in {hello.geometry.dtype}, this worker in {geometry.dtype}: start both with the "
-                "same `--dtype` and `--kv-dtype`"
+                f"it keeps KV in {hello.geometry.dtype}, this worker in {geometry.dtype}: start both with "
+                "the same `--dtype` and `--kv-dtype`"
             )
         if hello.fingerprint != fingerprint:
             return "it runs another model, dtype, backend or instruction set: bits would differ"

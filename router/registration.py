@@ -29,8 +29,8 @@ def refusal(
         kept, others = register.geometry.dtype, other.geometry.dtype
         if other.worker != register.worker and kept != others:
             return (
-                f"{register.worker} keeps KV in {kept}, {other.worker} in {others}: their tokens would not be "
-                "equal; start all workers with the same `--dtype` and `--kv-dtype`"
+                f"{register.worker} keeps KV in {kept}, {other.worker} in {others}: their tokens would not "
+                "be equal; start all workers with the same `--dtype` and `--kv-dtype`"
             )
         if other.worker == register.worker:
             if other.role is not register.role:

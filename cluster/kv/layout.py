@@ -8,9 +8,10 @@
 3. An edge's layers and heads cut a view out of both ranks' pools (`local_range`), and blocks are copied
    from the one view into the other.
 
-Pools are block-major: `[num_blocks, num_layers, 2, block_size, num_heads, row_size]`, K before V, so all of a
-block lies together. A row is what one head keeps of one token: `head_dim` elements, and in int8 the scale they
-share behind them. A scale never lies apart from its values, so whatever moves rows moves scales. Pure: no torch.
+Pools are block-major: `[num_blocks, num_layers, 2, block_size, num_heads, row_size]`, K before V, so all of
+a block lies together. A row is what one head keeps of one token: `head_dim` elements, and in int8 the scale
+they share behind them. A scale never lies apart from its values: whatever moves rows moves scales.
+Pure: no torch.
 """
 
 from __future__ import annotations

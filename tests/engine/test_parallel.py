@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.model_spec import Dtype, ModelSpec
+from cluster.engine.model_spec import ModelSpec
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig, kv_geometry
 from cluster.errors import ConfigError
 from tests.engine.test_model_spec import LLAMA
