@@ -341,7 +341,7 @@ async def test_stale_epoch_is_refused(router: Router) -> None:
         ({"fingerprint": "other/1"}, "fingerprint"),
         (
             {"geometry": msgspec.structs.replace(DECODE.geometry, dtype="int8"), "fingerprint": "other/1"},
-            "keeps KV in int8, p0 in bfloat16",
+            "keeps KV in int8, p0 in float32",
         ),
         ({"kv_address": None}, "address"),
         ({"max_num_seqs": 0}, "room"),
