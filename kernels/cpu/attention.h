@@ -11,12 +11,11 @@ namespace baton {
 
 struct Shape {
     KvShape kv;
-    int64_t num_heads, group, padded_dim, layer;
+    int64_t num_heads, group, layer;
     float scale;
 
     Shape(const KvShape& kv, int64_t num_heads, float scale, int64_t layer = 0)
-        : kv(kv), num_heads(num_heads), group(num_heads / kv.num_kv_heads),
-          padded_dim((kv.head_dim + kWidth - 1) / kWidth * kWidth), layer(layer), scale(scale) {}
+        : kv(kv), num_heads(num_heads), group(num_heads / kv.num_kv_heads), layer(layer), scale(scale) {}
 };
 
 // Some KV heads of one sequence and a tile of its queries.
