@@ -27,6 +27,7 @@ BackendName = Literal["cpu", "reference"]
 CpuIsaName = Literal["auto", "simd", "amx"]
 QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
 EdgeKind = Literal["auto", "shm", "gloo"]
+KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -56,11 +57,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _AtLeastOne | None, Meta(description="compute threads of each worker (default: share the cores)")
     ] = None
     gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
-    dtype: Annotated[DtypeName, Meta(description="numeric type of weights, activations and KV")] = "bf16"
+    dtype: Annotated[DtypeName, Meta(description="numeric type of weights and activations")] = "bf16"
     quantization: Annotated[
         QuantizationName,
         Meta(description="of matrices; int8: weights and activations in int8, int8-weights: weights only"),
     ] = "none"
+    kv_dtype: Annotated[
+        KvDtypeName,
+        Meta(description="numeric type of KV; int8: a scale per token and head; auto: as `--dtype`"),
+    ] = "auto"
     backend: Annotated[BackendName, Meta(description="kernel backend")] = "cpu"
     cpu_isa: Annotated[
         CpuIsaName,
@@ -183,6 +188,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     runtime_dir: str
     dtype: DtypeName = "bf16"
     quantization: QuantizationName = "none"
+    kv_dtype: KvDtypeName = "auto"
     backend: BackendName = "cpu"
     num_threads: int = 1
     max_model_len: int | None = None  # None: the model's

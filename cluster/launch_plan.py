@@ -167,6 +167,7 @@ def _worker_config(
         runtime_dir=site.runtime_dir,
         dtype=config.dtype,
         quantization=config.quantization,
+        kv_dtype=config.kv_dtype,
         backend=config.backend,
         num_threads=num_threads,
         max_model_len=config.max_model_len,

@@ -9,6 +9,12 @@ Every backend keeps two promises:
 
 Activations are `[num_tokens, ...]`, contiguous, of the model's dtype (fp32 or bf16); sums are carried
 in fp32.
+
+Keys and values live in a pool `[num_blocks, num_layers, 2, block_size, kv_heads, row_size]`, K before V. A
+row holds one token's `head_dim` elements of one head: of the model's dtype, or in int8, quantized from these
+elements alone: scale = max(absmax / 127, 2^-126), value = x / scale rounded to even, with the scale in the
+row's last `KV_SCALE_BYTES`. A row with an element that is not finite gets the scale NaN and zeros, so what is
+broken shows. The scale is fp32, so that any finite key has one, as near as 24 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +30,20 @@ from kernels.quantization import Quantization
 
 PARTITION_SIZE = 128  # key positions reduced at a time; a multiple of every supported block size
 
+KV_SCALE_BYTES = 4  # fp32, behind the values of each row of an int8 pool
+
 PackedWeight = NewType("PackedWeight", object)  # opaque to the model; made by `pack_linear` only
+
+
+def row_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements a pool of `dtype` keeps of one token and head: `head_dim`, in int8 a scale's bytes too."""
+    return head_dim + KV_SCALE_BYTES if dtype is torch.int8 else head_dim
+
+
+def pool_head_dim(pool: Tensor) -> int:
+    """`head_dim` of the model whose keys and values `pool` [..., row_size] keeps."""
+    size: int = pool.shape[-1]
+    return size - KV_SCALE_BYTES if pool.dtype is torch.int8 else size
 
 
 class AttentionMeta(Protocol):
@@ -145,8 +164,8 @@ class Backend(Protocol):
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        """Scatter k, v [num_tokens, kv_heads, head_dim] into pool
-        [num_blocks, num_layers, 2, block_size, kv_heads, head_dim] at `layer` and the given slots."""
+        """Scatter k, v [num_tokens, kv_heads, head_dim] into `pool` at `layer` and the given slots, quantized
+        where the pool is int8."""
         ...
 
     def paged_attention(

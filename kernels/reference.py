@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.ops import KV_SCALE_BYTES, PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 from kernels.quantization import Quantization, quantize_rows, quantize_weight
 
 ROW_TILE = 16  # rows of one matrix product; missing rows are zeros
@@ -87,6 +87,8 @@ class ReferenceBackend:
         return (silu * up.float()).to(gate_up.dtype)
 
     def write_kv(self, k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+        if pool.dtype is torch.int8:
+            k, v = quantize_kv(k), quantize_kv(v)
         block_size = pool.shape[3]
         blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
         pool[blocks, layer, 0, offsets] = k
@@ -132,17 +134,34 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+def quantize_kv(x: Tensor) -> Tensor:
+    """x [..., head_dim] → int8 [..., head_dim + KV_SCALE_BYTES], see `kernels.ops`."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    scale = (largest.double() / 127).float().clamp_min(torch.finfo(torch.float32).tiny)
+    scale = scale.where(largest.isfinite(), torch.nan)
+    values = (wide / scale).round().nan_to_num(0.0).to(torch.int8)
+    return torch.cat([values, scale.view(torch.int8)], dim=-1)
+
+
+def dequantize_kv(rows: Tensor) -> Tensor:
+    """What `quantize_kv` returned → fp32 [..., head_dim]."""
+    values, scale = rows.tensor_split([-KV_SCALE_BYTES], dim=-1)
+    return values.float() * scale.contiguous().view(torch.float32)
+
+
 def gather_kv(pool: Tensor, layer: int, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
     """One sequence's keys and values, fp32 [partitions, kv_heads, PARTITION_SIZE, head_dim]; what lies
     past the context is zero, whatever the pool holds there."""
-    block_size, num_kv_heads, head_dim = pool.shape[3:]
+    block_size, num_kv_heads, row_size = pool.shape[3:]
     blocks = block_table[: _round_up(context_len, block_size) // block_size].long()
     padding = _round_up(context_len, PARTITION_SIZE) - context_len
 
     def partitions(which: int) -> Tensor:
-        rows = pool[blocks, layer, which].reshape(-1, num_kv_heads, head_dim)[:context_len].float()
-        padded = functional.pad(rows, (0, 0, 0, 0, 0, padding))
-        return padded.view(-1, PARTITION_SIZE, num_kv_heads, head_dim).transpose(1, 2).contiguous()
+        rows = pool[blocks, layer, which].reshape(-1, num_kv_heads, row_size)[:context_len]
+        wide = dequantize_kv(rows) if pool.dtype is torch.int8 else rows.float()
+        padded = functional.pad(wide, (0, 0, 0, 0, 0, padding))
+        return padded.view(-1, PARTITION_SIZE, num_kv_heads, wide.shape[-1]).transpose(1, 2).contiguous()
 
     return partitions(0), partitions(1)
 

@@ -134,6 +134,7 @@ def test_variables_that_kubernetes_injects_for_a_service_called_baton_are_no_set
         ("decode", "0"),
         ("dtype", "int8"),
         ("quantization", "int4"),
+        ("kv_dtype", "fp8"),
         ("block_size", "7"),
         ("kv_edge", "carrier-pigeon"),
         ("prefill_kv_bytes", "12 parsecs"),

@@ -98,6 +98,12 @@ def test_without_prefill_workers_decode_takes_larger_chunks() -> None:
     assert decode.config.max_chunk_tokens == 16
 
 
+def test_every_worker_keeps_kv_as_asked() -> None:
+    for asked in ("auto", "int8"):
+        _, *workers = plan_roles(ClusterConfig(kv_dtype=asked, dtype="fp32"), SITE)  # type: ignore[arg-type]
+        assert {worker.config.kv_dtype for worker in workers} == {asked}  # type: ignore[union-attr]
+
+
 def test_a_start_sets_what_was_not_known_before() -> None:
     router, prefill, _ = plan_roles(ClusterConfig(), SITE)
     started = router.started(4, "/prepared").config

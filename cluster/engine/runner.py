@@ -21,7 +21,7 @@ from cluster.engine.sampler import sample
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
-from kernels.ops import Backend
+from kernels.ops import Backend, row_size
 
 
 class ModelRunner:
@@ -35,7 +35,7 @@ class ModelRunner:
         max_model_len: int | None = None,
         parallel: ParallelConfig = SINGLE_RANK,
     ) -> None:
-        """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] of the prepared dtype.
+        """`pool`: as `kernels.ops` lays it out, of the prepared dtype or int8.
 
         Raises:
             ModelError: see `load_decoder`.
@@ -44,8 +44,9 @@ class ModelRunner:
         spec = prepared.spec
         self.decoder = load_decoder(prepared, backend, max_model_len, parallel)
         self.max_model_len = self.decoder.max_model_len
-        expected = (spec.num_layers, 2, spec.num_kv_heads, spec.head_dim)
-        if (*pool.shape[1:3], *pool.shape[4:]) != expected or pool.dtype != TORCH_DTYPES[prepared.dtype]:
+        expected = (spec.num_layers, 2, spec.num_kv_heads, row_size(spec.head_dim, pool.dtype))
+        dtypes = (TORCH_DTYPES[prepared.dtype], torch.int8)
+        if (*pool.shape[1:3], *pool.shape[4:]) != expected or pool.dtype not in dtypes:
             raise ValueError(f"KV pool of {list(pool.shape)} {pool.dtype} does not fit {prepared.name}")
         self._pool = pool
         self._device = backend.device

@@ -1,12 +1,13 @@
 """What a worker needs of the engine before it can say who it is: model, backend, KV layout, runner.
 
 1. `open_engine` finds or converts the model and builds the backend (seconds, off the event loop).
-2. The role sizes its pool from `layout` and registers with `fingerprint`.
+2. The role makes its pool of `layout` and registers with `fingerprint`.
 3. `make_runner` maps the weights and warms up; it runs on the engine thread.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -38,6 +39,12 @@ class WorkerEngine:
     layout: KVLayout
     max_model_len: int
     num_threads: int
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's, and how KV is kept where not as the model computes: equal ones give equal bits."""
+        model, kept = self.prepared.fingerprint, self.layout.dtype
+        return model if kept == self.prepared.dtype.wire_name else f"{model}-kv-{kept}"
 
     def make_runner(self, pool: torch.Tensor) -> Callable[[], Runner]:
         """A function for the engine thread: thread-local compute settings are made there."""
@@ -71,21 +78,26 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
     dtype = Dtype(config.dtype)
     prepared = prepare_model(config.model, dtype, backend)
     spec = prepared.spec
-    block_bytes = spec.kv_block_bytes(config.block_size, dtype)
-    num_blocks = config.kv_bytes // block_bytes
+    layout = KVLayout.from_geometry(
+        kv_geometry(
+            spec,
+            SINGLE_RANK,
+            num_blocks=1,
+            block_size=config.block_size,
+            dtype=dtype.wire_name if config.kv_dtype == "auto" else config.kv_dtype,
+        )
+    )
+    num_blocks = config.kv_bytes // layout.bytes_per_block
     if num_blocks < 2:
         raise ConfigError(
             f"KV memory of {config.kv_bytes >> 20} MiB holds {num_blocks} blocks of "
-            f"{block_bytes / 2**20:.1f} MiB; "
-            "give workers of this role more, or use a smaller block size"
+            f"{layout.bytes_per_block / 2**20:.1f} MiB; "
+            "give workers of this role more, or use a smaller block size or `--kv-dtype int8`"
         )
-    geometry = kv_geometry(
-        spec, SINGLE_RANK, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype
-    )
     return WorkerEngine(
         prepared=prepared,
         backend=backend,
-        layout=KVLayout.from_geometry(geometry),
+        layout=dataclasses.replace(layout, num_blocks=num_blocks),
         max_model_len=config.max_model_len or spec.max_context_len,
         num_threads=config.num_threads,
     )

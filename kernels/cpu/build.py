@@ -39,11 +39,13 @@ SOURCES = (
 )
 HEADERS = (
     "attention.h",
+    "attention_panels.h",
     "attention_tiles.h",
     "gemm.h",
     "gemm_amx.h",
     "gemm_int8.h",
     "operand.h",
+    "kv_rows.h",
     "rowwise.h",
     "simd.h",
     "stopwatch.h",

@@ -41,7 +41,7 @@ struct Batch {
     const int64_t *tokens, *positions, *slots, *logit_rows;
     const int32_t *query_starts, *context_lens, *block_tables;
     void* pool;
-    int64_t num_blocks, block_size;
+    int64_t num_blocks, block_size, kv_int8;
     void* hidden;    // [num_tokens, hidden] of the model's type
     float* logits;   // [num_logit_rows, vocab]
     int64_t* best;   // [num_logit_rows]
@@ -101,16 +101,9 @@ class Pass {
 public:
     Pass(Model& model, const Batch& batch)
         : model_(model), s_(model.sizes), batch_(batch), size_(model.team.size()),
-          x_(static_cast<T*>(batch.hidden)), pool_(static_cast<T*>(batch.pool)),
-          shape_{s_.num_heads,
-                 s_.num_kv_heads,
-                 s_.head_dim,
-                 ceil_div(s_.head_dim, kWidth) * kWidth,
-                 s_.num_heads / s_.num_kv_heads,
-                 s_.num_layers,
-                 batch.block_size,
-                 0,
-                 model.scale},
+          x_(static_cast<T*>(batch.hidden)), pool_(static_cast<char*>(batch.pool)),
+          shape_(KvShape(s_.num_layers, batch.block_size, s_.num_kv_heads, s_.head_dim, batch.kv_int8, sizeof(T) == 2),
+                 s_.num_heads, model.scale),
           items_(cut(shape_, batch.query_starts, batch.num_seqs, size_)),
           operands_(model.team, model.int8_memory, model.tiles_memory, std::max(batch.num_tokens, batch.num_logit_rows),
                     std::max({s_.hidden, s_.query(), s_.inner})) {
@@ -209,7 +202,8 @@ private:
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
     void heads(const Share& share, const Layer& layer, int64_t index) {
-        const int64_t per_row = s_.num_heads + 2 * s_.num_kv_heads, dim = s_.head_dim, block_size = batch_.block_size;
+        const int64_t per_row = s_.num_heads + 2 * s_.num_kv_heads, dim = s_.head_dim;
+        const KvShape& kv = shape_.kv;
         for (int64_t i = share.begin; i < share.end; ++i) {
             const int64_t m = i / per_row, part = i % per_row;
             T* source = wide_ + m * s_.qkv() + part * dim;
@@ -217,14 +211,9 @@ private:
                 rotate(source, layer.q_norm, m, q_ + m * s_.query() + part * dim);
                 continue;
             }
-            const int64_t block = batch_.slots[m] / block_size, offset = batch_.slots[m] % block_size;
             const int64_t head = part - s_.num_heads, which = head / s_.num_kv_heads;
-            const int64_t half = (block * s_.num_layers + index) * 2 + which;
-            T* target = pool_ + (half * block_size + offset) * s_.kv() + head % s_.num_kv_heads * dim;
-            if (which == 0)
-                rotate(source, layer.k_norm, m, target);
-            else
-                std::memcpy(target, source, size_t(dim) * sizeof(T));
+            if (which == 0) rotate(source, layer.k_norm, m, source);
+            write_row(source, kv, pool_ + kv.offset(batch_.slots[m], index, which) + head % s_.num_kv_heads * kv.row_bytes);
         }
     }
 
@@ -262,10 +251,11 @@ private:
     const Sizes& s_;
     const Batch& batch_;
     const int64_t size_;
-    T *x_, *pool_, *wide_, *q_;  // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
+    T *x_, *wide_, *q_;          // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
     float* a_;                   // [rows, hidden or heads]: what the next product reads
     float* inner_;               // [rows, inner]: what `down` reads
     float* own_;                 // [ranks, kOwnRows, hidden]: few rows normed, a copy per rank
+    char* pool_;                 // rows of keys and values, see `KvShape`
     const Shape shape_;
     const std::vector<Item> items_;
     Operands operands_;
@@ -316,11 +306,11 @@ void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(mod
 int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t max_blocks, int64_t num_logit_rows,
                       const int64_t* tokens, const int64_t* positions, const int64_t* slots, const int64_t* logit_rows,
                       const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
-                      void* pool, int64_t num_blocks, int64_t block_size, void* hidden, float* logits, int64_t* best,
+                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, void* hidden, float* logits, int64_t* best,
                       int64_t* index) {
     Model& m = *static_cast<Model*>(model);
     const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens,     positions, slots,  logit_rows, query_starts,
-                      context_lens, block_tables, pool, num_blocks, block_size, hidden, logits, best};
+                      context_lens, block_tables, pool, num_blocks, block_size, kv_int8, hidden, logits, best};
     const Fault fault = check(m, batch, index);
     if (fault != Fault::kNone) return int64_t(fault);
     if (m.sizes.is_bf16) {

@@ -17,8 +17,8 @@ from torch import Tensor
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
-from kernels.cpu.weight_kind import WeightKind
 from kernels.cpu.native_forward import STAGES, NativeForward
+from kernels.cpu.weight_kind import WeightKind
 from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 from kernels.quantization import Quantization, quantize_weight
 
@@ -44,13 +44,13 @@ SIGNATURES = {
     "baton_rms_norm": "ppfiipii-",
     "baton_rotary": "pipppiiiipiii",
     "baton_silu_mul": "piipii-",
-    "baton_write_kv": "ppiipipiiiiiii",
-    "baton_paged_attention": "pipiiiiiipppiiiifpiii",
+    "baton_write_kv": "ppiipipiiiiiiiiii",
+    "baton_paged_attention": "pipiiiiiipppiiiifpiiii",
     "baton_model_create": "pppppppffip",
     "baton_model_destroy": "p-",
     "baton_num_stages": "i",
     "baton_model_profile": "pp-",
-    "baton_forward": "piiiippppppppiippppi",
+    "baton_forward": "piiiippppppppiiippppi",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
 }
@@ -245,7 +245,7 @@ class NativeKernels:
         return out
 
     def write_kv(self, k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        check(k, 3, "k")
+        is_bf16 = check(k, 3, "k")
         num_blocks, num_layers, block_size, num_kv_heads, head_dim = check_pool(pool, layer, k)
         shape = (k.shape[0], num_kv_heads, head_dim)
         check_shape(k, shape, "k")
@@ -253,12 +253,11 @@ class NativeKernels:
         check_same_dtype(v, k, "v")
         check_index(slot_mapping, shape[:1], torch.int64, "slot_mapping")
         k, v, slot_mapping = rows(k), rows(v), slot_mapping.contiguous()
-        element_bytes = k.element_size()
         bad = self._library.baton_write_kv(
             k.data_ptr(),
             v.data_ptr(),
-            k.stride(0) * element_bytes,
-            v.stride(0) * element_bytes,
+            k.stride(0),
+            v.stride(0),
             pool.data_ptr(),
             layer,
             slot_mapping.data_ptr(),
@@ -266,7 +265,10 @@ class NativeKernels:
             num_blocks,
             num_layers,
             block_size,
-            num_kv_heads * head_dim * element_bytes,
+            num_kv_heads,
+            head_dim,
+            is_bf16,
+            pool.dtype is torch.int8,
             self._num_threads,
         )
         if bad >= 0:
@@ -307,6 +309,7 @@ class NativeKernels:
             scale,
             out.data_ptr(),
             is_bf16,
+            pool.dtype is torch.int8,
             self._num_threads,
         )
         if bad >= 0:

@@ -130,6 +130,7 @@ class NativeForward:
             pool.data_ptr(),
             num_blocks,
             block_size,
+            pool.dtype is torch.int8,
             self._hidden.data_ptr(),
             self._logits.data_ptr(),
             self._best.data_ptr(),

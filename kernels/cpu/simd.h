@@ -93,6 +93,19 @@ inline Vec load(const bf16* source) {
 #endif
 }
 
+inline Vec load(const int8_t* source) {
+#if defined(BATON_AVX512)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+#elif defined(BATON_AVX2)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+#else
+    typedef int8_t ByteVec __attribute__((vector_size(kWidth)));
+    ByteVec bytes;
+    std::memcpy(&bytes, source, sizeof bytes);
+    return __builtin_convertvector(bytes, Vec);
+#endif
+}
+
 // To the nearest bf16, ties to even, in the upper halves of the lanes; a NaN stays a (quiet) NaN.
 inline UintVec round_bf16(Vec value) {
     UintVec bits = UintVec(value);

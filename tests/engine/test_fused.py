@@ -45,7 +45,9 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = VARIANTS | ODD
 # threads only change who computes what: a few shapes show it
 THREADED = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
-RUNS = [(variant, 1) for variant in CASES] + [(variant, n) for variant in THREADED for n in (2, 3)]
+RUNS = [(variant, 1, False) for variant in CASES]
+RUNS += [(variant, n, n == 3) for variant in THREADED for n in (2, 3)]
+RUNS += [(variant, 1, True) for variant in THREADED]
 QUANTIZED = [("llama-biases", 1), ("qwen3", 2), ("odd", 1), ("odd", 3), ("tiny-vocabulary", 2)]
 
 
@@ -62,11 +64,11 @@ def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize(("variant", "num_threads"), RUNS)
+@pytest.mark.parametrize(("variant", "num_threads", "kv_int8"), RUNS)
 def test_fused_equals_the_operations_one_by_one(
-    variant: str, dtype: Dtype, num_threads: int, checkpoint: Any, prepare: Any
+    variant: str, dtype: Dtype, num_threads: int, kv_int8: bool, checkpoint: Any, prepare: Any
 ) -> None:
-    assert_fused_equals_one_by_one(variant, dtype, CpuBackend(num_threads), checkpoint, prepare)
+    assert_fused_equals_one_by_one(variant, dtype, CpuBackend(num_threads), checkpoint, prepare, kv_int8)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-weights"])
@@ -80,12 +82,17 @@ def test_fused_equals_the_operations_one_by_one_in_int8(
 
 
 def assert_fused_equals_one_by_one(
-    variant: str, dtype: Dtype, backend: CpuBackend, checkpoint: Any, prepare: Any
+    variant: str,
+    dtype: Dtype,
+    backend: CpuBackend,
+    checkpoint: Any,
+    prepare: Any,
+    kv_int8: bool = False,
 ) -> None:
     family, overrides = CASES[variant]
     assert backend.is_native, "the C++ kernels did not compile here: see the log"
     prepared = prepare(checkpoint(family, **overrides).directory, dtype, backend)
-    fused, oracle = Engine(prepared, backend), Engine(prepared, backend, fuse=False)
+    fused, oracle = (Engine(prepared, backend, fuse=fuse, kv_int8=kv_int8) for fuse in (True, False))
     vocab_size = prepared.spec.vocab_size
     for ours, theirs in zip(make_batches(fused, vocab_size), make_batches(oracle, vocab_size), strict=True):
         with torch.inference_mode():
