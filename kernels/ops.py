@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +96,79 @@ class FusedForward(Protocol):
     def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult: ...
 
 
+class SamplingParameters(Protocol):
+    """How a request wants its tokens chosen; they never change. What they mean is the engine's to say."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Sequence[tuple[int, float]]: ...
+    @property
+    def allowed_token_ids(self) -> Sequence[int]: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+    @property
+    def bad_words_ids(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def num_logprobs(self) -> int | None: ...
+
+
+class SamplingRequest(Protocol):
+    """A request that is due a token; of `output_ids` only the end changes, by growing."""
+
+    @property
+    def params(self) -> SamplingParameters: ...
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+    @property
+    def output_ids(self) -> Sequence[int]: ...
+
+
+class TokenDetail(NamedTuple):
+    """Log-probabilities that a row asked for."""
+
+    row: int
+    logprob: float  # of its token
+    top_logprobs: tuple[tuple[int, float], ...]  # (token id, log-probability), best first
+
+
+class ChosenTokens(NamedTuple):
+    tokens: list[int]  # one per row
+    details: list[TokenDetail]  # of the rows that asked, in order
+    num_broken: int  # rows with a NaN or +infinity among their logits
+
+
+class FusedSampler(Protocol):
+    """Chooses the tokens of all rows in one call. One thread at a time."""
+
+    largest_vocabulary: int  # it refuses larger ones
+
+    def __call__(
+        self, logits: Tensor, best: Tensor, requests: Sequence[SamplingRequest], positions: Sequence[int]
+    ) -> ChosenTokens:
+        """`logits` fp32 [num_rows, vocab_size] and `best` int64 [num_rows] as in `StepResult`; `positions`:
+        of the tokens to choose, each in its own sequence."""
+        ...
+
+
 class Backend(Protocol):
     """One implementation of all operations on one device."""
 
@@ -153,4 +226,9 @@ class Backend(Protocol):
     ) -> FusedForward | None:
         """The whole decoder as one call, equal bit for bit to this backend's operations one by one; None
         where the backend has none."""
+        ...
+
+    def make_sampler(self) -> FusedSampler | None:
+        """A sampler of its own for a caller, equal bit for bit to the engine's definition; None where the
+        backend has none."""
         ...

@@ -17,7 +17,7 @@ from cluster.engine.load import load_decoder
 from cluster.engine.packed_batch import PackedBatch, pack
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
 from cluster.engine.prepared_model import PreparedModel
-from cluster.engine.sampler import sample
+from cluster.engine.token_choice import TokenChooser
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
@@ -49,6 +49,7 @@ class ModelRunner:
             raise ValueError(f"KV pool of {list(pool.shape)} {pool.dtype} does not fit {prepared.name}")
         self._pool = pool
         self._device = backend.device
+        self._choose = TokenChooser(backend, spec.vocab_size)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step.
@@ -94,4 +95,4 @@ class ModelRunner:
         if not specs:
             return []
         positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
-        return sample(result.logits, specs, positions, result.best.tolist())
+        return self._choose(result, specs, positions)

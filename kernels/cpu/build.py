@@ -28,12 +28,14 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp")
+SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp", "sampling.cpp")
 HEADERS = (
     "attention.h",
     "attention_tiles.h",
     "gemm.h",
+    "processors.h",
     "rowwise.h",
+    "selection.h",
     "simd.h",
     "team.h",
     "threads.h",

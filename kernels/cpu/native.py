@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.native_forward import NativeForward
+from kernels.cpu.native_sampling import NativeSampler
 from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -37,6 +38,10 @@ SIGNATURES = {
     "baton_forward": "piiiippppppppiippppi",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
+    "baton_sampler_create": "ip",
+    "baton_sampler_destroy": "p-",
+    "baton_sampler_largest_vocabulary": "i",
+    "baton_sample": "ppiiipppppippi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
 
@@ -253,3 +258,6 @@ class NativeKernels:
 
     def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> NativeForward:
         return NativeForward(self._library, self._num_threads, shape, weights, cos, sin)
+
+    def make_sampler(self) -> NativeSampler:
+        return NativeSampler(self._library, self._num_threads)
