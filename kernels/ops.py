@@ -22,6 +22,8 @@ from torch import Tensor
 
 PARTITION_SIZE = 128  # key positions reduced at a time; a multiple of every supported block size
 
+MAXIMA_BLOCK = 64  # logits of a row, one after another, that `StepResult.maxima` has one number for
+
 PackedWeight = NewType("PackedWeight", object)  # opaque to the model; made by `pack_linear` only
 
 
@@ -88,6 +90,7 @@ class StepResult:
     hidden: Tensor  # [num_tokens, hidden_size] after the last layer, before the final norm
     logits: Tensor  # fp32 [num_logit_rows, vocab_size]
     best: Tensor  # int64 [num_logit_rows]: the first largest logit of a row, or its first NaN
+    maxima: Tensor | None = None  # fp32 [num_logit_rows, blocks]: the largest logit of each `MAXIMA_BLOCK`
 
 
 class FusedForward(Protocol):
@@ -162,10 +165,9 @@ class FusedSampler(Protocol):
     largest_vocabulary: int  # it refuses larger ones
 
     def __call__(
-        self, logits: Tensor, best: Tensor, requests: Sequence[SamplingRequest], positions: Sequence[int]
+        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
     ) -> ChosenTokens:
-        """`logits` fp32 [num_rows, vocab_size] and `best` int64 [num_rows] as in `StepResult`; `positions`:
-        of the tokens to choose, each in its own sequence."""
+        """For each row of logits the request and the position, in its own sequence, of the token to choose."""
         ...
 
 

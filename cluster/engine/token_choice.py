@@ -30,7 +30,7 @@ class TokenChooser:
         """One token per row of logits: `specs` and `positions` (of the tokens to choose) have as many entries."""
         if self._sampler is None:
             return sample(result.logits, specs, positions, result.best.tolist())
-        tokens, details, num_broken = self._sampler(result.logits, result.best, specs, positions)
+        tokens, details, num_broken = self._sampler(result, specs, positions)
         outputs = [TokenOutput(token) for token in tokens]
         for row, logprob, top_logprobs in details:
             outputs[row] = TokenOutput(tokens[row], logprob, top_logprobs)

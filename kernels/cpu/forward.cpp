@@ -5,7 +5,7 @@
 // 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
 //    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention's items are
 //    handed out one by one. A barrier stands wherever one thread reads what another wrote.
-// 4. The largest logit of each row is found while the row is still in cache.
+// 4. The largest logit of each row, and of each block of it, is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
 // roundings to the model's type, of the operations called one by one: results are equal bit for bit.
@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rowwise.h"
+#include "selection.h"
 #include "team.h"
 
 namespace baton {
@@ -43,6 +44,7 @@ struct Batch {
     void* hidden;    // [num_tokens, hidden] of the model's type
     float* logits;   // [num_logit_rows, vocab]
     int64_t* best;   // [num_logit_rows]
+    float* maxima;   // [num_logit_rows, blocks of vocab]
 };
 
 enum class Fault : int64_t { kNone, kToken, kPosition, kSlot, kSequence, kLogitRow };
@@ -81,28 +83,6 @@ struct Share {
         end = std::min(count, units * (rank + 1) / size * unit);
     }
 };
-
-// The index of the largest value, the first among equals; of the first NaN, if there is one.
-int64_t argmax(const float* values, int64_t count) {
-    Vec highest = splat(-kInfinity);
-    IntVec not_numbers = {};
-    for (int64_t i = 0; i < count; i += kWidth) {
-        // the last vector goes over some values again, or is filled up with the first
-        Vec value = splat(values[0]);
-        if (count >= kWidth)
-            value = load(values + std::min(i, count - kWidth));
-        else
-            for (int64_t lane = 0; lane < count; ++lane) value[lane] = values[lane];
-        highest = max(highest, value);
-        not_numbers |= value != value;
-    }
-    bool has_nan = false;
-    for (int64_t lane = 0; lane < kWidth; ++lane) has_nan |= not_numbers[lane] != 0;
-    const float best = max_lanes(highest);
-    for (int64_t i = 0; i < count; ++i)
-        if (has_nan ? values[i] != values[i] : values[i] == best) return i;
-    return 0;
-}
 
 template <typename T>
 class Pass {
@@ -231,7 +211,8 @@ private:
         multiply(rank, model_.lm_head, batch_.num_logit_rows, s_.hidden, Store<float>{batch_.logits, nullptr, s_.vocab});
         model_.team.barrier();
         for (int64_t r = rows.begin; r < rows.end; ++r)
-            batch_.best[r] = argmax(batch_.logits + r * s_.vocab, s_.vocab);
+            batch_.best[r] = find_best(batch_.logits + r * s_.vocab, s_.vocab,
+                                       batch_.maxima + r * ceil_div(s_.vocab, kBlock));
     }
 
     Model& model_;
@@ -285,10 +266,10 @@ int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t
                       const int64_t* tokens, const int64_t* positions, const int64_t* slots, const int64_t* logit_rows,
                       const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
                       void* pool, int64_t num_blocks, int64_t block_size, void* hidden, float* logits, int64_t* best,
-                      int64_t* index) {
+                      float* maxima, int64_t* index) {
     Model& m = *static_cast<Model*>(model);
     const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens,     positions, slots,  logit_rows, query_starts,
-                      context_lens, block_tables, pool, num_blocks, block_size, hidden, logits, best};
+                      context_lens, block_tables, pool, num_blocks, block_size, hidden, logits, best, maxima};
     const Fault fault = check(m, batch, index);
     if (fault != Fault::kNone) return int64_t(fault);
     if (m.sizes.is_bf16) {

@@ -16,7 +16,7 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.native_forward import NativeForward
 from kernels.cpu.native_sampling import NativeSampler
-from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.ops import MAXIMA_BLOCK, PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -35,13 +35,14 @@ SIGNATURES = {
     "baton_paged_attention": "pipiiiiiipppiiiifpiii",
     "baton_model_create": "pppppppffip",
     "baton_model_destroy": "p-",
-    "baton_forward": "piiiippppppppiippppi",
+    "baton_forward": "piiiippppppppiipppppi",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
+    "baton_maxima_block": "i",
     "baton_sampler_create": "ip",
     "baton_sampler_destroy": "p-",
     "baton_sampler_largest_vocabulary": "i",
-    "baton_sample": "ppiiipppppippi",
+    "baton_sample": "ppiiippppppippi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
 
@@ -61,6 +62,8 @@ def bind(library: ctypes.CDLL) -> Any:
         raise BuildError(f"the compiled kernels lack a function: {error}") from error
     if library.baton_partition_size() != PARTITION_SIZE:
         raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
+    if library.baton_maxima_block() != MAXIMA_BLOCK:
+        raise BuildError(f"the compiled kernels use blocks of {library.baton_maxima_block()} logits")
     return library
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.checks import check, check_index, check_pool, check_shape
-from kernels.ops import DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
+from kernels.ops import MAXIMA_BLOCK, DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
 
 _FAULTS = ("", "token id", "position", "slot", "sequence", "logit row")  # `Fault` in forward.cpp
 
@@ -76,6 +76,7 @@ class NativeForward:
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
         self._logits = torch.empty((0, self._vocab_size))
         self._best = torch.empty(0, dtype=torch.int64)
+        self._maxima = torch.empty((0, -(-self._vocab_size // MAXIMA_BLOCK)))
         self._bad_index = ctypes.c_int64()
 
     def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult:
@@ -119,6 +120,7 @@ class NativeForward:
             self._hidden.data_ptr(),
             self._logits.data_ptr(),
             self._best.data_ptr(),
+            self._maxima.data_ptr(),
             ctypes.addressof(self._bad_index),
         )
         if fault:
@@ -128,7 +130,9 @@ class NativeForward:
                 f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "
                 f"{num_blocks} blocks of {block_size}"
             )
-        return StepResult(self._hidden[:num_tokens], self._logits[:num_rows], self._best[:num_rows])
+        return StepResult(
+            self._hidden[:num_tokens], self._logits[:num_rows], self._best[:num_rows], self._maxima[:num_rows]
+        )
 
     def _grow(self, num_tokens: int, num_rows: int) -> None:
         if num_tokens > self._hidden.shape[0]:
@@ -136,6 +140,7 @@ class NativeForward:
         if num_rows > self._logits.shape[0]:
             self._logits = torch.empty((num_rows, self._vocab_size))
             self._best = torch.empty(num_rows, dtype=torch.int64)
+            self._maxima = torch.empty((num_rows, self._maxima.shape[1]))
 
     def _layer(self, layer: LayerWeights) -> tuple[int | None, ...]:
         """Pointers in the order of `Layer` in forward.cpp."""

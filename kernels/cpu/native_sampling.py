@@ -14,11 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kernels.cpu.checks import check_index
 from kernels.cpu.sampling_rules import History, Rule
-from kernels.ops import ChosenTokens, SamplingParameters, SamplingRequest, TokenDetail
+from kernels.ops import (
+    MAXIMA_BLOCK,
+    ChosenTokens,
+    SamplingParameters,
+    SamplingRequest,
+    StepResult,
+    TokenDetail,
+)
 
 _SPARE_ENTRIES = 64  # kept beyond twice the rows of a step
 
@@ -46,12 +52,13 @@ class NativeSampler:
         self._grow(8)
 
     def __call__(
-        self, logits: Tensor, best: Tensor, requests: Sequence[SamplingRequest], positions: Sequence[int]
+        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
     ) -> ChosenTokens:
         """Raises:
         TypeError, ValueError: a tensor has another dtype or shape than it must.
         IndexError: an id in `best` names no logit; nothing was chosen.
         """
+        logits, best, maxima = result.logits, result.best, result.maxima
         num_rows = len(requests)
         if logits.dtype is not torch.float32 or logits.dim() != 2 or not logits.is_cpu:
             raise TypeError(f"`logits` must be fp32 [rows, vocabulary] on the CPU: {logits.dtype}")
@@ -65,6 +72,9 @@ class NativeSampler:
         if not 0 < vocab_size <= self.largest_vocabulary:
             raise ValueError(f"a vocabulary of {vocab_size} is not between 1 and {self.largest_vocabulary}")
         check_index(best, (num_rows,), torch.int64, "best")
+        if maxima is not None:
+            check_index(maxima, (num_rows, -(-vocab_size // MAXIMA_BLOCK)), torch.float32, "maxima")
+            maxima = maxima.contiguous()
         params = [request.params for request in requests]
         if params != self._params:
             self._lay_out(params)
@@ -78,7 +88,8 @@ class NativeSampler:
             stride,
             vocab_size,
             num_rows,
-            best.data_ptr(),
+            best.contiguous().data_ptr(),
+            None if maxima is None else maxima.data_ptr(),
             *self._pointers,
         )
         if bad < 0:

@@ -22,6 +22,7 @@ struct Request {
     const float* logits;  // [num_rows, size], rows `stride` apart
     int64_t stride, size, num_rows;
     const int64_t* best;  // [num_rows]: the first largest logit of a row, or its first NaN
+    const float* maxima;  // [num_rows, blocks of size]: the largest of each block; null if they are not known
     const Rule* const* rules;
     const Progress* progress;
     int64_t* tokens;      // [num_rows]
@@ -56,23 +57,26 @@ public:
         const Rule& rule = *request.rules[index];
         const Progress& progress = request.progress[index];
         size_ = request.size;
-        num_blocks_ = ceil_div(size_, kBlock);
         bool is_broken = false;
-        if (!std::isfinite(raw[request.best[index]])) {
+        Row row{{raw, size_, request.maxima}, request.best[index]};
+        if (!std::isfinite(raw[row.best])) {
             float* mended = mended_.floats(size_);
             std::transform(raw, raw + size_, mended, finite);
             is_broken = !std::equal(raw, raw + size_, mended);
-            raw = mended;
+            row = look_over(mended, raw_maxima_);
+        } else if (request.maxima == nullptr) {
+            row = look_over(raw, raw_maxima_);
+        } else {
+            row.scores.maxima += index * row.scores.num_blocks();
         }
-        const Scores row = view(raw, raw_maxima_);
-        Scores scores = row;
+        Row processed = row;
         if (!is_neutral(rule, progress)) {
-            float* processed = processed_.floats(size_);
-            std::copy(raw, raw + size_, processed);
-            processors_.process(processed, size_, rule, progress);
-            scores = view(processed, processed_maxima_);
+            float* scores = processed_.floats(size_);
+            std::copy(row.scores.values, row.scores.values + size_, scores);
+            processors_.process(scores, size_, rule, progress);
+            processed = look_over(scores, processed_maxima_);
         }
-        const int64_t token = choose(scores, rule, progress);
+        const int64_t token = choose(processed, rule, progress);
         request.tokens[index] = token;
         if (rule.num_logprobs >= 0)
             log_probabilities(row, token, rule.num_logprobs, request.logprobs + index,
@@ -82,10 +86,15 @@ public:
     }
 
 private:
-    Scores view(const float* values, Scratch& memory) {
-        float* maxima = memory.floats(num_blocks_);
-        find_maxima(values, size_, maxima);
-        return {values, size_, maxima};
+    struct Row {
+        Scores scores;
+        int64_t best;
+    };
+
+    Row look_over(const float* values, Scratch& memory) {
+        float* maxima = memory.floats(ceil_div(size_, kBlock));
+        const int64_t best = find_best(values, size_, maxima);
+        return {{values, size_, maxima}, best};
     }
 
     // Room for every score, and for the vector that `collect` writes ahead.
@@ -93,20 +102,19 @@ private:
         return reinterpret_cast<Candidate*>(memory.floats((size_ + kWidth) * int64_t(sizeof(Candidate) / 4)));
     }
 
-    double* sums() { return reinterpret_cast<double*>(sums_.floats(2 * num_blocks_)); }
+    double* sums() { return reinterpret_cast<double*>(sums_.floats(2 * ceil_div(size_, kBlock))); }
 
-    int64_t choose(const Scores& scores, const Rule& rule, const Progress& progress) {
-        const int64_t best = find_best(scores);
-        if (scores.values[best] == -kInfinity) {
+    int64_t choose(const Row& row, const Rule& rule, const Progress& progress) {
+        const float peak = row.scores.values[row.best];
+        if (peak == -kInfinity) {
             int64_t lowest = size_;
             for (int64_t id : rule.allowed)
                 if (id >= 0) lowest = std::min(lowest, id);
             return lowest < size_ ? lowest : 0;
         }
-        if (rule.temperature == 0) return best;
+        if (rule.temperature == 0) return row.best;
         const double u = uniform(uint64_t(rule.seed), uint64_t(progress.position));
-        const Softmax softmax{scores.values[best], float(rule.temperature)};
-        return draw_token(scores, softmax, rule, u);
+        return draw_token(row.scores, {peak, float(rule.temperature)}, rule, u);
     }
 
     // Temperature, top-k, top-p, min-p, draw.
@@ -153,32 +161,29 @@ private:
     }
 
     // Log-softmax at the token and at the `num_top` largest logits.
-    void log_probabilities(const Scores& row, int64_t token, int64_t num_top, float* logprob, int64_t* top_ids,
+    void log_probabilities(const Row& row, int64_t token, int64_t num_top, float* logprob, int64_t* top_ids,
                            float* top_logprobs) {
+        const Scores& logits = row.scores;
+        const float peak = logits.values[row.best];
+        const float log_total =
+            peak == -kInfinity ? 0 : float(std::log(weigh_blocks(logits, Softmax{peak, 1}, sums())));
+        const auto of = [&](int64_t id) {
+            const float logit = logits.values[id];
+            return logit == -kInfinity ? kLogprobFloor : std::max(logit - peak - log_total, kLogprobFloor);
+        };
+        *logprob = of(token);
         num_top = std::min(num_top, size_);
-        const float peak = row.values[find_best(row)];
-        if (peak == -kInfinity) {
-            *logprob = kLogprobFloor;
-            for (int64_t i = 0; i < num_top; ++i) {
-                top_ids[i] = i;
-                top_logprobs[i] = kLogprobFloor;
-            }
-            return;
-        }
-        const float log_total = float(std::log(weigh_blocks(row, Softmax{peak, 1}, sums())));
-        const auto of = [&](float logit) { return std::max(logit - peak - log_total, kLogprobFloor); };
-        *logprob = of(row.values[token]);
         if (num_top == 0) return;
         Candidate* top = candidates(left_);
-        const int64_t size = collect(row, num_top < size_ ? floor_of_largest(row, num_top) : -kInfinity, top);
+        const int64_t size = collect(logits, num_top < size_ ? floor_of_largest(logits, num_top) : -kInfinity, top);
         std::partial_sort(top, top + num_top, top + size, precedes);
         for (int64_t i = 0; i < num_top; ++i) {
             top_ids[i] = top[i].id();
-            top_logprobs[i] = of(row.values[top[i].id()]);
+            top_logprobs[i] = of(top_ids[i]);
         }
     }
 
-    int64_t size_ = 0, num_blocks_ = 0;
+    int64_t size_ = 0;
     Scratch mended_, processed_, raw_maxima_, processed_maxima_, sums_, left_, work_;
     Processors processors_;
 };
@@ -241,16 +246,18 @@ void* baton_sampler_create(int64_t num_threads) {
 
 void baton_sampler_destroy(void* sampler) { delete static_cast<Sampler*>(sampler); }
 
+int64_t baton_maxima_block() { return kBlock; }
+
 int64_t baton_sampler_largest_vocabulary() { return kLargestVocabulary; }
 
 // One caller at a time. Arguments as the fields of Request; returns how many rows had a NaN or +infinity, or -1 - the
 // first row whose `best` is outside; nothing is written then.
 int64_t baton_sample(void* sampler, const float* logits, int64_t stride, int64_t size, int64_t num_rows,
-                     const int64_t* best, const void* rules, const void* progress, int64_t* tokens, float* logprobs,
-                     int64_t num_top, int64_t* top_ids, float* top_logprobs) {
+                     const int64_t* best, const float* maxima, const void* rules, const void* progress,
+                     int64_t* tokens, float* logprobs, int64_t num_top, int64_t* top_ids, float* top_logprobs) {
     for (int64_t row = 0; row < num_rows; ++row)
         if (best[row] < 0 || best[row] >= size) return -1 - row;
-    return static_cast<Sampler*>(sampler)->choose({logits, stride, size, num_rows, best,
+    return static_cast<Sampler*>(sampler)->choose({logits, stride, size, num_rows, best, maxima,
                                                    static_cast<const Rule* const*>(rules),
                                                    static_cast<const Progress*>(progress), tokens, logprobs, num_top,
                                                    top_ids, top_logprobs});

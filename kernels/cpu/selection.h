@@ -68,25 +68,34 @@ inline uint64_t key_of(float score, int64_t id) {
 }
 inline float score_of(uint64_t key) { return from_ordered(int32_t(uint32_t(key >> 32) ^ 0x7fffffff)); }
 
-// The maximum of each block; NaN may hide or show.
-inline void find_maxima(const float* values, int64_t size, float* maxima) {
-    int64_t block = 0;
-    for (; (block + 1) * kBlock <= size; ++block) {
+// Fills in the maximum of each block. Returns the id of the largest value, the first among equals; of the first NaN,
+// if there is one, and then the maxima mean nothing.
+inline int64_t find_best(const float* values, int64_t size, float* maxima) {
+    Vec highest = splat(-kInfinity);
+    IntVec not_numbers = {};
+    const int64_t num_blocks = (size + kBlock - 1) / kBlock;
+    for (int64_t block = 0; block < num_blocks; ++block) {
         const float* source = values + block * kBlock;
-        Vec highest = load(source);
-        for (int64_t i = kWidth; i < kBlock; i += kWidth) highest = max(highest, load(source + i));
-        maxima[block] = max_lanes(highest);
+        const int64_t count = std::min(kBlock, size - block * kBlock);
+        Vec of_block = splat(-kInfinity);
+        int64_t i = 0;
+        for (; i + kWidth <= count; i += kWidth) {
+            const Vec value = load(source + i);
+            not_numbers |= value != value;
+            of_block = max(of_block, value);
+        }
+        for (; i < count; ++i) {
+            const Vec value = splat(source[i]);
+            not_numbers |= value != value;
+            of_block = max(of_block, value);
+        }
+        highest = max(highest, of_block);
+        maxima[block] = max_lanes(of_block);
     }
-    if (block * kBlock == size) return;
-    maxima[block] = values[block * kBlock];
-    for (int64_t i = block * kBlock + 1; i < size; ++i) maxima[block] = std::max(maxima[block], values[i]);
-}
-
-// The first id of the largest score.
-inline int64_t find_best(const Scores& scores) {
-    const float best = *std::max_element(scores.maxima, scores.maxima + scores.num_blocks());
-    int64_t id = (std::find(scores.maxima, scores.maxima + scores.num_blocks(), best) - scores.maxima) * kBlock;
-    while (scores.values[id] != best) ++id;
+    if (any(not_numbers)) return std::find_if(values, values + size, [](float v) { return v != v; }) - values;
+    const float best = max_lanes(highest);
+    int64_t id = (std::find(maxima, maxima + num_blocks, best) - maxima) * kBlock;
+    while (values[id] != best) ++id;
     return id;
 }
 
@@ -150,12 +159,10 @@ inline double weigh_blocks(const Scores& scores, const Softmax& softmax, double*
         if (scores.maxima[block] < floor) continue;
         DoubleVec sum = {};
         const int64_t end = scores.block_end(block);
-        for (int64_t i = block * kBlock; i < end; i += kWidth) {
-            Vec value = load_partial(scores.values + i, end - i);
-            for (int64_t lane = end - i; lane < kWidth; ++lane) value[lane] = -kInfinity;
-            sum += widened_sum(softmax(value));
-        }
-        sums[block] = sum_lanes(sum);
+        int64_t i = block * kBlock;
+        for (; i + kWidth <= end; i += kWidth) sum += widened_sum(softmax(load(scores.values + i)));
+        for (; i < end; ++i) sums[block] += double(softmax(splat(scores.values[i]))[0]);
+        sums[block] += sum_lanes(sum);
         total += sums[block];
     }
     return total;
