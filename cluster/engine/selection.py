@@ -44,13 +44,11 @@ _TO_GRID = np.float32(2.0**-11)  # what is below, plus this, is a multiple of 2^
 
 
 def weigh(scores: Row, peak: np.float32, temperature: np.float32) -> Row:
-    """exp((score - peak) / temperature), rounded to a multiple of 2^-34: unnormalized probabilities.
+    """exp((score - peak) · 1/temperature), rounded to a multiple of 2^-34: unnormalized probabilities.
 
     `peak` is finite and at least every score; `temperature` is positive and finite; -inf weighs 0.
     """
-    x = np.subtract(scores, peak)
-    if temperature != 1.0:
-        np.divide(x, temperature, out=x)
+    x = (scores - peak) * (np.float32(1.0) / temperature)
     np.maximum(x, _LOWEST, out=x)
     shifted = x * _LOG2_E
     np.add(shifted, _TO_INTEGER, out=shifted)

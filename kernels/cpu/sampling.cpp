@@ -114,7 +114,7 @@ private:
         }
         if (rule.temperature == 0) return row.best;
         const double u = uniform(uint64_t(rule.seed), uint64_t(progress.position));
-        return draw_token(row.scores, {peak, float(rule.temperature)}, rule, u);
+        return draw_token(row.scores, Softmax(peak, float(rule.temperature)), rule, u);
     }
 
     // Temperature, top-k, top-p, min-p, draw.
@@ -146,7 +146,7 @@ private:
     int64_t collect_mass(const Scores& scores, const Softmax& softmax, double target, double total, Candidate* left) {
         // what weighs less than its share of the rest is less than the rest together
         const float enough = softmax.floor((total - target) / double(size_));
-        for (const int64_t count : {64, 512}) {
+        for (const int64_t count : {64, 256}) {
             if (count >= size_) break;
             const float floor = floor_of_largest(scores, count);
             if (floor <= enough) break;
@@ -166,7 +166,7 @@ private:
         const Scores& logits = row.scores;
         const float peak = logits.values[row.best];
         const float log_total =
-            peak == -kInfinity ? 0 : float(std::log(weigh_blocks(logits, Softmax{peak, 1}, sums())));
+            peak == -kInfinity ? 0 : float(std::log(weigh_blocks(logits, Softmax(peak, 1), sums())));
         const auto of = [&](int64_t id) {
             const float logit = logits.values[id];
             return logit == -kInfinity ? kLogprobFloor : std::max(logit - peak - log_total, kLogprobFloor);

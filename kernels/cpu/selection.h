@@ -119,14 +119,13 @@ inline Vec weight(Vec x) {
     return result < to_grid ? (result + to_grid) - to_grid : result;
 }
 
-// Scores to weights: exp((score - peak) / temperature).
+// Scores to weights: exp((score - peak) · 1/temperature).
 struct Softmax {
-    float peak, temperature;
+    float peak, temperature, inverse;
 
-    Vec operator()(Vec score) const {
-        Vec x = score - peak;
-        return weight(temperature == 1.0f ? x : x / temperature);
-    }
+    Softmax(float peak, float temperature) : peak(peak), temperature(temperature), inverse(1.0f / temperature) {}
+
+    Vec operator()(Vec score) const { return weight((score - peak) * inverse); }
     // What scores below this weigh is 0, or less than `least`, whatever rounding does in `operator()`.
     float floor(double least) const {
         const double x = least > 0x1p-20 ? std::log(least) - 0.001 : -25.0;
@@ -135,14 +134,18 @@ struct Softmax {
     }
 };
 
-// The sum of a vector's lanes, for numbers whose sums are exact.
-typedef float HalfLanes __attribute__((vector_size(kWidth * 2)));
+// Both halves of a vector, widened and added: for numbers whose sums are exact.
 typedef double DoubleVec __attribute__((vector_size(kWidth * 4)));
 
-inline DoubleVec widened_sum(Vec value) {
-    HalfLanes halves[2];
+inline DoubleVec add_halves(Vec value) {
+#if defined(BATON_AVX2)
+    return _mm256_cvtps_pd(_mm256_castps256_ps128(value)) + _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
+#else
+    typedef float Half __attribute__((vector_size(kWidth * 2)));
+    Half halves[2];
     std::memcpy(halves, &value, sizeof value);
     return __builtin_convertvector(halves[0], DoubleVec) + __builtin_convertvector(halves[1], DoubleVec);
+#endif
 }
 inline double sum_lanes(DoubleVec value) {
     double sum = 0;
@@ -160,7 +163,7 @@ inline double weigh_blocks(const Scores& scores, const Softmax& softmax, double*
         DoubleVec sum = {};
         const int64_t end = scores.block_end(block);
         int64_t i = block * kBlock;
-        for (; i + kWidth <= end; i += kWidth) sum += widened_sum(softmax(load(scores.values + i)));
+        for (; i + kWidth <= end; i += kWidth) sum += add_halves(softmax(load(scores.values + i)));
         for (; i < end; ++i) sums[block] += double(softmax(splat(scores.values[i]))[0]);
         sums[block] += sum_lanes(sum);
         total += sums[block];
