@@ -167,7 +167,7 @@ class FusedSampler(Protocol):
     def __call__(
         self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
     ) -> ChosenTokens:
-        """For each row of logits the request and the position, in its own sequence, of the token to choose."""
+        """For each row of logits its request, and the position in its sequence of the token to choose."""
         ...
 
 

@@ -31,7 +31,9 @@ class Row(msgspec.Struct, frozen=True):  # made for every row of every step: che
     attempt: Attempt
     token_ids: Sequence[int]
     start: int
-    block_ids: Sequence[BlockId]  # covers at least [0, start + len(token_ids)); grows at its end, between steps
+    block_ids: Sequence[
+        BlockId
+    ]  # covers at least [0, start + len(token_ids)); grows at its end, between steps
     sample: SampleSpec | None  # None: a chunk that does not reach the end of its prompt
 
 

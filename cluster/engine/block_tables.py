@@ -1,9 +1,9 @@
 """The block tables of a step, kept from the step before: a row that goes on brings at most a block.
 
-1. A row is known by the very list of its blocks, which its sequence owns and only ever appends to. The lists of the
-   last step are held here, so another list cannot be taken for one of them.
-2. The same lists in the same order: what was appended is copied. Otherwise known rows move to their new places
-   first, in one copy, and unknown ones are written whole.
+1. A row is known by the very list of its blocks, which its sequence owns and only ever appends to. The lists
+   of the last step are held here, so another list cannot be taken for one of them.
+2. The same lists in the same order: what was appended is copied. Otherwise known rows move to their new
+   places first, in one copy, and unknown ones are written whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BlockTables:
         self._counts: list[int] = []  # blocks of each that are in the table
 
     def update(self, lists: list[Sequence[BlockId]], counts: list[int]) -> NDArray[np.int32]:
-        """[at least len(lists), at least max(counts)]: row r holds the `counts[r]` blocks of `lists[r]`, then 0.
+        """Row r holds the `counts[r]` blocks of `lists[r]`, then 0; there may be more rows than lists.
 
         The array is contiguous and stays the same until it has to grow.
         """

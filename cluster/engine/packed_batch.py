@@ -1,7 +1,7 @@
 """A step plan as tensors: all rows' tokens one after another, without padding.
 
 1. `Packer.pack` checks every row, then writes into arrays that grow by doubling and are used again and again.
-2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new in them.
+2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
 3. The tensors are views of those arrays. While the numbers of rows and tokens stay the same, so do the views.
 """
 

@@ -1,7 +1,7 @@
 """Choosing ids from one row of numbers: weights, the largest few, a nucleus, a draw. NumPy, row by row.
 
-This is the definition; `kernels/cpu/sampling.cpp` computes the same bits. Two choices make that possible on any
-machine, in any order, with any vector width:
+This is the definition; `kernels/cpu/sampling.cpp` computes the same bits. Two choices make that possible on
+any machine, in any order, with any vector width:
 
 1. `weigh` is a polynomial of single multiplications and additions (no library's exponential, nothing fused).
 2. Weights are multiples of 2^-34, so sums of up to `MAX_EXACT_SIZE` of them are exact in fp64. A weight is in

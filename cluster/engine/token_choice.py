@@ -1,6 +1,6 @@
 """The tokens of a step: by the backend's own sampler where it has one, by the definition otherwise.
 
-Both give the same bits (`cluster.engine.sampler` is the definition), so which one ran cannot be told from a token.
+Both give the same bits (`cluster.engine.sampler` is the definition): a token does not tell which one ran.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TokenChooser:
     def __call__(
         self, result: StepResult, specs: Sequence[SampleSpec], positions: Sequence[int]
     ) -> list[TokenOutput]:
-        """One token per row of logits: `specs` and `positions` (of the tokens to choose) have as many entries."""
+        """One token per row of logits; `positions` are those of the tokens to choose."""
         if self._sampler is None:
             return sample(result.logits, specs, positions, result.best.tolist())
         tokens, details, num_broken = self._sampler(result, specs, positions)

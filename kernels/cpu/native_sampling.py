@@ -1,9 +1,9 @@
 """Choosing tokens by the compiled library: all rows of a step in one call, which drops the GIL.
 
-1. Each request's parameters are laid out once (`kernels.cpu.sampling_rules`). While the rows of a step are those
-   of the step before, nothing of them is touched again.
+1. Each request's parameters are laid out once (`kernels.cpu.sampling_rules`). While the rows of a step are
+   those of the step before, nothing of them is touched again.
 2. Every step writes the positions, and what was generated since where a rule looks at the history.
-3. One call chooses the tokens; results are read from arrays that grow as needed and are written again next time.
+3. One call chooses the tokens; results are read from arrays that grow as needed and are used again.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class NativeSampler:
         self._num_top = 0
         self._detailed: list[tuple[int, int]] = []  # (row, num_logprobs)
         self._following: list[int] = []  # rows whose rule looks at the history, or at its length
+        self._seen: StepResult | None = None  # what the arguments are for; its tensors are never others
+        self._arguments: tuple[Any, ...] = ()
+        self._top_ids = np.empty(0, np.int64)
+        self._top_logprobs = np.empty(0, np.float32)
         self._grow(8)
 
     def __call__(
@@ -58,23 +62,14 @@ class NativeSampler:
         TypeError, ValueError: a tensor has another dtype or shape than it must.
         IndexError: an id in `best` names no logit; nothing was chosen.
         """
-        logits, best, maxima = result.logits, result.best, result.maxima
         num_rows = len(requests)
-        if logits.dtype is not torch.float32 or logits.dim() != 2 or not logits.is_cpu:
-            raise TypeError(f"`logits` must be fp32 [rows, vocabulary] on the CPU: {logits.dtype}")
-        stride, last_stride = logits.stride()
-        if logits.shape[0] != num_rows or last_stride != 1 or len(positions) != num_rows:
+        if result is not self._seen:
+            self._look_over(result)
+        vocab_size = self._arguments[3]
+        if self._arguments[4] != num_rows or len(positions) != num_rows:
             raise ValueError(
-                f"`logits` must be {num_rows} rows of adjacent numbers, with as many positions: "
-                f"{tuple(logits.shape)} by strides {stride}, {last_stride}; {len(positions)} positions"
+                f"{len(positions)} positions, {num_rows} requests, {self._arguments[4]} rows of logits"
             )
-        vocab_size = logits.shape[1]
-        if not 0 < vocab_size <= self.largest_vocabulary:
-            raise ValueError(f"a vocabulary of {vocab_size} is not between 1 and {self.largest_vocabulary}")
-        check_index(best, (num_rows,), torch.int64, "best")
-        if maxima is not None:
-            check_index(maxima, (num_rows, -(-vocab_size // MAXIMA_BLOCK)), torch.float32, "maxima")
-            maxima = maxima.contiguous()
         params = [request.params for request in requests]
         if params != self._params:
             self._lay_out(params)
@@ -82,18 +77,10 @@ class NativeSampler:
         if self._following:
             self._follow(requests)
         num_top = self._num_top
-        bad = self._library.baton_sample(
-            self._sampler,
-            logits.data_ptr(),
-            stride,
-            vocab_size,
-            num_rows,
-            best.contiguous().data_ptr(),
-            None if maxima is None else maxima.data_ptr(),
-            *self._pointers,
-        )
+        bad = self._library.baton_sample(*self._arguments, *self._pointers)
         if bad < 0:
-            raise IndexError(f"`best` names no logit of row {-1 - bad}: {best[-1 - bad]} of {vocab_size}")
+            best = result.best[-1 - bad]
+            raise IndexError(f"`best` names no logit of row {-1 - bad}: {best} of {vocab_size}")
         tokens = self._tokens[:num_rows].tolist()
         details = []
         for row, num_logprobs in self._detailed:
@@ -101,6 +88,33 @@ class NativeSampler:
             values = self._top_logprobs[row * num_top : row * num_top + len(ids)].tolist()
             details.append(TokenDetail(row, float(self._logprobs[row]), tuple(zip(ids, values, strict=True))))
         return ChosenTokens(tokens, details, bad)
+
+    def _look_over(self, result: StepResult) -> None:
+        """Check the tensors and list the first arguments of `baton_sample`."""
+        logits, best, maxima = result.logits, result.best, result.maxima
+        if logits.dtype is not torch.float32 or logits.dim() != 2 or not logits.is_cpu:
+            raise TypeError(f"`logits` must be fp32 [rows, vocabulary] on the CPU: {logits.dtype}")
+        stride, last_stride = logits.stride()
+        num_rows, vocab_size = logits.shape
+        if last_stride != 1:
+            raise ValueError(f"`logits` must be rows of adjacent numbers: strides {stride}, {last_stride}")
+        if not 0 < vocab_size <= self.largest_vocabulary:
+            raise ValueError(f"a vocabulary of {vocab_size} is not between 1 and {self.largest_vocabulary}")
+        check_index(best, (num_rows,), torch.int64, "best")
+        if maxima is not None:
+            check_index(maxima, (num_rows, -(-vocab_size // MAXIMA_BLOCK)), torch.float32, "maxima")
+        if not best.is_contiguous() or not (maxima is None or maxima.is_contiguous()):
+            raise ValueError("`best` and `maxima` must be contiguous")
+        self._seen = result
+        self._arguments = (
+            self._sampler,
+            logits.data_ptr(),
+            stride,
+            vocab_size,
+            num_rows,
+            best.data_ptr(),
+            None if maxima is None else maxima.data_ptr(),
+        )
 
     def _lay_out(self, params: list[SamplingParameters]) -> None:
         """Prepare for rows of these parameters."""
@@ -148,12 +162,10 @@ class NativeSampler:
     def _grow(self, num_rows: int) -> None:
         """Arrays for so many rows."""
         self._addresses = np.zeros(num_rows, np.uintp)
-        # as `Progress` in processors.h: position, number of generated ids; address and size of prompt and output
+        # `Progress` in processors.h: position, number of generated ids; addresses, sizes of prompt and output
         self._progress = np.zeros((num_rows, 6), np.int64)
         self._tokens = np.empty(num_rows, np.int64)
         self._logprobs = np.empty(num_rows, np.float32)
-        self._top_ids = np.empty(0, np.int64)
-        self._top_logprobs = np.empty(0, np.float32)
         self._point()
 
     def _point(self) -> None:

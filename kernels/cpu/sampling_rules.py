@@ -1,7 +1,7 @@
 """Sampling parameters and histories as the compiled sampler reads them, made once per request.
 
-Parameters never change and generated ids are only ever appended to, so what was written for an object is still
-right as long as that object lives: entries hold on to it, and go when a step has long been without it.
+Parameters never change and generated ids are only ever appended to, so what was written for an object is
+still right as long as that object lives: entries hold on to it, until there are too many.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ class Rule:
             top_k=min(params.top_k, 2**62),
             num_logprobs=-1 if params.num_logprobs is None else params.num_logprobs,
             min_tokens=params.min_tokens,
-            temperature=0.0
-            if params.temperature < GREEDY_TEMPERATURE
-            else min(params.temperature, _LARGEST),
+            temperature=0.0 if params.temperature < GREEDY_TEMPERATURE else min(params.temperature, _LARGEST),
             top_p=params.top_p,
             min_p=min(params.min_p, 1.0),
             repetition=params.repetition_penalty,
