@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from kernels.quantization import Quantization
 PARTITION_SIZE = 128  # key positions reduced at a time; a multiple of every supported block size
 
 KV_SCALE_BYTES = 4  # fp32, behind the values of each row of an int8 pool
+MAXIMA_BLOCK = 64  # logits of a row, one after another, that `StepResult.maxima` has one number for
 
 PackedWeight = NewType("PackedWeight", object)  # opaque to the model; made by `pack_linear` only
 
@@ -109,12 +110,85 @@ class StepResult:
     hidden: Tensor  # [num_tokens, hidden_size] after the last layer, before the final norm
     logits: Tensor  # fp32 [num_logit_rows, vocab_size]
     best: Tensor  # int64 [num_logit_rows]: the first largest logit of a row, or its first NaN
+    maxima: Tensor | None = None  # fp32 [num_logit_rows, blocks]: the largest logit of each `MAXIMA_BLOCK`
 
 
 class FusedForward(Protocol):
     """A forward pass in one call; writes the batch's keys and values to the pool. One thread at a time."""
 
     def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult: ...
+
+
+class SamplingParameters(Protocol):
+    """How a request wants its tokens chosen; they never change. What they mean is the engine's to say."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Sequence[tuple[int, float]]: ...
+    @property
+    def allowed_token_ids(self) -> Sequence[int]: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+    @property
+    def bad_words_ids(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def num_logprobs(self) -> int | None: ...
+
+
+class SamplingRequest(Protocol):
+    """A request that is due a token; of `output_ids` only the end changes, by growing."""
+
+    @property
+    def params(self) -> SamplingParameters: ...
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+    @property
+    def output_ids(self) -> Sequence[int]: ...
+
+
+class TokenDetail(NamedTuple):
+    """Log-probabilities that a row asked for."""
+
+    row: int
+    logprob: float  # of its token
+    top_logprobs: tuple[tuple[int, float], ...]  # (token id, log-probability), best first
+
+
+class ChosenTokens(NamedTuple):
+    tokens: list[int]  # one per row
+    details: list[TokenDetail]  # of the rows that asked, in order
+    num_broken: int  # rows with a NaN or +infinity among their logits
+
+
+class FusedSampler(Protocol):
+    """Chooses the tokens of all rows in one call. One thread at a time."""
+
+    largest_vocabulary: int  # it refuses larger ones
+
+    def __call__(
+        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
+    ) -> ChosenTokens:
+        """For each row of logits its request, and the position in its sequence of the token to choose."""
+        ...
 
 
 class Backend(Protocol):
@@ -181,4 +255,9 @@ class Backend(Protocol):
     ) -> FusedForward | None:
         """The whole decoder as one call, equal bit for bit to this backend's operations one by one; None
         where the backend has none."""
+        ...
+
+    def make_sampler(self) -> FusedSampler | None:
+        """A sampler of its own for a caller, equal bit for bit to the engine's definition; None where the
+        backend has none."""
         ...

@@ -110,6 +110,9 @@ class ReferenceBackend:
     def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> None:
         return None
 
+    def make_sampler(self) -> None:
+        return None
+
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [num_tokens, in]·weight [out, in]ᵀ + bias [out] → fp32 [num_tokens, out]."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine.load import load_decoder
-from cluster.engine.packed_batch import PackedBatch, pack
+from cluster.engine.packed_batch import PackedBatch, Packer
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
 from cluster.engine.prepared_model import PreparedModel
-from cluster.engine.sampler import sample
+from cluster.engine.token_choice import TokenChooser
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
@@ -49,7 +49,8 @@ class ModelRunner:
         if (*pool.shape[1:3], *pool.shape[4:]) != expected or pool.dtype not in dtypes:
             raise ValueError(f"KV pool of {list(pool.shape)} {pool.dtype} does not fit {prepared.name}")
         self._pool = pool
-        self._device = backend.device
+        self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
+        self._choose = TokenChooser(backend, spec.vocab_size)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step.
@@ -59,7 +60,7 @@ class ModelRunner:
         """
         started_s = time.perf_counter()
         with torch.inference_mode():
-            batch = self._pack(plan) if plan.rows else None
+            batch = self._packer.pack(plan.rows) if plan.rows else None
             for source, destination in plan.copies:
                 self._pool[destination].copy_(self._pool[source])
             sampled = iter(self._compute(batch, plan.rows) if batch is not None else ())
@@ -86,13 +87,10 @@ class ModelRunner:
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
 
-    def _pack(self, plan: StepPlan) -> PackedBatch:
-        return pack(plan.rows, self._pool.shape[3], self.max_model_len, self._device)
-
     def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
         result = self.decoder.forward(batch, self._pool)
         specs = [row.sample for row in rows if row.sample is not None]
         if not specs:
             return []
         positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
-        return sample(result.logits, specs, positions, result.best.tolist())
+        return self._choose(result, specs, positions)

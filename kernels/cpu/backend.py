@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.fallback import TorchKernels
 from kernels.cpu.native import NativeKernels
-from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, FusedForward
+from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, FusedForward, FusedSampler
 from kernels.quantization import Quantization
 
 logger = logging.getLogger(__name__)
@@ -75,3 +75,6 @@ class CpuBackend:
         self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor
     ) -> FusedForward | None:
         return self._kernels.fuse(shape, weights, cos, sin)
+
+    def make_sampler(self) -> FusedSampler | None:
+        return self._kernels.make_sampler()

@@ -36,6 +36,7 @@ SOURCES = (
     "rowwise.cpp",
     "forward.cpp",
     "probe.cpp",
+    "sampling.cpp",
 )
 HEADERS = (
     "attention.h",
@@ -46,7 +47,9 @@ HEADERS = (
     "gemm_int8.h",
     "operand.h",
     "kv_rows.h",
+    "processors.h",
     "rowwise.h",
+    "selection.h",
     "simd.h",
     "stopwatch.h",
     "team.h",

@@ -6,7 +6,7 @@
 //    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention's items are
 //    handed out one by one. A barrier stands wherever one thread reads what another wrote: few rows are normed by
 //    every thread for itself, and gates are applied by the thread that computed them.
-// 4. The largest logit of each row is found while the row is still in cache.
+// 4. The largest logit of each row, and of each block of it, is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
 // roundings to the model's type, of the operations called one by one: results are equal bit for bit.
@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "operand.h"
 #include "rowwise.h"
+#include "selection.h"
 #include "stopwatch.h"
 #include "team.h"
 
@@ -45,6 +46,7 @@ struct Batch {
     void* hidden;    // [num_tokens, hidden] of the model's type
     float* logits;   // [num_logit_rows, vocab]
     int64_t* best;   // [num_logit_rows]
+    float* maxima;   // [num_logit_rows, blocks of vocab]
 };
 
 enum class Fault : int64_t { kNone, kToken, kPosition, kSlot, kSequence, kLogitRow };
@@ -74,27 +76,6 @@ int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
     return -1;
 }
 
-// The index of the largest value, the first among equals; of the first NaN, if there is one.
-int64_t argmax(const float* values, int64_t count) {
-    Vec highest = splat(-kInfinity);
-    IntVec not_numbers = {};
-    for (int64_t i = 0; i < count; i += kWidth) {
-        // the last vector goes over some values again, or is filled up with the first
-        Vec value = splat(values[0]);
-        if (count >= kWidth)
-            value = load(values + std::min(i, count - kWidth));
-        else
-            for (int64_t lane = 0; lane < count; ++lane) value[lane] = values[lane];
-        highest = max(highest, value);
-        not_numbers |= value != value;
-    }
-    bool has_nan = false;
-    for (int64_t lane = 0; lane < kWidth; ++lane) has_nan |= not_numbers[lane] != 0;
-    const float best = max_lanes(highest);
-    for (int64_t i = 0; i < count; ++i)
-        if (has_nan ? values[i] != values[i] : values[i] == best) return i;
-    return 0;
-}
 
 template <typename T>
 class Pass {
@@ -243,7 +224,8 @@ private:
                 Store<float>{batch_.logits, nullptr, s_.vocab});
         meet(watch, Stage::kHead);
         for (int64_t r = rows.begin; r < rows.end; ++r)
-            batch_.best[r] = argmax(batch_.logits + r * s_.vocab, s_.vocab);
+            batch_.best[r] = find_best(batch_.logits + r * s_.vocab, s_.vocab,
+                                       batch_.maxima + r * ceil_div(s_.vocab, kBlock));
         watch.lap(Stage::kBest);
     }
 
@@ -306,11 +288,12 @@ void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(mod
 int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t max_blocks, int64_t num_logit_rows,
                       const int64_t* tokens, const int64_t* positions, const int64_t* slots, const int64_t* logit_rows,
                       const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
-                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, void* hidden, float* logits, int64_t* best,
-                      int64_t* index) {
+                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, void* hidden, float* logits,
+                      int64_t* best, float* maxima, int64_t* index) {
     Model& m = *static_cast<Model*>(model);
-    const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens,     positions, slots,  logit_rows, query_starts,
-                      context_lens, block_tables, pool, num_blocks, block_size, kv_int8, hidden, logits, best};
+    const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens, positions, slots, logit_rows,
+                      query_starts, context_lens, block_tables, pool, num_blocks, block_size, kv_int8, hidden, logits,
+                      best, maxima};
     const Fault fault = check(m, batch, index);
     if (fault != Fault::kNone) return int64_t(fault);
     if (m.sizes.is_bf16) {

@@ -18,8 +18,9 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
 from kernels.cpu.native_forward import STAGES, NativeForward
+from kernels.cpu.native_sampling import NativeSampler
 from kernels.cpu.weight_kind import WeightKind
-from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.ops import MAXIMA_BLOCK, PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 from kernels.quantization import Quantization, quantize_weight
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,14 @@ SIGNATURES = {
     "baton_model_destroy": "p-",
     "baton_num_stages": "i",
     "baton_model_profile": "pp-",
-    "baton_forward": "piiiippppppppiiippppi",
+    "baton_forward": "piiiippppppppiiipppppi",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
+    "baton_maxima_block": "i",
+    "baton_sampler_create": "ip",
+    "baton_sampler_destroy": "p-",
+    "baton_sampler_largest_vocabulary": "i",
+    "baton_sample": "ppiiippppppippi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
 _INT8_KINDS = {
@@ -80,6 +86,8 @@ def bind(library: ctypes.CDLL) -> Any:
         raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
     if library.baton_num_stages() != len(STAGES):
         raise BuildError(f"the compiled kernels have {library.baton_num_stages()} stages in a step")
+    if library.baton_maxima_block() != MAXIMA_BLOCK:
+        raise BuildError(f"the compiled kernels use blocks of {library.baton_maxima_block()} logits")
     return library
 
 
@@ -322,3 +330,6 @@ class NativeKernels:
 
     def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> NativeForward:
         return NativeForward(self._library, self._num_threads, shape, weights, cos, sin)
+
+    def make_sampler(self) -> NativeSampler:
+        return NativeSampler(self._library, self._num_threads)
