@@ -28,13 +28,16 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp")
+SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "core_board.cpp", "probe.cpp")
 HEADERS = (
     "attention.h",
     "attention_tiles.h",
+    "core_board.h",
     "gemm.h",
+    "guests.h",
     "rowwise.h",
     "simd.h",
+    "stage.h",
     "team.h",
     "threads.h",
 )

@@ -3,8 +3,8 @@
 // 1. The caller describes the model once (`baton_model_create`): sizes, and pointers to weights that it keeps alive.
 // 2. `baton_forward` checks every index of the batch, sizes its work memory, and wakes the team of threads.
 // 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
-//    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention's items are
-//    handed out one by one. A barrier stands wherever one thread reads what another wrote.
+//    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention splits items.
+//    Who is done takes pieces from who is not. A barrier stands wherever one thread reads what another wrote.
 // 4. The largest logit of each row is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
@@ -52,8 +52,7 @@ public:
     Model(const Sizes& sizes, const Layer* layers, const void* embedding, const void* final_norm, const void* lm_head,
           const float* cos, const float* sin, float eps, float scale, int64_t num_threads)
         : sizes(sizes), layers(layers, layers + sizes.num_layers), embedding(embedding), final_norm(final_norm),
-          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale), team(num_threads),
-          next_items(size_t(sizes.num_layers)) {}
+          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale), team(num_threads) {}
 
     const Sizes sizes;
     const std::vector<Layer> layers;
@@ -61,7 +60,6 @@ public:
     const float *const cos, *const sin;
     const float eps, scale;
     Team team;
-    std::vector<std::atomic<int64_t>> next_items;  // attention's, per layer
     Scratch rows_memory, wide_memory, query_memory;
 };
 
@@ -119,12 +117,11 @@ public:
                  batch.block_size,
                  0,
                  model.scale},
-          items_(cut(shape_, batch.query_starts, batch.num_seqs, size_)) {
+          items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
         a_ = model.rows_memory.floats(rows * std::max({s_.hidden, s_.query(), s_.inner}));
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
-        for (std::atomic<int64_t>& next : model.next_items) next.store(0, std::memory_order_relaxed);
     }
 
     void run(int64_t rank) {
@@ -134,21 +131,22 @@ public:
             std::memcpy(x_ + m * s_.hidden, embedding + batch_.tokens[m] * s_.hidden, size_t(s_.hidden) * sizeof(T));
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
-            norm(rows, layer.input_norm);
+            if (rank == 0) model_.team.recruit(index == 0);
+            norm(rank, rows, layer.input_norm);
             model_.team.barrier();
             product(rank, layer.qkv, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
             model_.team.barrier();
-            heads(Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
+            heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
             model_.team.barrier();
-            attention(index);
+            attention(rank, index);
             model_.team.barrier();
             product(rank, layer.output, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
             model_.team.barrier();
-            norm(rows, layer.mlp_norm);
+            norm(rank, rows, layer.mlp_norm);
             model_.team.barrier();
             product(rank, layer.gate_up, s_.hidden, Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner});
             model_.team.barrier();
-            gate(Share(s_.inner, rank, size_, 16 * kWidth));
+            gate(rank, Share(s_.inner, rank, size_, 16 * kWidth));
             model_.team.barrier();
             product(rank, layer.down, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
             model_.team.barrier();
@@ -161,9 +159,12 @@ private:
         return reinterpret_cast<T*>(scratch.floats(ceil_div(count * int64_t(sizeof(T)), 4)));
     }
 
-    void norm(const Share& rows, const void* weight) {
-        for (int64_t m = rows.begin; m < rows.end; ++m)
-            rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden, a_ + m * s_.hidden);
+    void norm(int64_t rank, const Share& rows, const void* weight) {
+        model_.team.divide(rank, rows.begin, rows.end, 1, 16, [&](int64_t begin, int64_t end) {
+            for (int64_t m = begin; m < end; ++m)
+                rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden,
+                             a_ + m * s_.hidden);
+        });
     }
 
     template <typename Output>
@@ -175,13 +176,20 @@ private:
     void multiply(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features, const Output& output) {
         const T* panels = reinterpret_cast<const T*>(static_cast<const char*>(packed) + sizeof(PackedHeader));
         const Share share(ceil_div(output.out_features, kPanel), rank, size_);
-        gemm(a_, num_rows, in_features, panels, share.begin, share.end, output);
+        model_.team.divide(rank, share.begin, share.end, kTilePanels, kTilePanels, [&](int64_t begin, int64_t end) {
+            gemm(a_, num_rows, in_features, panels, begin, end, output);
+        });
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
-    void heads(const Share& share, const Layer& layer, int64_t index) {
+    void heads(int64_t rank, const Share& share, const Layer& layer, int64_t index) {
+        model_.team.divide(rank, share.begin, share.end, 1, 128,
+                           [&](int64_t begin, int64_t end) { heads(begin, end, layer, index); });
+    }
+
+    void heads(int64_t begin, int64_t end, const Layer& layer, int64_t index) {
         const int64_t per_row = s_.num_heads + 2 * s_.num_kv_heads, dim = s_.head_dim, block_size = batch_.block_size;
-        for (int64_t i = share.begin; i < share.end; ++i) {
+        for (int64_t i = begin; i < end; ++i) {
             const int64_t m = i / per_row, part = i % per_row;
             T* source = wide_ + m * s_.qkv() + part * dim;
             if (part < s_.num_heads) {
@@ -205,20 +213,27 @@ private:
         rotate_head(source, model_.cos + row, model_.sin + row, dim, target);
     }
 
-    void attention(int64_t index) {
+    void attention(int64_t rank, int64_t index) {
         Shape shape = shape_;
         shape.layer = index;
-        Team::share(model_.next_items[size_t(index)], int64_t(items_.size()), [&](int64_t item) {
-            attend(items_[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
-                   batch_.block_tables, batch_.max_blocks, a_);
-        });
+        const Share items(int64_t(items_.size()), rank, size_);
+        const auto attend_all = [&](int64_t begin, int64_t end) {
+            for (int64_t item = begin; item < end; ++item)
+                attend(items_[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
+                       batch_.block_tables, batch_.max_blocks, a_);
+        };
+        // their costs differ: one by one
+        model_.team.divide(rank, items.begin, items.end, 1, 1, attend_all, items.end - items.begin);
     }
 
-    void gate(const Share& columns) {
-        for (int64_t m = 0; m < batch_.num_tokens; ++m) {
-            const T* gates = wide_ + m * 2 * s_.inner + columns.begin;
-            silu_mul_row(gates, gates + s_.inner, columns.end - columns.begin, a_ + m * s_.inner + columns.begin);
-        }
+    void gate(int64_t rank, const Share& columns) {
+        const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, batch_.num_tokens));
+        model_.team.divide(rank, columns.begin, columns.end, unit, least, [&](int64_t begin, int64_t end) {
+            for (int64_t m = 0; m < batch_.num_tokens; ++m) {
+                const T* gates = wide_ + m * 2 * s_.inner + begin;
+                silu_mul_row(gates, gates + s_.inner, end - begin, a_ + m * s_.inner + begin);
+            }
+        });
     }
 
     void logits(int64_t rank) {
@@ -230,9 +245,12 @@ private:
         model_.team.barrier();
         multiply(rank, model_.lm_head, batch_.num_logit_rows, s_.hidden, Store<float>{batch_.logits, nullptr, s_.vocab});
         model_.team.barrier();
-        for (int64_t r = rows.begin; r < rows.end; ++r)
-            batch_.best[r] = argmax(batch_.logits + r * s_.vocab, s_.vocab);
+        model_.team.divide(rank, rows.begin, rows.end, 1, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; ++r) batch_.best[r] = argmax(batch_.logits + r * s_.vocab, s_.vocab);
+        });
     }
+
+    static constexpr int64_t kTilePanels = 4;  // the most that a tile takes at once
 
     Model& model_;
     const Sizes& s_;
@@ -277,6 +295,25 @@ void* baton_model_create(const int64_t* sizes, const void* const* layers, const 
         return nullptr;
     }
 }
+
+// Before the first step: the team may have guests on num_cores cores while their owners rest, core i's being owners
+// [owner_ends[i - 1], owner_ends[i]). 0, or -1 if the board cannot be opened or no thread be started.
+int64_t baton_model_borrow(void* model, const char* board_path, int64_t num_cores, const int64_t* cores,
+                           const int64_t* owner_ends, const int64_t* owners) {
+    std::unique_ptr<CoreBoard> board = CoreBoard::open(board_path);
+    if (!board) return -1;
+    std::vector<LentCore> lent;
+    for (int64_t i = 0; i < num_cores; ++i)
+        lent.push_back({cores[i], {owners + (i ? owner_ends[i - 1] : 0), owners + owner_ends[i]}});
+    try {
+        static_cast<Model*>(model)->team.borrow(std::move(board), lent);
+    } catch (const std::exception&) {
+        return -1;
+    }
+    return 0;
+}
+
+int64_t baton_model_num_borrowed(void* model) { return static_cast<Model*>(model)->team.num_borrowed(); }
 
 void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
+from kernels.cpu.core_board import CoreBoard, Seat, open_board
 from kernels.cpu.native_forward import NativeForward
 from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 
@@ -33,7 +34,20 @@ SIGNATURES = {
     "baton_write_kv": "ppiipipiiiiiii",
     "baton_paged_attention": "pipiiiiiipppiiiifpiii",
     "baton_model_create": "pppppppffip",
+    "baton_model_borrow": "ppipppi",
+    "baton_model_num_borrowed": "pi",
     "baton_model_destroy": "p-",
+    "baton_board_open": "pp",
+    "baton_board_close": "p-",
+    "baton_board_bytes": "i",
+    "baton_board_sit_down": "pii",
+    "baton_board_work": "p-",
+    "baton_board_rest": "p-",
+    "baton_board_is_busy": "pii",
+    "baton_board_is_idle": "pii",
+    "baton_board_bury": "pi-",
+    "baton_board_claim": "pii",
+    "baton_board_release": "pi-",
     "baton_forward": "piiiippppppppiippppi",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
@@ -62,8 +76,9 @@ def bind(library: ctypes.CDLL) -> Any:
 class NativeKernels:
     """The operations of `kernels.ops` by the compiled library, on `num_threads` threads."""
 
-    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        self._num_threads = num_threads
+    def __init__(self, library: ctypes.CDLL, num_threads: int, seat: Seat | None = None) -> None:
+        """`seat`: where fused passes may borrow cores beyond `num_threads`."""
+        self._num_threads, self._seat = num_threads, seat
         self._library = bind(library)
 
     @property
@@ -252,4 +267,7 @@ class NativeKernels:
         return out
 
     def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> NativeForward:
-        return NativeForward(self._library, self._num_threads, shape, weights, cos, sin)
+        return NativeForward(self._library, self._num_threads, shape, weights, cos, sin, self._seat)
+
+    def open_board(self, path: str) -> CoreBoard:
+        return open_board(self._library, path)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.checks import check, check_index, check_pool, check_shape
+from kernels.cpu.core_board import Seat, borrow
 from kernels.ops import DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
 
 _FAULTS = ("", "token id", "position", "slot", "sequence", "logit row")  # `Fault` in forward.cpp
@@ -32,9 +33,11 @@ class NativeForward:
         weights: DecoderWeights,
         cos: Tensor,
         sin: Tensor,
+        seat: Seat | None = None,
     ) -> None:
         """Raises:
         TypeError, ValueError: a tensor is not what the shape says, or not contiguous on the CPU.
+        OSError: cores cannot be borrowed as `seat` says.
         RuntimeError: the threads cannot be started.
         """
         self._library, self._shape = library, shape
@@ -73,6 +76,8 @@ class NativeForward:
         self._model = model
         self._layers = len(weights.layers)
         weakref.finalize(self, library.baton_model_destroy, model)
+        if seat is not None:
+            borrow(library, model, seat)
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
         self._logits = torch.empty((0, self._vocab_size))
         self._best = torch.empty(0, dtype=torch.int64)
@@ -129,6 +134,12 @@ class NativeForward:
                 f"{num_blocks} blocks of {block_size}"
             )
         return StepResult(self._hidden[:num_tokens], self._logits[:num_rows], self._best[:num_rows])
+
+    @property
+    def num_borrowed(self) -> int:
+        """Pieces of work done on borrowed cores so far."""
+        count: int = self._library.baton_model_num_borrowed(self._model)
+        return count
 
     def _grow(self, num_tokens: int, num_rows: int) -> None:
         if num_tokens > self._hidden.shape[0]:
