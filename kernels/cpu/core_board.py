@@ -33,11 +33,23 @@ class Seat:
 
 
 class CoreBoard:
-    """One open board. Made by `open_board`."""
+    """One open board. Made by `open_board`; after `close` every call is a ValueError."""
 
     def __init__(self, library: Any, handle: int) -> None:
-        self._library, self._handle = library, handle
-        self.close = weakref.finalize(self, library.baton_board_close, handle)
+        self._library = library
+        self._open_handle: int | None = handle
+        self._finalizer = weakref.finalize(self, library.baton_board_close, handle)
+
+    @property
+    def _handle(self) -> int:
+        if self._open_handle is None:
+            raise ValueError("the core board is closed")
+        return self._open_handle
+
+    def close(self) -> None:
+        """Every claim ends, and the owner's life at the board."""
+        self._open_handle = None
+        self._finalizer()
 
     def sit_down(self, worker: int) -> None:
         """Become the owner `worker`, until this object is closed or the process ends.
@@ -48,14 +60,21 @@ class CoreBoard:
         if not self._library.baton_board_sit_down(self._handle, worker):
             raise OSError("the locks of the core board cannot be used")
 
+    def work(self) -> None:
+        """The owner begins a step: guests go home."""
+        self._library.baton_board_work(self._handle)
+
+    def rest(self) -> None:
+        self._library.baton_board_rest(self._handle)
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Busy inside, resting after it."""
-        self._library.baton_board_work(self._handle)
+        self.work()
         try:
             yield
         finally:
-            self._library.baton_board_rest(self._handle)
+            self.rest()
 
     def is_busy(self, worker: int) -> bool:
         return bool(self._library.baton_board_is_busy(self._handle, worker))
