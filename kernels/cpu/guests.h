@@ -4,9 +4,9 @@
 //    the core's lock and wakes the thread that sleeps for this core.
 // 2. The thread takes pieces of whatever the team's ranks offer (`Stage`). It is no member of the team: no barrier
 //    counts it, so one that is late holds up no more than the piece it has taken.
-// 3. It goes home, which gives up the lock, when an owner is busy (looked at before every piece), when there was
-//    nothing to do for a tenth of a millisecond, or when the team ends. So it spins at most so long, on a core that
-//    nobody wants.
+// 3. When there was nothing to do for a tenth of a millisecond it sleeps until a rank has `news`. So it spins at most
+//    so long, on a core that nobody wants.
+// 4. It goes home, which gives up the lock, when an owner is busy (looked at before every piece) or the step is over.
 #pragma once
 
 #include <atomic>
@@ -40,8 +40,9 @@ public:
     }
     ~Guests() { stop(); }
 
-    // By rank 0. At the start of a step it also frees the lines of owners that died within theirs.
+    // By rank 0 within a step. At its start it also frees the lines of owners that died within theirs.
     void recruit(bool is_start) {
+        in_step_.store(true, std::memory_order_relaxed);
         for (std::unique_ptr<Guest>& guest : guests_) {
             if (guest->place.load(std::memory_order_acquire) == kAway) continue;
             if (is_start)
@@ -52,6 +53,18 @@ public:
             guest->place.store(kAway, std::memory_order_release);
             guest->place.notify_one();
         }
+    }
+
+    // There is something to take.
+    void news() {
+        news_.fetch_add(1);
+        news_.notify_all();
+    }
+
+    // By rank 0: the step is over.
+    void end_step() {
+        in_step_.store(false, std::memory_order_relaxed);
+        news();
     }
 
     int64_t size() const { return int64_t(guests_.size()); }
@@ -86,13 +99,18 @@ private:
         for (;;) {
             guest.place.wait(kHome, std::memory_order_acquire);
             if (stopping_) return;
-            for (int64_t spins = 0; spins < kSpins && may_stay(guest.lent);) {
+            for (int64_t spins = 0; may_stay(guest.lent);) {
+                const uint32_t seen = news_.load();
                 if (help(first_stage)) {
                     num_pieces_.fetch_add(1, std::memory_order_relaxed);
                     spins = 0;
-                } else {
-                    ++spins;
+                } else if (++spins < kSpins) {
                     relax();
+                } else if (in_step_.load(std::memory_order_relaxed)) {
+                    news_.wait(seen);
+                    spins = 0;
+                } else {
+                    break;
                 }
             }
             board_->release(guest.lent.core);
@@ -110,6 +128,7 @@ private:
 
     void stop() {
         stopping_ = true;
+        end_step();
         for (std::unique_ptr<Guest>& guest : guests_) {
             // One that is about to store kHome sees `stopping_` right after it.
             guest->place.store(kAway);
@@ -121,7 +140,8 @@ private:
 
     const std::unique_ptr<CoreBoard> board_;
     std::vector<Stage>& stages_;
-    std::atomic<bool> stopping_{false};
+    std::atomic<bool> stopping_{false}, in_step_{false};
+    std::atomic<uint32_t> news_{0};
     std::atomic<int64_t> num_away_{0}, num_pieces_{0};
     std::vector<std::unique_ptr<Guest>> guests_;
 };

@@ -50,11 +50,13 @@ public:
 
     // body(rank) on every rank, the caller being rank 0; returns when all have. One caller at a time.
     void run(const std::function<void(int64_t)>& body) {
-        if (size_ == 1) return body(0);
-        body_ = &body;
-        next_job();
+        if (size_ > 1) {
+            body_ = &body;
+            next_job();
+        }
         body(0);
         barrier();
+        if (guests_) guests_->end_step();
     }
 
     // Every rank of a running body calls it; writes before it are visible to all after it.
@@ -87,6 +89,7 @@ public:
         }
         Stage& stage = stages_[size_t(rank)];
         stage.offer(begin, end, unit, std::min(pieces * num_threads / size_, (end - begin) / least), body);
+        if (guests_) guests_->news();
         stage.work();
         for (int64_t other = 1; other < size_; ++other)
             while (stages_[size_t((rank + other) % size_)].help()) {
