@@ -16,6 +16,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from cluster.core_board import CoreShare
 from cluster.errors import ConfigError
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.messages import Role
@@ -29,6 +30,7 @@ QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quanti
 EdgeKind = Literal["auto", "shm", "gloo"]
 KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+IdleCores = Literal["lend", "keep"]
 LogFormat = Literal["text", "json"]
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
@@ -56,6 +58,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads_per_worker: Annotated[
         _AtLeastOne | None, Meta(description="compute threads of each worker (default: share the cores)")
     ] = None
+    idle_cores: Annotated[
+        IdleCores, Meta(description="whether a worker's cores help the others of this machine while it rests")
+    ] = "lend"
     gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
     dtype: Annotated[DtypeName, Meta(description="numeric type of weights and activations")] = "bf16"
     quantization: Annotated[
@@ -191,6 +196,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     kv_dtype: KvDtypeName = "auto"
     backend: BackendName = "cpu"
     num_threads: int = 1
+    core_share: CoreShare | None = None  # None: it has its threads and no more
     max_model_len: int | None = None  # None: the model's
     max_num_seqs: int = 64
     max_chunk_tokens: int = 512  # prompt tokens per step

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from cluster import preflight
-from cluster.config import ClusterConfig, num_available_cores
+from cluster.config import ClusterConfig, num_available_cores, threads_per_worker
+from cluster.core_board import can_share, describe_shares, share_cores
 from cluster.engine.cpu_isa import find_isa
 from cluster.errors import BatonError, ConfigError
 from cluster.kv.memory import available_bytes
@@ -41,6 +42,7 @@ def run_checks() -> tuple[Check, ...]:
         _packages(),
         *(_library(name) for name in LIBRARIES),
         _cpu(),
+        _cores(config),
         _compiler(),
         _products(),
         _memory(),
@@ -75,6 +77,16 @@ def _cpu() -> Check:
     found = [isa for isa in ISAS if isa in flags]
     text = f"{num_available_cores()} cores, {', '.join(found) or 'no vector extension known to Baton'}"
     return Check("cpu", bool(found), text, is_fatal=False)
+
+
+def _cores(config: ClusterConfig) -> Check:
+    """Which worker would own which cores, with the default settings."""
+    if not can_share():
+        return Check("cores", False, "idle cores are shared on Linux only", is_fatal=False)
+    names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
+    num_cores = num_available_cores()
+    shares = share_cores("", len(names), threads_per_worker(config, num_cores), num_cores)
+    return Check("cores", bool(shares), describe_shares(names, shares), is_fatal=False)
 
 
 def _cpu_flags(file: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

@@ -137,3 +137,18 @@ def test_every_worker_and_the_preparation_hear_of_the_quantization() -> None:
 
 def test_settings_spell_quantizations_as_the_kernels_do() -> None:
     assert get_args(QuantizationName) == tuple(Quantization)
+
+
+def test_workers_share_cores_where_there_is_a_board() -> None:
+    site = dataclasses.replace(SITE, core_board="/proc/1/fd/9")
+    workers = [spec.config for spec in plan_roles(ClusterConfig(), site)[1:]]
+    assert all(isinstance(worker, WorkerConfig) for worker in workers)
+    shares = [worker.core_share for worker in workers if isinstance(worker, WorkerConfig)]
+    assert [(share.worker, share.own, share.lent) for share in shares if share] == [
+        (0, (0,), (1,)),
+        (1, (1,), (0,)),
+    ]
+    assert {share.board for share in shares if share} == {"/proc/1/fd/9"}
+    for spec in plan_roles(ClusterConfig(prefill=0), site)[1:]:  # it has both cores already
+        assert isinstance(spec.config, WorkerConfig)
+        assert spec.config.core_share is None

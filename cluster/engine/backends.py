@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
+from cluster.core_board import CoreShare, describe_share
 from cluster.errors import ConfigError
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import library_path
+from kernels.cpu.core_board import LentCore, Seat
 from kernels.cpu.isa import IsaError
 from kernels.ops import Backend
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
+
+logger = logging.getLogger(__name__)
 
 NAMES = ("cpu", "reference")
 QUANTIZATIONS: dict[str, tuple[Quantization, ...]] = {  # by backend
@@ -22,8 +28,14 @@ def must_compile(name: str) -> bool:
     return name == "cpu" and not library_path().exists()
 
 
-def make_backend(name: str, num_threads: int, quantization: str = Quantization.NONE.value) -> Backend:
-    """The backend called `name`, computing on `num_threads` threads, packing matrices as `quantization` says.
+def make_backend(
+    name: str,
+    num_threads: int,
+    quantization: str = Quantization.NONE.value,
+    share: CoreShare | None = None,
+) -> Backend:
+    """The backend called `name`, computing on `num_threads` threads, packing matrices as `quantization` says;
+    with `share`, on more threads while others rest.
 
     Raises:
         ConfigError: there is none of that name, it does not compute with that quantization, or not with
@@ -35,7 +47,9 @@ def make_backend(name: str, num_threads: int, quantization: str = Quantization.N
     if name == "reference":
         return ReferenceBackend("cpu", chosen)
     try:
-        return CpuBackend(num_threads, chosen)
+        if share is None:
+            return CpuBackend(num_threads, chosen)
+        return _sharing_backend(num_threads, chosen, share)
     except IsaError as error:
         raise ConfigError(str(error)) from error
 
@@ -53,3 +67,17 @@ def find_quantization(backend: str, name: str) -> Quantization:
             f"the {backend} backend does not compute with quantization `{name}`; use {' or '.join(supported)}"
         )
     return Quantization(name)
+
+
+def _sharing_backend(num_threads: int, quantization: Quantization, share: CoreShare) -> Backend:
+    lent = tuple(LentCore(core, share.owners[core]) for core in share.lent)
+    try:
+        backend = CpuBackend(
+            num_threads, quantization, Seat(board=share.board, worker=share.worker, lent=lent)
+        )
+    except OSError as error:  # costs speed only
+        logger.warning("idle cores are not shared: %s", error)
+        return CpuBackend(num_threads, quantization)
+    if backend.board is not None:
+        logger.info("this worker %s", describe_share(share))
+    return backend

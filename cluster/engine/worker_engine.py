@@ -11,13 +11,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from cluster.config import WorkerConfig
 from cluster.engine.backends import make_backend
-from cluster.engine.batch import Runner
+from cluster.engine.batch import Runner, StepOutput, StepPlan
 from cluster.engine.model_spec import Dtype
 from cluster.engine.parallel import SINGLE_RANK, kv_geometry
 from cluster.engine.prepare import prepare_model
@@ -25,6 +26,8 @@ from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigError
 from cluster.kv.layout import KVLayout
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.core_board import CoreBoard
 from kernels.ops import Backend
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class WorkerEngine:
     layout: KVLayout
     max_model_len: int
     num_threads: int
+    board: CoreBoard | None  # where others see that this worker computes
 
     @property
     def fingerprint(self) -> str:
@@ -52,18 +56,34 @@ class WorkerEngine:
         def make() -> Runner:
             torch.set_num_threads(self.num_threads)
             started_s = time.perf_counter()
-            runner = ModelRunner(self.prepared, pool, self.backend, self.max_model_len)
-            loaded_s = time.perf_counter()
-            runner.warm_up()
+            with _busy(self.board):
+                runner = ModelRunner(self.prepared, pool, self.backend, self.max_model_len)
+                loaded_s = time.perf_counter()
+                runner.warm_up()
             logger.info(
                 "model `%s` loaded in %.2f s, warmed up in %.2f s",
                 self.prepared.name,
                 loaded_s - started_s,
                 time.perf_counter() - loaded_s,
             )
-            return runner
+            return _AtTheBoard(runner, self.board)
 
         return make
+
+
+class _AtTheBoard:
+    """A runner whose cores are lent between its steps."""
+
+    def __init__(self, runner: Runner, board: CoreBoard | None) -> None:
+        self._runner, self._board = runner, board
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        with _busy(self._board):
+            return self._runner.run(plan)
+
+
+def _busy(board: CoreBoard | None) -> AbstractContextManager[None]:
+    return nullcontext() if board is None else board.step()
 
 
 def open_engine(config: WorkerConfig) -> WorkerEngine:
@@ -74,7 +94,7 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
         ConfigError: the pool is too small for a single sequence of two blocks.
     """
     torch.set_num_threads(config.num_threads)
-    backend = make_backend(config.backend, config.num_threads, config.quantization)
+    backend = make_backend(config.backend, config.num_threads, config.quantization, config.core_share)
     dtype = Dtype(config.dtype)
     prepared = prepare_model(config.model, dtype, backend)
     spec = prepared.spec
@@ -100,4 +120,5 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
         layout=dataclasses.replace(layout, num_blocks=num_blocks),
         max_model_len=config.max_model_len or spec.max_context_len,
         num_threads=config.num_threads,
+        board=backend.board if isinstance(backend, CpuBackend) else None,
     )

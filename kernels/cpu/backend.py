@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import BuildError, load_library
+from kernels.cpu.core_board import CoreBoard, Seat
 from kernels.cpu.fallback import TorchKernels
 from kernels.cpu.native import NativeKernels
 from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, FusedForward, FusedSampler
@@ -24,7 +25,14 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, num_threads: int, quantization: Quantization = Quantization.NONE) -> None:
+    def __init__(
+        self, num_threads: int, quantization: Quantization = Quantization.NONE, seat: Seat | None = None
+    ) -> None:
+        """`seat`: the threads may be more while other workers rest. Without kernels it is of no use.
+
+        Raises:
+            OSError: its board cannot be opened.
+        """
         if num_threads < 1:
             raise ValueError(f"`num_threads` must be at least 1: {num_threads}")
         self.device = torch.device("cpu")
@@ -32,10 +40,15 @@ class CpuBackend:
         self.quantization = quantization
         self._kernels: NativeKernels | TorchKernels
         try:
-            self._kernels = NativeKernels(load_library(), num_threads, quantization)
+            self._kernels = NativeKernels(load_library(), num_threads, quantization, seat)
         except BuildError as error:
             logger.warning("CPU kernels are not compiled, running slower in torch: %s", error)
             self._kernels = TorchKernels(quantization)
+
+        self.board: CoreBoard | None = None
+        if seat is not None and isinstance(self._kernels, NativeKernels):
+            self.board = self._kernels.open_board(seat.board)
+            self.board.sit_down(seat.worker)
 
     @property
     def is_native(self) -> bool:

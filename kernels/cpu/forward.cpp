@@ -3,9 +3,9 @@
 // 1. The caller describes the model once (`baton_model_create`): sizes, and pointers to weights that it keeps alive.
 // 2. `baton_forward` checks every index of the batch, sizes its work memory, and wakes the team of threads.
 // 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
-//    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention's items are
-//    handed out one by one. A barrier stands wherever one thread reads what another wrote: few rows are normed by
-//    every thread for itself, and gates are applied by the thread that computed them.
+//    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention splits items.
+//    Who is done takes pieces from who is not. A barrier stands wherever one thread reads what another wrote: few rows
+//    are normed by every thread for itself, and gates are applied by the thread whose columns they are.
 // 4. The largest logit of each row, and of each block of it, is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
@@ -56,8 +56,7 @@ public:
     Model(const Sizes& sizes, const Layer* layers, const void* embedding, const void* final_norm, const void* lm_head,
           const float* cos, const float* sin, float eps, float scale, int64_t num_threads)
         : sizes(sizes), layers(layers, layers + sizes.num_layers), embedding(embedding), final_norm(final_norm),
-          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale), team(num_threads),
-          next_items(size_t(sizes.num_layers)) {}
+          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale), team(num_threads) {}
 
     const Sizes sizes;
     const std::vector<Layer> layers;
@@ -65,7 +64,6 @@ public:
     const float *const cos, *const sin;
     const float eps, scale;
     Team team;
-    std::vector<std::atomic<int64_t>> next_items;  // attention's, per layer
     Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, int8_memory, tiles_memory;
     double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
@@ -76,7 +74,6 @@ int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
     return -1;
 }
 
-
 template <typename T>
 class Pass {
 public:
@@ -85,7 +82,7 @@ public:
           x_(static_cast<T*>(batch.hidden)), pool_(static_cast<char*>(batch.pool)),
           shape_(KvShape(s_.num_layers, batch.block_size, s_.num_kv_heads, s_.head_dim, batch.kv_int8, sizeof(T) == 2),
                  s_.num_heads, model.scale),
-          items_(cut(shape_, batch.query_starts, batch.num_seqs, size_)),
+          items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
           operands_(model.team, model.int8_memory, model.tiles_memory, std::max(batch.num_tokens, batch.num_logit_rows),
                     std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
@@ -94,7 +91,6 @@ public:
         own_ = model.own_memory.floats(size_ * kOwnRows * s_.hidden);
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
-        for (std::atomic<int64_t>& next : model.next_items) next.store(0, std::memory_order_relaxed);
     }
 
     void run(int64_t rank) {
@@ -103,22 +99,23 @@ public:
         const T* embedding = static_cast<const T*>(model_.embedding);
         for (int64_t m = rows.begin; m < rows.end; ++m)
             std::memcpy(x_ + m * s_.hidden, embedding + batch_.tokens[m] * s_.hidden, size_t(s_.hidden) * sizeof(T));
-        if (batch_.num_tokens <= kOwnRows) meet(watch, Stage::kEmbedding);
+        if (batch_.num_tokens <= kOwnRows) meet(watch, StepStage::kEmbedding);
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
+            if (rank == 0) model_.team.recruit(index == 0);
             const float* normed = norm(watch, rank, layer.input_norm);
             product(rank, normed, layer.qkv, batch_.num_tokens, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
-            meet(watch, Stage::kQkv);
-            heads(Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
-            meet(watch, Stage::kHeads);
-            attention(index);
-            meet(watch, Stage::kAttention);
+            meet(watch, StepStage::kQkv);
+            heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
+            meet(watch, StepStage::kHeads);
+            attention(rank, index);
+            meet(watch, StepStage::kAttention);
             product(rank, a_, layer.output, batch_.num_tokens, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
-            meet(watch, Stage::kOutput);
+            meet(watch, StepStage::kOutput);
             normed = norm(watch, rank, layer.mlp_norm);
             gated(watch, rank, normed, layer);
             product(rank, inner_, layer.down, batch_.num_tokens, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
-            meet(watch, Stage::kDown);
+            meet(watch, StepStage::kDown);
         }
         logits(watch, rank);
     }
@@ -129,7 +126,7 @@ private:
     }
 
     // The end of a stage whose results other ranks read.
-    void meet(Stopwatch& watch, Stage stage) {
+    void meet(Stopwatch& watch, StepStage stage) {
         watch.lap(stage);
         model_.team.barrier();
         watch.lap(stage, Stopwatch::kWait);
@@ -140,12 +137,18 @@ private:
         const bool own = batch_.num_tokens <= kOwnRows;
         const Share rows(batch_.num_tokens, own ? 0 : rank, own ? 1 : size_);
         float* target = own ? own_ + rank * kOwnRows * s_.hidden : a_;
-        for (int64_t m = rows.begin; m < rows.end; ++m)
-            rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden, target + m * s_.hidden);
-        if (own)
-            watch.lap(Stage::kNorm);
-        else
-            meet(watch, Stage::kNorm);
+        const auto norm_rows = [&](int64_t begin, int64_t end) {
+            for (int64_t m = begin; m < end; ++m)
+                rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden,
+                             target + m * s_.hidden);
+        };
+        if (own) {
+            norm_rows(rows.begin, rows.end);
+            watch.lap(StepStage::kNorm);
+        } else {
+            model_.team.divide(rank, rows.begin, rows.end, 1, 16, norm_rows);
+            meet(watch, StepStage::kNorm);
+        }
         return target;
     }
 
@@ -155,7 +158,14 @@ private:
                  const Output& output) {
         const Operand rows = operands_.prepare(rank, x, packed, num_rows, in_features);
         const Share panels(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
-        multiply<T>(rows, packed, panels.begin, panels.end, output);
+        spread(rank, rows, packed, panels.begin, panels.end, output);
+    }
+
+    // Rows x panels [begin, end), a share of this rank's.
+    template <typename Output>
+    void spread(int64_t rank, const Operand& rows, const void* packed, int64_t begin, int64_t end, const Output& output) {
+        model_.team.divide(rank, begin, end, kTilePanels, kTilePanels,
+                           [&](int64_t first, int64_t last) { multiply<T>(rows, packed, first, last, output); });
     }
 
     // Gate and up, then silu(gate) * up to inner_. A rank computes both halves of its columns, unless a panel holds some
@@ -168,24 +178,32 @@ private:
         if (whole_panels) {
             const Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
             for (const int64_t first : {columns.begin, s_.inner + columns.begin})
-                multiply<T>(rows, layer.gate_up, first / panel, (first + columns.end - columns.begin) / panel, output);
-            watch.lap(Stage::kGateUp);
+                spread(rank, rows, layer.gate_up, first / panel, (first + columns.end - columns.begin) / panel, output);
+            watch.lap(StepStage::kGateUp);
         } else {
             product(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden, output);
-            meet(watch, Stage::kGateUp);
+            meet(watch, StepStage::kGateUp);
         }
-        for (int64_t m = 0; m < batch_.num_tokens; ++m) {
-            const T* gates = wide_ + m * 2 * s_.inner + columns.begin;
-            silu_mul_row(gates, gates + s_.inner, columns.end - columns.begin, inner_ + m * s_.inner + columns.begin);
-        }
-        meet(watch, Stage::kGate);
+        const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, batch_.num_tokens));
+        model_.team.divide(rank, columns.begin, columns.end, unit, least, [&](int64_t begin, int64_t end) {
+            for (int64_t m = 0; m < batch_.num_tokens; ++m) {
+                const T* gates = wide_ + m * 2 * s_.inner + begin;
+                silu_mul_row(gates, gates + s_.inner, end - begin, inner_ + m * s_.inner + begin);
+            }
+        });
+        meet(watch, StepStage::kGate);
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
-    void heads(const Share& share, const Layer& layer, int64_t index) {
+    void heads(int64_t rank, const Share& share, const Layer& layer, int64_t index) {
+        model_.team.divide(rank, share.begin, share.end, 1, 128,
+                           [&](int64_t begin, int64_t end) { heads(begin, end, layer, index); });
+    }
+
+    void heads(int64_t begin, int64_t end, const Layer& layer, int64_t index) {
         const int64_t per_row = s_.num_heads + 2 * s_.num_kv_heads, dim = s_.head_dim;
         const KvShape& kv = shape_.kv;
-        for (int64_t i = share.begin; i < share.end; ++i) {
+        for (int64_t i = begin; i < end; ++i) {
             const int64_t m = i / per_row, part = i % per_row;
             T* source = wide_ + m * s_.qkv() + part * dim;
             if (part < s_.num_heads) {
@@ -204,13 +222,17 @@ private:
         rotate_head(source, model_.cos + row, model_.sin + row, dim, target);
     }
 
-    void attention(int64_t index) {
+    void attention(int64_t rank, int64_t index) {
         Shape shape = shape_;
         shape.layer = index;
-        Team::share(model_.next_items[size_t(index)], int64_t(items_.size()), [&](int64_t item) {
-            attend(items_[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
-                   batch_.block_tables, batch_.max_blocks, a_);
-        });
+        const Share items(int64_t(items_.size()), rank, size_);
+        const auto attend_all = [&](int64_t begin, int64_t end) {
+            for (int64_t item = begin; item < end; ++item)
+                attend(items_[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
+                       batch_.block_tables, batch_.max_blocks, a_);
+        };
+        // their costs differ: one by one
+        model_.team.divide(rank, items.begin, items.end, 1, 1, attend_all, items.end - items.begin);
     }
 
     void logits(Stopwatch& watch, int64_t rank) {
@@ -219,15 +241,19 @@ private:
         for (int64_t r = rows.begin; r < rows.end; ++r)
             rms_norm_row(x_ + batch_.logit_rows[r] * s_.hidden, static_cast<const T*>(model_.final_norm), model_.eps,
                          s_.hidden, a_ + r * s_.hidden);
-        meet(watch, Stage::kNorm);
+        meet(watch, StepStage::kNorm);
         product(rank, a_, model_.lm_head, batch_.num_logit_rows, s_.hidden,
                 Store<float>{batch_.logits, nullptr, s_.vocab});
-        meet(watch, Stage::kHead);
-        for (int64_t r = rows.begin; r < rows.end; ++r)
-            batch_.best[r] = find_best(batch_.logits + r * s_.vocab, s_.vocab,
-                                       batch_.maxima + r * ceil_div(s_.vocab, kBlock));
-        watch.lap(Stage::kBest);
+        meet(watch, StepStage::kHead);
+        model_.team.divide(rank, rows.begin, rows.end, 1, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; ++r)
+                batch_.best[r] = find_best(batch_.logits + r * s_.vocab, s_.vocab,
+                                           batch_.maxima + r * ceil_div(s_.vocab, kBlock));
+        });
+        watch.lap(StepStage::kBest);
     }
+
+    static constexpr int64_t kTilePanels = 4;  // the most that a tile takes at once
 
     Model& model_;
     const Sizes& s_;
@@ -277,9 +303,28 @@ void* baton_model_create(const int64_t* sizes, const void* const* layers, const 
     }
 }
 
+// Before the first step: the team may have guests on num_cores cores while their owners rest, core i's being owners
+// [owner_ends[i - 1], owner_ends[i]). 0, or -1 if the board cannot be opened or no thread be started.
+int64_t baton_model_borrow(void* model, const char* board_path, int64_t num_cores, const int64_t* cores,
+                           const int64_t* owner_ends, const int64_t* owners) {
+    std::unique_ptr<CoreBoard> board = CoreBoard::open(board_path);
+    if (!board) return -1;
+    std::vector<LentCore> lent;
+    for (int64_t i = 0; i < num_cores; ++i)
+        lent.push_back({cores[i], {owners + (i ? owner_ends[i - 1] : 0), owners + owner_ends[i]}});
+    try {
+        static_cast<Model*>(model)->team.borrow(std::move(board), lent);
+    } catch (const std::exception&) {
+        return -1;
+    }
+    return 0;
+}
+
+int64_t baton_model_num_borrowed(void* model) { return static_cast<Model*>(model)->team.num_borrowed(); }
+
 void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
 
-int64_t baton_num_stages() { return int64_t(Stage::kCount); }
+int64_t baton_num_stages() { return int64_t(StepStage::kCount); }
 
 // From the next step on, `seconds` [num_threads, stages, 2] is added to: work and waiting per stage. Null: no longer.
 void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(model)->profile = seconds; }

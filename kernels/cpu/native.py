@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
+from kernels.cpu.core_board import CoreBoard, Seat, open_board
 from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
 from kernels.cpu.native_forward import STAGES, NativeForward
 from kernels.cpu.native_sampling import NativeSampler
@@ -48,10 +49,23 @@ SIGNATURES = {
     "baton_write_kv": "ppiipipiiiiiiiiii",
     "baton_paged_attention": "pipiiiiiipppiiiifpiiii",
     "baton_model_create": "pppppppffip",
+    "baton_model_borrow": "ppipppi",
+    "baton_model_num_borrowed": "pi",
     "baton_model_destroy": "p-",
     "baton_num_stages": "i",
     "baton_model_profile": "pp-",
     "baton_forward": "piiiippppppppiiipppppi",
+    "baton_board_open": "pp",
+    "baton_board_close": "p-",
+    "baton_board_bytes": "i",
+    "baton_board_sit_down": "pii",
+    "baton_board_work": "p-",
+    "baton_board_rest": "p-",
+    "baton_board_is_busy": "pii",
+    "baton_board_is_idle": "pii",
+    "baton_board_bury": "pi-",
+    "baton_board_claim": "pii",
+    "baton_board_release": "pi-",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
     "baton_maxima_block": "i",
@@ -98,12 +112,16 @@ class NativeKernels:
     `choose_isa` says so; all else is SIMD.
     """
 
-    def __init__(self, library: ctypes.CDLL, num_threads: int, quantization: Quantization) -> None:
-        """Raises:
-        BuildError: see `bind`.
-        IsaError: the user asks for instructions that are not to be had.
+    def __init__(
+        self, library: ctypes.CDLL, num_threads: int, quantization: Quantization, seat: Seat | None = None
+    ) -> None:
+        """`seat`: where fused passes may borrow cores beyond `num_threads`.
+
+        Raises:
+            BuildError: see `bind`.
+            IsaError: the user asks for instructions that are not to be had.
         """
-        self._num_threads, self._quantization = num_threads, quantization
+        self._num_threads, self._quantization, self._seat = num_threads, quantization, seat
         self._library = bind(library)
         choice = choose_isa(requested_isa(os.environ), self._library.baton_amx_acquire, cpu_has_amx)
         self._isa = choice.isa
@@ -329,7 +347,10 @@ class NativeKernels:
         return out
 
     def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> NativeForward:
-        return NativeForward(self._library, self._num_threads, shape, weights, cos, sin)
+        return NativeForward(self._library, self._num_threads, shape, weights, cos, sin, self._seat)
 
     def make_sampler(self) -> NativeSampler:
         return NativeSampler(self._library, self._num_threads)
+
+    def open_board(self, path: str) -> CoreBoard:
+        return open_board(self._library, path)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.checks import check, check_index, check_pool, check_shape
+from kernels.cpu.core_board import Seat, borrow
 from kernels.cpu.weight_kind import WeightKind
 from kernels.ops import MAXIMA_BLOCK, DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
 
-STAGES = (  # `Stage` in stopwatch.h
+STAGES = (  # `StepStage` in stopwatch.h
     "embedding",
     "norms",
     "qkv",
@@ -48,9 +49,11 @@ class NativeForward:
         weights: DecoderWeights,
         cos: Tensor,
         sin: Tensor,
+        seat: Seat | None = None,
     ) -> None:
         """Raises:
         TypeError, ValueError: a tensor is not what the shape says, or not contiguous on the CPU.
+        OSError: cores cannot be borrowed as `seat` says.
         RuntimeError: the threads cannot be started.
         """
         self._library, self._shape, self._num_threads = library, shape, num_threads
@@ -89,6 +92,8 @@ class NativeForward:
         self._model = model
         self._layers = len(weights.layers)
         weakref.finalize(self, library.baton_model_destroy, model)
+        if seat is not None:
+            borrow(library, model, seat)
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
         self._logits = torch.empty((0, self._vocab_size))
         self._best = torch.empty(0, dtype=torch.int64)
@@ -180,6 +185,12 @@ class NativeForward:
 
     def stop_profile(self) -> None:
         self._library.baton_model_profile(self._model, None)
+
+    @property
+    def num_borrowed(self) -> int:
+        """Pieces of work done on borrowed cores so far."""
+        count: int = self._library.baton_model_num_borrowed(self._model)
+        return count
 
     def _grow(self, num_tokens: int, num_rows: int) -> None:
         if num_tokens > self._hidden.shape[0]:

@@ -84,20 +84,20 @@ public:
         const bool is_int8 = kind != WeightKind::kAmxBf16;
         if (is_int8) result.int8 = {int8_ + (alone ? rank * Int8Rows::floats(kOwnRows, in_features) : 0), num_rows};
         char* tiles = nullptr;
-        if constexpr (kHasAmx)
-            if (is_tiled) {
-                const TileCut cut(num_rows);
-                const int64_t steps = AmxRows::steps_of((is_int8 ? 1 : 2) * in_features);
-                tiles = tiles_ + (alone ? rank * AmxRows::bytes(cut, steps) : 0);
-                result.tiles = {cut, steps, tiles};
-            }
+        if (is_tiled) {
+            const TileCut cut(num_rows);
+            const int64_t steps = AmxRows::steps_of((is_int8 ? 1 : 2) * in_features);
+            tiles = tiles_ + (alone ? rank * AmxRows::bytes(cut, steps) : 0);
+            result.tiles = {cut, steps, tiles};
+        }
         const Share share(num_rows, alone ? 0 : rank, alone ? 1 : team_.size());
         for (int64_t m = share.begin; m < share.end; ++m) {
             const float* row = x + m * in_features;
             if (is_int8) quantize_row(row, in_features, m, result.int8);
-            if constexpr (kHasAmx)
+            if constexpr (kHasAmx) {
                 if (is_tiled && is_int8) amx_int8_row(result.int8, in_features, m, result.tiles.cut, tiles);
-                else if (is_tiled) amx_bf16_row(row, in_features, m, result.tiles.cut, tiles);
+                if (is_tiled && !is_int8) amx_bf16_row(row, in_features, m, result.tiles.cut, tiles);
+            }
         }
         if (!alone) team_.barrier();
         return result;

@@ -210,10 +210,9 @@ public:
         const int64_t num_waiting = int64_t(waiting_.size());
         std::atomic<int64_t> next{0}, num_broken{0};
         const auto body = [&](int64_t rank) {
-            Team::share(next, num_waiting, [&](int64_t item) {
-                if (workers_[size_t(rank)].choose(request, waiting_[size_t(item)]))
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_waiting;)
+                if (workers_[size_t(rank)].choose(request, waiting_[size_t(i)]))
                     num_broken.fetch_add(1, std::memory_order_relaxed);
-            });
         };
         if (num_waiting < kRowsWorthWaking)
             body(0);

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cluster.cluster_token import write_private
 from cluster.config import ClusterConfig, RouterConfig, dump_config, num_available_cores
+from cluster.core_board import BoardFile
 from cluster.engine.prepared_index import find_prepared
 from cluster.launch_plan import RoleSpec, Site, kernel_environment, plan_roles
 from cluster.launch_prepare import Preparation, prepare_command
@@ -122,6 +123,7 @@ class LocalCluster:
         self._python_path = ":".join(map(str, (ROOT, *python_path)))
         self._start_timeout_s = start_timeout_s
         self._runtime_dir: RuntimeDir | None = None
+        self._board = BoardFile()
         self._logs = tempfile.TemporaryDirectory(prefix="baton-logs-")
         self.roles: dict[str, RoleProcess] = {}
 
@@ -167,6 +169,7 @@ class LocalCluster:
         if self._runtime_dir is not None:
             self._runtime_dir.close()
             self._runtime_dir = None
+        self._board.close()
         self._logs.cleanup()
 
     def _start(self) -> None:
@@ -178,6 +181,7 @@ class LocalCluster:
             log_dir=self._logs.name,
             cluster_token=os.urandom(32).hex(),
             num_cores=num_available_cores(),
+            core_board=self._board.path if self._config.idle_cores == "lend" else None,
         )
         for spec in plan_roles(self._config, site):
             directory = Path(self._logs.name)
