@@ -120,6 +120,7 @@ def plan_roles(
             num_prefill=config.prefill,
             num_decode=config.decode,
             max_attempts=config.max_attempts,
+            recovery_wait_s=config.recovery_wait_s,
         ),
         num_cpus=0.0,  # waits more than it computes; the workers' cores are theirs
         num_gpus=0.0,

@@ -208,6 +208,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str) -> None:
                 "queued": snapshot.queued,
                 "in_flight": len(gateway.in_flight),
                 "router_pid": os.getpid(),
+                "stale_messages": {reason.value: num for reason, num in snapshot.stale_messages.items()},
                 "workers": [_worker(worker) for worker in snapshot.workers],
             }
         )
@@ -227,6 +228,7 @@ def observe_cluster(
         in_flight=len(in_flight),
         queued=snapshot.queued,
     )
+    metrics.observe_stale({reason.value: num for reason, num in snapshot.stale_messages.items()})
     for worker in metrics.known_workers() - {worker.worker for worker in snapshot.workers}:
         metrics.forget_worker(worker)
     for item in snapshot.workers:

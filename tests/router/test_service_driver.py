@@ -37,6 +37,7 @@ from tests.router.conductor_peers import BLOCK_SIZE, make_register, make_spec, s
 from tests.router.service_peers import TOKEN, Host, LiveWorker
 
 HEARTBEAT_S = 0.1
+RECOVERY_WAIT_S = 0.3
 DECODE = make_register("d0", Role.DECODE)
 PREFILL = make_register("p0", Role.PREFILL)
 
@@ -69,7 +70,7 @@ MakeRouter = Callable[..., "Router"]
 @pytest_asyncio.fixture
 async def router(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Router]:
     needs_prefill: bool = getattr(request, "param", True)
-    conductor = Conductor(ConductorConfig())
+    conductor = Conductor(ConductorConfig(recovery_wait_s=RECOVERY_WAIT_S))
     driver = ConductorDriver(
         RouterId("router-0"),
         conductor,
