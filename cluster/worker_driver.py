@@ -73,6 +73,7 @@ class WorkerDriver:
         self._last_state = core.state()
         self._idle = asyncio.Event()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
+        self._is_stuck = False
         self._edges: Edges | None = None
         self._engine = EngineThread(
             make_runner, on_outcome=self.dispatch, on_stuck=self._stuck, step_timeout_s=step_timeout_s
@@ -108,7 +109,7 @@ class WorkerDriver:
             for stream in list(self._streams.values()):
                 await stream.close()
             await edges.close()
-            await self._engine.close(timeout_s=5.0)
+            await self._engine.close(timeout_s=0.0 if self._is_stuck else 5.0)
             if not self._fatal.done():
                 self._fatal.cancel()
 
@@ -168,6 +169,7 @@ class WorkerDriver:
         self.dispatch(Tick())
 
     def _stuck(self, reason: str) -> None:
+        self._is_stuck = True
         self._end(BatonError(f"the engine is stuck: {reason}"))
 
     def _end(self, error: BatonError) -> None:
