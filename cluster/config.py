@@ -162,6 +162,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     num_decode: int
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
+    launcher_pid: int | None = None  # on this machine, for `/cluster`
 
 
 class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="worker"):

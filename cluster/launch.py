@@ -2,7 +2,8 @@
 
 1. Check what would otherwise fail late: packages, port, model path. Nothing has started yet.
 2. Start Ray on the main thread while a process of its own prepares the model.
-3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over.
+3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over. SIGINT and
+   SIGTERM stop it; SIGUSR1 (`baton restart`) replaces the workers one after the other.
 4. Whatever happened: kill the actors, leave Ray, end every process that is left, remove the directory. Should
    this process be killed, its guard does the same.
 """
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 END_GRACE_S: Final = 3.0  # what Ray's own processes get to end by themselves
 
+RESTART_SIGNAL: Final = signal.SIGUSR1
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -143,10 +145,11 @@ def _prepare(
 async def _drive(driver: Driver, directory: Future[str], signals: _Signals) -> Finish:
     loop = asyncio.get_running_loop()
     signals.on_signal = lambda: loop.call_soon_threadsafe(driver.request_stop)
+    signals.on_restart = lambda: loop.call_soon_threadsafe(driver.request_restart)
     try:
         return await driver.run(directory)
     finally:
-        signals.on_signal = lambda: None
+        signals.on_signal = signals.on_restart = lambda: None
         driver.kill_all()
 
 
@@ -164,6 +167,7 @@ def _start_ray(
             config.cluster_token_file, os.environ, runtime_dir.path / "cluster_token"
         ),
         num_cores=num_available_cores(),
+        launcher_pid=os.getpid(),
     )
     if config.address is None:
         auth_token = runtime_dir.path / "ray_token"
@@ -187,14 +191,16 @@ def _start_ray(
 
 
 class _Signals:
-    """SIGINT and SIGTERM call `on_signal`; until there is a loop to stop, they interrupt the main thread."""
+    """SIGINT and SIGTERM call `on_signal`; until there is a loop to stop, they interrupt the main thread.
+    SIGUSR1 calls `on_restart`, which does nothing until then."""
 
     def __init__(self) -> None:
         self.on_signal: Callable[[], object] = self._interrupt
+        self.on_restart: Callable[[], object] = lambda: None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Signals:
-        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._previous = {number: signal.getsignal(number) for number in (*_SIGNALS, RESTART_SIGNAL)}
         self.install()
         return self
 
@@ -205,6 +211,7 @@ class _Signals:
     def install(self) -> None:
         for number in _SIGNALS:
             signal.signal(number, lambda _number, _frame: self.on_signal())
+        signal.signal(RESTART_SIGNAL, lambda _number, _frame: self.on_restart())
 
     def _interrupt(self) -> None:
         raise KeyboardInterrupt

@@ -84,6 +84,7 @@ async def run(
             new_metrics(version, model.name),
             version=version,
             clock=clock,
+            launcher_pid=config.launcher_pid,
         )
 
         def on_listening(host: str, port: int) -> None:

@@ -220,3 +220,33 @@ def test_a_signal_while_it_starts_ends_it(tmp_path: Path, launchers: list[Launch
     launcher.wait_line("phase workers")
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.end() == (0, "")
+
+
+@pytest.mark.timeout(240)
+def test_hung_drained_and_rolling(tmp_path: Path, launchers: list[Launcher]) -> None:
+    """A stopped process is killed and replaced; SIGTERM to a worker drains and replaces it; SIGUSR1 to the
+    launcher replaces all workers, one after the other."""
+    launcher = Launcher(tmp_path, "decode=2", "threads_per_worker=1")
+    launchers.append(launcher)
+    launcher.wait_ready()
+    stopped = launcher.pid_of("decode-0", 1)
+    os.kill(stopped, signal.SIGSTOP)
+    launcher.wait_line("decode-0 died and is restarted as epoch 2: it hung and was killed")
+    wait_gone({stopped}, 10.0)
+    launcher.wait_line("decode-0 serves again (epoch 2)")
+
+    os.kill(launcher.pid_of("prefill-0", 1), signal.SIGTERM)
+    launcher.wait_line("prefill-0 left and is restarted as epoch 2")
+    launcher.wait_line("prefill-0 serves again (epoch 2)")
+
+    launcher.process.send_signal(signal.SIGUSR1)
+    launcher.wait_line("rolling restart of all workers")
+    for name, epoch in (("prefill-0", 3), ("decode-0", 3), ("decode-1", 2)):
+        launcher.wait_line(f"{name} serves again (epoch {epoch})")
+    launcher.wait_line("rolling restart done")
+    started = [(name, epoch) for name, epoch, event, _ in launcher.events() if event == "start"]
+    assert started[-3:] == [("prefill-0", 3), ("decode-0", 3), ("decode-1", 2)]
+    stopping = [(name, epoch) for name, epoch, event, _ in launcher.events() if event == "stopping"]
+    assert stopping == [("prefill-0", 1), ("prefill-0", 2), ("decode-0", 2), ("decode-1", 1)]
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end() == (0, "")
