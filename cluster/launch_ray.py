@@ -24,7 +24,7 @@ from cluster.launch_plan import RoleSpec
 from cluster.launch_processes import kill_process, open_visible
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; nothing of ours goes through it
-PLACE_TIMEOUT_S: Final = 60.0
+PLACE_TIMEOUT_S: Final = 120.0  # a busy machine takes its time to import torch
 
 _SYSTEM_CONFIG: Final = {
     # Idle Python workers cost seconds of CPU at start, and every role gets a process of its own anyway.

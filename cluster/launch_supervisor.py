@@ -46,9 +46,7 @@ class RoleState(Enum):
     GIVEN_UP = auto()
 
 
-_RUNNING: Final = frozenset(
-    {RoleState.STARTING, RoleState.READY, RoleState.RESTARTING, RoleState.STOPPING}
-)
+_RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.RESTARTING, RoleState.STOPPING})
 
 
 # ---- events --------------------------------------------------------------------------------------

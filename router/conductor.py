@@ -337,8 +337,8 @@ class Conductor:
         *,
         counts: bool = True,
     ) -> None:
-        """End the attempt and place the next one, if there may be one; else the client gets `cause`. An attempt
-        that `counts` failed; one that a draining worker handed over did not."""
+        """End the attempt and place the next one, if there may be one; else the client gets `cause`. One that
+        a draining worker handed over does not count as failed."""
         live.num_failed += counts
         if live.num_failed >= self._config.max_attempts:
             self._fail(live, cause, now, detail)

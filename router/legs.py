@@ -293,8 +293,8 @@ class Legs:
         )
 
     def _culprit(self, worker: WorkerId, attempt: AttemptRecord, failure: AttemptFailed) -> WorkerId:
-        """Whom the next attempt avoids. A prefill worker whose transfer broke has the prompt's KV: it ships it
-        again to another decode worker without recompute. Without another, decode workers prefill."""
+        """Whom the next attempt avoids. A prefill worker whose transfer broke has the prompt's KV: it ships
+        it again to another decode worker without recompute. Without another, decode workers prefill."""
         if worker != attempt.prefill or failure.code not in _OF_THE_TRANSFER:
             return worker
         others = (view for view in self._workers.view().decode if view.worker != attempt.decode)

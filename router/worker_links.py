@@ -7,8 +7,8 @@ Life of a link:
 2. It is refused with a reason (`router.registration`), or welcomed and fed to the conductor as
    `WorkerJoined`. A newer process of the same name takes the place of the older.
 3. Every message goes to the conductor, in order, and is a sign of life. None for `missed_heartbeats`
-   intervals: the process hangs and is dead for the conductor. Its stream is *fenced*: should it go on, what it
-   had still to say is dropped and counted, and its first heartbeat ends the stream, so that it frees
+   intervals: the process hangs and is dead for the conductor. Its stream is *fenced*: should it go on, what
+   it had still to say is dropped and counted, and its first heartbeat ends the stream, so that it frees
    everything and dials anew.
 4. The end of the stream, whatever its cause, is `WorkerGone`, exactly once.
 """
