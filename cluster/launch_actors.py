@@ -1,8 +1,8 @@
 """The Ray actor that carries one role. Ray starts and watches it and never sees a request.
 
-The role's service runs in a thread with an event loop of its own; `stop`, `wait_ready` and `responds` come in on
-other threads of the actor. Results are plain strings: an error's one line, or "" for none. SIGTERM to the process
-is a stop: the service drains.
+The role's service runs in a thread with an event loop of its own; `stop`, `wait_ready` and `responds` come in
+on other threads of the actor. Results are plain strings: an error's one line, or "" for none. SIGTERM to the
+process is a stop: the service drains.
 """
 
 from __future__ import annotations

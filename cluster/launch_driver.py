@@ -2,8 +2,8 @@
 
 1. `run` places every role and waits until all have imported their code and the model is prepared.
 2. It then loops: actions of the supervisor → calls on actors; their ends, their readiness, signals and the
-   passing of deadlines → events. Each life of a role (name, epoch) is one task. One that serves is asked for a
-   sign of life every second; one that stays silent, twice, hangs.
+   passing of deadlines → events. Each life of a role (name, epoch) is one task. One that serves is asked for
+   a sign of life every second; one that stays silent, twice, hangs.
 3. It returns with the supervisor's `Finish`. Killing what is left and leaving Ray is the caller's.
 """
 

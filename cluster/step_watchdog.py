@@ -5,8 +5,8 @@
 2. `observe(plan, compute_s)` after it. The slowest is forgotten slowly, so that one hiccup does not blunt the
    watch for good.
 
-A step's work, in tokens: `sum over rows of tokens x (1 + context / CONTEXT_TOKENS) + FIXED_TOKENS`. Only its order
-of magnitude matters: a stuck step takes forever.
+A step's work, in tokens: `sum over rows of tokens x (1 + context / CONTEXT_TOKENS) + FIXED_TOKENS`. Only its
+order of magnitude matters: a stuck step takes forever.
 """
 
 from __future__ import annotations

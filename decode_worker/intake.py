@@ -11,7 +11,7 @@ Life of a lease (states in `decode_worker.lease`):
    protocol (which fails the attempt). The writer is told (`KvAbort`). Blocks are released when nothing can
    touch them: an in-place writer has promised `KvClosed` or is proven dead (`WriterGone`; a broken edge
    proves nothing), and every posted receive was dropped or lost with its edge. Until then they are used.
-5. When a lease ends, the full blocks it got without a gap become cached prefix, for the next attempt: at once,
+5. When a lease ends, the full blocks it got without a gap become cached prefix for the next attempt: at once,
    since a writer writes each block once and these are announced as written. The rest stays in quarantine.
 
 A lost prefill worker ends nothing here: the lease and its complete blocks stay until the router decides.

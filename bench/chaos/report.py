@@ -67,8 +67,8 @@ def to_table(outcome: ChaosOutcome) -> str:
     lines += [
         "",
         f"{outcome.num_streams} streams in {outcome.duration_s:.0f} s: "
-        f"{outcome.num_complete * percent:.1f} % complete, {outcome.num_equal * percent:.1f} % equal to the undisturbed run, "
-        f"{outcome.num_moved} took more than one attempt.",
+        f"{outcome.num_complete * percent:.1f} % complete, {outcome.num_equal * percent:.1f} % equal to the "
+        f"undisturbed run, {outcome.num_moved} took more than one attempt.",
         f"Next token after a loss, median / worst: {_text([one.gap_s for one in outcome.resumed])}; "
         f"beside recompute and its queue: {_text(overheads_s(outcome))}.",
         f"Stale messages dropped by the router: {outcome.stale_messages}. "

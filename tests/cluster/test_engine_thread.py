@@ -1,4 +1,4 @@
-"""The engine thread: outcomes in order, failures survived, and a stuck step found without blaming slow ones."""
+"""The engine thread: failures survived, and a stuck step found without blaming slow ones."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.support.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.timeout(240)]
 
-POOLS = {"prefill_kv_bytes": 8 << 20, "decode_kv_bytes": 8 << 20, "block_size": 16}
+POOLS = {"prefill_kv_bytes": 8 << 20, "decode_kv_bytes": 8 << 20, "block_size": 16, "recovery_wait_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,15 @@ def cluster(tiny: Path) -> Iterator[LocalCluster]:
 def lasting(tiny: Path) -> Iterator[LocalCluster]:
     """A cluster for tests that leave every process alive."""
     with local_cluster(tiny, **POOLS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny: Path) -> Iterator[LocalCluster]:
+    """Two of each role, for tests that take one and give it back. Attempts that fail are few, waits long, and a
+    worker that is asked to leave hands over what it has after a moment."""
+    settings = POOLS | {"max_attempts": 2, "recovery_wait_s": 60.0, "drain_grace_s": 0.3}
+    with local_cluster(tiny, prefill=2, decode=2, **settings) as running:
         yield running
 
 
@@ -159,6 +168,87 @@ def test_decode_worker_killed_and_another_goes_on_with_the_same_tokens(tiny: Pat
         assert [stream.token_ids for stream in streams] == expected
         assert any(stream.timings["attempts"] > 1 for stream in streams), "nobody was on the dead worker"
         cluster.wait_quiet()
+
+
+VARIED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.1},
+    {"temperature": 0.8, "seed": 6, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logprobs": 3},
+    {"logprobs": 1, "min_tokens": 300, "ignore_eos": False},
+    {"temperature": 1.0, "seed": 7, "stop": ["@#", "zz"]},
+    {"logit_bias": {"65": 5.0}, "top_k": 20, "temperature": 1.0, "seed": 8},
+]
+
+
+def undisturbed(cluster: LocalCluster, requests: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [what_counts(answer["choices"][0]) for answer in cluster.complete_all(requests)]
+
+
+def what_counts(choice: dict[str, Any]) -> tuple[Any, ...]:
+    """All of an answer that may not depend on what happened to the workers."""
+    return choice["token_ids"], choice["text"], choice["finish_reason"], choice["logprobs"]
+
+
+def answers_under(
+    cluster: LocalCluster, requests: list[dict[str, Any]], fault: Callable[[], object]
+) -> list[dict[str, Any]]:
+    """The answers to the same requests while `fault` happens in the middle of them."""
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.extend(cluster.complete_all(requests)))
+    thread.start()
+    cluster.wait_for(lambda: cluster.worker("decode-0").get("running", 0) >= 2, 60, "decoding on decode-0")
+    fault()
+    thread.join(200)
+    assert not thread.is_alive(), "a request hangs"
+    return answers
+
+
+def assert_equal_and_moved(answers: list[dict[str, Any]], expected: list[tuple[Any, ...]]) -> None:
+    assert [what_counts(answer["choices"][0]) for answer in answers] == expected
+    assert any(answer["timings"]["attempts"] > 1 for answer in answers), "nobody was on that worker"
+
+
+def test_hung_decode_worker_is_left_and_what_it_says_later_is_dropped(pairs: LocalCluster) -> None:
+    requests = [body(60 + n, 1200) | fields for n, fields in enumerate(VARIED)]
+    expected = undisturbed(pairs, requests)
+    answers = answers_under(pairs, requests, lambda: pairs.signal("decode-0", signal.SIGSTOP))
+    assert_equal_and_moved(answers, expected)
+    assert pairs.worker("decode-0") == {}
+    pairs.signal("decode-0", signal.SIGCONT)
+    pairs.wait_for(lambda: pairs.worker("decode-0").get("state") == "ready", 30, "its return")
+    assert pairs.get("/cluster")["stale_messages"]["epoch"] > 0
+    assert pairs.metric("baton_router_stale_messages_total", reason="epoch") > 0
+    pairs.wait_quiet(10)
+
+
+def test_terminated_decode_worker_hands_over_what_it_cannot_finish(pairs: LocalCluster) -> None:
+    requests = [body(60 + n, 1200) | fields for n, fields in enumerate(VARIED)]
+    expected = undisturbed(pairs, requests)
+    answers = answers_under(pairs, requests, lambda: pairs.signal("decode-0", signal.SIGTERM))
+    assert_equal_and_moved(answers, expected)
+    assert pairs.processes["decode-0"].wait(30) == 0
+    pairs.restart("decode-0")
+    pairs.wait_for(lambda: pairs.worker("decode-0").get("state") == "ready", 30, "the next epoch")
+    pairs.wait_quiet(10)
+
+
+def test_both_decode_workers_die_and_every_stream_waits_for_a_successor(pairs: LocalCluster) -> None:
+    requests = [body(60 + n, 1200) | fields for n, fields in enumerate(VARIED)]
+    expected = undisturbed(pairs, requests)
+
+    def fault() -> None:
+        pairs.kill("decode-0")
+        pairs.kill("decode-1")
+        with pairs.client() as client:
+            assert client.get("/ready").status_code == 503  # the truth, while what runs waits
+        pairs.restart("decode-1")
+
+    answers = answers_under(pairs, requests, fault)
+    assert_equal_and_moved(answers, expected)
+    assert {answer["timings"]["decode_worker"] for answer in answers} == {"decode-1"}
+    pairs.restart("decode-0")
+    pairs.wait_for(lambda: pairs.worker("decode-0").get("state") == "ready", 30, "the next epoch")
+    pairs.wait_quiet(10)
 
 
 def test_b130_hung_prefill_worker_is_given_up_and_fenced(cluster: LocalCluster) -> None:

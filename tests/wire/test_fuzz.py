@@ -1,5 +1,5 @@
-"""The wire under hostile bytes: any message survives the trip, anything else is a `ProtocolError`, memory stays
-small whatever a header claims, and before the token is proven nothing is parsed at all."""
+"""The wire under hostile bytes: any message survives the trip, anything else is a `ProtocolError`, memory
+stays small whatever a header claims, and before the token is proven nothing is parsed at all."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ def test_a_message_with_one_thing_wrong_is_a_message_or_a_protocol_error(
         target.append(data.draw(st.sampled_from(WRONG)))
     try:
         [message] = read(frame(msgspec.msgpack.encode(body)), DIRECTIONS[name])
-    except ProtocolError as error:
-        assert str(error).startswith("unreadable frame of ")
+    except ProtocolError:
         return
     assert type(message) in DIRECTIONS[name].__args__
 
@@ -347,7 +346,7 @@ async def test_another_version_is_refused_before_anything_is_parsed(
 async def test_without_the_token_nothing_is_parsed(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Valid messages, mutants and noise, after no handshake, half of one, or a proof made without the token."""
+    """Valid messages, mutants and noise, after no handshake, half of one, or a forged proof."""
     rng = random.Random(seed)
     watched = Watched(monkeypatch)
     listener = await listen(f"unix:{tmp_path}/s", b"k" * 32, m.WorkerToRouter, watched.on_stream)
