@@ -12,6 +12,7 @@ import http.client
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -95,8 +96,10 @@ class Answer:
         )
 
 
-def read_stream(host: str, port: int, path: str, body: dict[str, Any]) -> Answer:
-    """One request to its end; whatever breaks is in the answer."""
+def read_stream(
+    host: str, port: int, path: str, body: dict[str, Any], on_token: Callable[[], object] = lambda: None
+) -> Answer:
+    """One request to its end; whatever breaks is in the answer. `on_token` is called with each delivery."""
     answer = Answer(started_at=time.time())
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
@@ -116,6 +119,7 @@ def read_stream(host: str, port: int, path: str, body: dict[str, Any]) -> Answer
                     now = time.monotonic()
                     answer.max_gap_s = max(answer.max_gap_s, now - (last_s or now))
                     last_s = now
+                    on_token()
     except (OSError, http.client.HTTPException, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     finally:
