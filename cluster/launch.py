@@ -25,7 +25,7 @@ import msgspec
 
 from cluster import preflight
 from cluster.clock import MonotonicClock
-from cluster.cluster_token import resolve_cluster_token, write_private
+from cluster.cluster_token import exposure, resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.engine.prepared_index import find_prepared
 from cluster.launch_driver import Driver, Report
@@ -103,6 +103,10 @@ def _run(
     runtime_dir: RuntimeDir,
     signals: _Signals,
 ) -> Finish:
+    if config.cluster_token_file is not None:
+        warning = exposure(config.cluster_token_file)
+        if warning is not None:
+            report.say(warning)
     report.phase("Ray")
     directory, give_up = _prepare(config, report, command)
     try:

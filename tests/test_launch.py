@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from cluster.launch_guard import RUN_VARIABLE, processes_of
-from tests.support.processes import ROOT, processes_of_run, wait_gone
+from tests.support.processes import LOOPBACK, ROOT, listening_addresses, processes_of_run, wait_gone
 
 pytestmark = pytest.mark.ray
 
@@ -118,25 +118,6 @@ def launchers() -> Iterator[list[Launcher]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def listening_addresses(pids: set[int]) -> set[str]:
-    """Local addresses (hexadecimal, as in /proc/net/tcp) on which these processes listen."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                target = os.readlink(link)
-            except FileNotFoundError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target.removeprefix("socket:[").removesuffix("]"))
-    rows = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-    ]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
-
-
 def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher]) -> None:
     launcher = Launcher(tmp_path, prefill_0="crash-once")
     launchers.append(launcher)
@@ -163,10 +144,9 @@ def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher])
     ]
 
     # b152: nothing of Ray can be reached from outside this machine
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     addresses = listening_addresses(launcher.processes())
     assert addresses
-    assert addresses <= loopback
+    assert addresses <= LOOPBACK
 
     token = (run_directory / "cluster_token").read_text()
     for pid in launcher.processes():

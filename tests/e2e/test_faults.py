@@ -183,7 +183,7 @@ VARIED: list[dict[str, Any]] = [
 
 
 class Streams:
-    """The same varied requests, streamed all at once, each run with a salt of its own: every one is prefilled."""
+    """The same varied requests, streamed all at once; a run has a salt of its own, so all are prefilled."""
 
     num_runs = 0
 
