@@ -23,7 +23,7 @@ serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
 # Tests that start whole clusters want the machine for themselves; the others share the cores.
-CLUSTER_TESTS := tests/e2e tests/test_launch.py
+CLUSTER_TESTS := tests/e2e tests/faults tests/test_launch.py
 
 test: test-quick
 	$(BIN)/python -m pytest $(CLUSTER_TESTS)

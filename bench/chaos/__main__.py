@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from bench.chaos.report import to_json, to_table
-from bench.chaos.run import ChaosSettings, run_chaos
+from bench.chaos.run import TWO_AND_TWO, ChaosSettings, run_chaos
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -31,7 +31,7 @@ def main() -> None:
         seed=given.seed,
         concurrency=given.concurrency,
         rolling=not given.no_rolling,
-        **({"arguments": tuple(given.serve)} if given.serve else {}),
+        arguments=tuple(given.serve) or TWO_AND_TWO,
     )
     outcome = run_chaos(settings, lambda text: print(text, file=sys.stderr, flush=True))
     print(to_table(outcome))

@@ -28,6 +28,7 @@ from cluster.rolling_restart import restart_workers
 QUIET_TIMEOUT_S: Final = 30.0
 FAULT_TIMEOUT_S: Final = 120.0  # until somebody may be hit
 ROLLING_TIMEOUT_S: Final = 600.0
+TWO_AND_TWO: Final = ("--prefill", "2", "--decode", "2", "--threads-per-worker", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ChaosSettings:
     max_tokens: int = 48
     pause_s: float = 2.0  # between two faults, at least
     rolling: bool = False
-    arguments: tuple[str, ...] = ("--prefill", "2", "--decode", "2", "--threads-per-worker", "1")
+    arguments: tuple[str, ...] = TWO_AND_TWO
 
 
 @dataclass(slots=True)

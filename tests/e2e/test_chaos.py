@@ -1,5 +1,5 @@
-"""A small slice of `make chaos`: workers of a live `baton serve` on SmolLM2 are killed, stopped and drained under
-load, and every stream is compared with the undisturbed run."""
+"""A small slice of `make chaos`: workers of a live `baton serve` on SmolLM2 are killed, stopped and drained
+under load, and every stream is compared with the undisturbed run."""
 
 from __future__ import annotations
 
