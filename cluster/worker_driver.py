@@ -5,7 +5,8 @@
    event: `core.handle(event, now)`, on the event loop, one at a time.
 3. The actions go out: messages to streams, plans to the engine thread, the rest to the role's edges.
 4. Heartbeats tell each router state and load at the interval it asked for.
-5. On stop: the core is told to drain, and the driver leaves when nothing runs or the grace time is over.
+5. On stop: the core is told to drain. The driver leaves when nothing runs; after the grace time the core
+   hands back what is left, and the routers go on with it elsewhere.
 
 A fault inside the core is not survivable: the driver ends, the process with it, the launcher starts the
 next epoch, and the router retries what was here. Nothing is decided in this file.
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _WELCOME_TIMEOUT_S = 10.0
+_HAND_OVER_S = 0.5  # beyond the grace time: the core gives up what is left, and the routers are told
 
 
 class Edges(Protocol):
@@ -233,7 +235,7 @@ class WorkerDriver:
         if self._core.state() is not WorkerState.DRAINING:
             return  # no router: nobody's request can be here
         try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+            await asyncio.wait_for(self._idle.wait(), grace_s + _HAND_OVER_S)
         except TimeoutError:
             logger.warning("not drained within %.0f s; leaving", grace_s)
 

@@ -5,6 +5,7 @@ at the seam between the two workers. Faults that need exact moments are tested a
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,20 +104,20 @@ def test_b079_only_what_the_decode_worker_lacks_is_moved(oracle: LocalCluster, p
         assert {answer["timings"]["prefill_worker"] for answer in answers} == {"prefill-0"}
         assert essence(answers[-1]) == expected
         wanted = before + num_blocks * block_bytes
-        pair.wait_for(lambda wanted=wanted: received() >= wanted, 10, "the bytes in a heartbeat")  # type: ignore[misc]
+        pair.wait_for(partial(lambda least: received() >= least, wanted), 10, "the bytes in a heartbeat")
         assert received() == wanted, f"{num_held} blocks were there"
 
 
 def test_b090_a_worker_is_replaced_behind_the_same_name(oracle: LocalCluster, pair: LocalCluster) -> None:
-    """Killed and started again at once, the other one living on: nothing is taken for the old process, and all
-    later requests pass without another restart."""
+    """Killed and started again at once, the other one living on: nothing is taken for the old process, and
+    all later requests pass without another restart."""
     request = body(50, 8, which=90)
     expected = alone(oracle, request)
     for name in ("prefill-0", "decode-0"):
         assert asked(pair, request | fresh()) == expected
         epoch = pair.worker(name)["epoch"]
         pair.restart(name)
-        pair.wait_for(lambda name=name: pair.worker(name).get("state") == "ready", 60, f"{name} serves")  # type: ignore[misc]
+        pair.wait_for(partial(lambda who: pair.worker(who).get("state") == "ready", name), 60, name)
         assert pair.worker(name)["epoch"] == epoch + 1
         for _ in range(4):
             answer = pair.complete(**request | fresh(), timings=True)

@@ -1,6 +1,6 @@
 """Field faults of schedulers and KV caches, one test per case, on live processes. The oracle is one engine
-without cache hits or company; equality is to the last bit. The table in `tests/README.md` says where the cases
-are that need exact moments."""
+without cache hits or company; equality is to the last bit. The table in `tests/README.md` says where the
+cases are that need exact moments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.timeout(240)]
 
 
 def test_b052_a_cache_hit_changes_nothing(oracle: LocalCluster, pair: LocalCluster) -> None:
-    """An answer from cached KV against a computed one: the same prompt again and again, as the head of a longer
-    one, and after part of it was evicted."""
+    """An answer from cached KV against a computed one: the same prompt again and again, as the head of a
+    longer one, and after part of it was evicted."""
     rng = random.Random(52)
     hits = 0
     requests = [body(rng.randrange(2, 150), 8, which=index) for index in range(8)]
@@ -37,7 +37,7 @@ def test_b052_a_cache_hit_changes_nothing(oracle: LocalCluster, pair: LocalClust
 
 @pytest.mark.parametrize("max_tokens", [1, 2 * BLOCK + 1])
 def test_b054_prompts_of_whole_blocks(oracle: LocalCluster, pair: LocalCluster, max_tokens: int) -> None:
-    """A prompt of exactly so many blocks, wholly cached, leaves nothing to compute, and no token to sample."""
+    """A prompt of exactly so many blocks, wholly cached, leaves nothing to compute and nothing to sample."""
     for num_blocks in range(1, 5):
         for num_prompt in (num_blocks * BLOCK - 1, num_blocks * BLOCK, num_blocks * BLOCK + 1):
             request = body(num_prompt, max_tokens, which=54, logprobs=2)
