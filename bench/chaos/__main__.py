@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import platform
+import signal
 import sys
 from pathlib import Path
 
@@ -21,15 +22,18 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=24, help="signals to send: KILL, STOP and TERM in turn")
     parser.add_argument("--seed", type=int, default=1, help="of the requests and the victims")
     parser.add_argument("--concurrency", type=int, default=8, help="streams at a time")
+    parser.add_argument("--max-tokens", type=int, default=48, help="longest answer")
     parser.add_argument("--no-rolling", action="store_true", help="leave the rolling restart out")
     parser.add_argument("--out", type=Path, default=RESULTS / f"chaos-{platform.machine()}.json")
     parser.add_argument("serve", nargs="*", help="options of `baton serve`, after --")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is stopped on the way out
     settings = ChaosSettings(
         num_streams=given.streams,
         num_faults=given.faults,
         seed=given.seed,
         concurrency=given.concurrency,
+        max_tokens=given.max_tokens,
         rolling=not given.no_rolling,
         arguments=tuple(given.serve) or TWO_AND_TWO,
     )

@@ -87,10 +87,15 @@ class Injector:
         self._rng = random.Random(seed)
         self._kinds = kinds
         self._turn = 0
+        self._hit: set[tuple[str, int]] = set()  # (worker, epoch); a stopped one looks ready for a while
 
     def next(self, workers: list[dict[str, Any]]) -> Fault | None:
         """Send the next fault; None while nobody may be hit."""
-        serving = [worker for worker in workers if worker["state"] == "ready"]
+        serving = [
+            worker
+            for worker in workers
+            if worker["state"] == "ready" and (worker["id"], worker["epoch"]) not in self._hit
+        ]
         decodes = [worker for worker in serving if worker["role"] == "decode"]
         victims = [worker for worker in serving if worker["role"] == "prefill" or len(decodes) > 1]
         if not victims:
@@ -98,6 +103,7 @@ class Injector:
         victim = self._rng.choice(victims)
         kind = self._kinds[self._turn % len(self._kinds)]
         self._turn += 1
+        self._hit.add((victim["id"], victim["epoch"]))
         fault = Fault(kind, victim["id"], victim["epoch"], time.time())
         os.kill(victim["pid"], signal.Signals[f"SIG{kind.value}"])
         if kind is Kind.STOP and self._rng.random() < 0.5:

@@ -2,7 +2,8 @@
 
 1. Every request once, nothing disturbed: the reference.
 2. Streams are kept going, `concurrency` at a time, each with a cache salt of its own, so that every one
-   prefills and ships its KV. Meanwhile faults are sent, one at a time, until both counts are met.
+   prefills and ships its KV. Meanwhile faults are sent, one at a time and evenly over the streams: a request
+   that meets a fault in each of its attempts would rightly fail.
 3. With `rolling`, all workers are replaced by `baton restart` under the same load.
 4. When every stream has ended: nothing runs, waits or holds a block on any worker, or it is told.
 """
@@ -174,6 +175,11 @@ def _disturb(
     while len(outcome.faults) < settings.num_faults:
         time.sleep(settings.pause_s)
         deadline = time.monotonic() + FAULT_TIMEOUT_S
+        due = len(outcome.faults) * settings.num_streams // settings.num_faults
+        while outcome.num_streams < due:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no progress: {json.dumps(cluster.get('/cluster'))}")
+            time.sleep(0.1)
         while (fault := injector.next(cluster.get("/cluster")["workers"])) is None:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nobody serves any more: {json.dumps(cluster.get('/cluster'))}")
