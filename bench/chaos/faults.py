@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 AWAKE_S: Final = 3.6
+SETTLED_S: Final = 8.0  # after a fault, what `/cluster` says of its victim is true
 
 _GONE = re.compile(r"(\S+) epoch (\d+) is gone: (.*)")
 _RETRIED = re.compile(r"(\S+) RETRIED worker=\S+ (\S+?): (.*)")
@@ -87,15 +88,11 @@ class Injector:
         self._rng = random.Random(seed)
         self._kinds = kinds
         self._turn = 0
-        self._hit: set[tuple[str, int]] = set()  # (worker, epoch); a stopped one looks ready for a while
+        self._hit_at: dict[tuple[str, int], float] = {}  # (worker, epoch) |-> monotonic seconds
 
     def next(self, workers: list[dict[str, Any]]) -> Fault | None:
         """Send the next fault; None while nobody may be hit."""
-        serving = [
-            worker
-            for worker in workers
-            if worker["state"] == "ready" and (worker["id"], worker["epoch"]) not in self._hit
-        ]
+        serving = [worker for worker in workers if worker["state"] == "ready" and self._is_unhurt(worker)]
         decodes = [worker for worker in serving if worker["role"] == "decode"]
         victims = [worker for worker in serving if worker["role"] == "prefill" or len(decodes) > 1]
         if not victims:
@@ -103,7 +100,7 @@ class Injector:
         victim = self._rng.choice(victims)
         kind = self._kinds[self._turn % len(self._kinds)]
         self._turn += 1
-        self._hit.add((victim["id"], victim["epoch"]))
+        self._hit_at[victim["id"], victim["epoch"]] = time.monotonic()
         fault = Fault(kind, victim["id"], victim["epoch"], time.time())
         os.kill(victim["pid"], signal.Signals[f"SIG{kind.value}"])
         if kind is Kind.STOP and self._rng.random() < 0.5:
@@ -111,6 +108,11 @@ class Injector:
             wake.daemon = True
             wake.start()
         return fault
+
+    def _is_unhurt(self, worker: dict[str, Any]) -> bool:
+        """Not hit just now: a stopped worker looks ready until it is found silent."""
+        hit_at = self._hit_at.get((worker["id"], worker["epoch"]))
+        return hit_at is None or time.monotonic() - hit_at > SETTLED_S
 
 
 def _awaken(pid: int) -> None:
