@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test test-quick check bench bench-engine bench-peers clean
+.PHONY: setup serve test test-quick check bench bench-engine bench-peers chaos clean
 
 setup: $(STAMP)
 
@@ -23,7 +23,7 @@ serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
 # Tests that start whole clusters want the machine for themselves; the others share the cores.
-CLUSTER_TESTS := tests/e2e tests/test_launch.py
+CLUSTER_TESTS := tests/e2e tests/faults tests/test_launch.py
 
 test: test-quick
 	$(BIN)/python -m pytest $(CLUSTER_TESTS)
@@ -45,6 +45,10 @@ bench-engine: $(STAMP)
 # Baton beside its peers; environments and models go below ~/.cache/baton/peers. PEERS_ARGS=--list says which.
 bench-peers: $(STAMP)
 	$(BIN)/python -m bench.peers $(PEERS_ARGS)
+
+# Kills, stops and drains workers of a live cluster under load; compares every stream with the undisturbed run.
+chaos: $(STAMP)
+	$(BIN)/python -m bench.chaos $(CHAOS_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

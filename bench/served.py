@@ -17,7 +17,7 @@ from bench.machine import proportional_memory_bytes
 from cluster.errors import BatonError
 
 HOST = "127.0.0.1"
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0  # a busy machine
 STOP_TIMEOUT_S = 60.0
 
 

@@ -155,6 +155,18 @@ def _cell(value: Any) -> str:
 
 
 @app.command()
+def restart(
+    url: Url = DEFAULT_URL,
+    timeout: Annotated[float, typer.Option(help="seconds until it is given up")] = 900.0,
+) -> None:
+    """Replace all workers, one after the other, while the cluster serves. No request is lost."""
+    from cluster.rolling_restart import restart_workers
+
+    took_s = restart_workers(url, timeout, typer.echo)
+    typer.echo(f"all workers restarted in {took_s:.0f} s")
+
+
+@app.command()
 def chat(
     url: Url = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="model to ask (default: the served one)")] = None,

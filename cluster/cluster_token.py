@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -37,6 +38,21 @@ def resolve_cluster_token(
     if len(token) < MIN_TOKEN_CHARS:
         raise ConfigError(f"the cluster token from {origin} is shorter than {MIN_TOKEN_CHARS} characters")
     return token
+
+
+def exposure(token_file: str) -> str | None:
+    """What to tell a person whose token file others can read or replace; None if only its owner can."""
+    try:
+        status = Path(token_file).expanduser().stat()
+    except OSError:
+        return None  # `resolve_cluster_token` names it
+    mode = stat.S_IMODE(status.st_mode)
+    if not mode & 0o077 and status.st_uid == os.getuid():
+        return None
+    return (
+        f"the cluster token file {token_file} has mode {mode:04o} and can be read or changed by others: "
+        f"`chmod 600 {token_file}`"
+    )
 
 
 def write_private(path: Path, data: bytes) -> None:

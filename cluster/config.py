@@ -104,6 +104,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         EdgeKind, Meta(description="how KV moves from prefill to decode; auto: shm on one host, else gloo")
     ] = "auto"
     max_attempts: Annotated[int, Meta(ge=1, le=100, description="worker pairs tried per request")] = 3
+    recovery_wait_s: Annotated[
+        float,
+        Meta(ge=0, description="how long a request waits for a worker when none is there; 0: fails at once"),
+    ] = 20.0
     lease_ttl_s: Annotated[
         float, Meta(gt=0, description="how long a decode worker holds blocks without hearing from the router")
     ] = 10.0
@@ -177,6 +181,8 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     num_prefill: int  # workers to expect: ready once one of each expected role serves
     num_decode: int
     max_attempts: int = 3
+    recovery_wait_s: float = 20.0
+    launcher_pid: int | None = None  # on this machine, for `/cluster`
 
 
 class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="worker"):

@@ -3,8 +3,8 @@
 1. The event loop calls `submit(plan)`; at most one plan is in flight.
 2. The thread runs it; torch releases the GIL, so messages go on being handled meanwhile.
 3. `StepDone` or `StepFailed` is scheduled on the loop.
-4. A step that outlives its deadline cannot be stopped from outside: `on_stuck` is called, and the
-   process is expected to end (its launcher starts another with the next epoch).
+4. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
+   called, and the process is expected to end (its launcher starts another with the next epoch).
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import threading
 from collections.abc import Callable
 
 from cluster.engine.batch import Runner, StepPlan
+from cluster.step_watchdog import MIN_S, StepWatchdog
 from cluster.worker_io import StepDone, StepFailed
 
 logger = logging.getLogger(__name__)
+
+LATE_S = 0.25  # a timer this late says that the whole process stood still, not the step
 
 
 class EngineThread:
@@ -31,13 +34,14 @@ class EngineThread:
         on_outcome: Callable[[StepDone | StepFailed], None],
         on_stuck: Callable[[str], None],
         step_timeout_s: float,
+        min_step_timeout_s: float = MIN_S,
     ) -> None:
         """`make_runner` loads the model; it runs on the engine thread, which thereby owns every
         thread-local compute setting."""
         self._make_runner = make_runner
         self._on_outcome = on_outcome
         self._on_stuck = on_stuck
-        self._step_timeout_s = step_timeout_s
+        self._judge = StepWatchdog(step_timeout_s, min_step_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watchdog: asyncio.TimerHandle | None = None
@@ -53,7 +57,7 @@ class EngineThread:
     def submit(self, plan: StepPlan) -> None:
         """Start a step. The core promises that none is in flight."""
         assert self._watchdog is None, "two steps in flight"
-        self._watchdog = self._loop.call_later(self._step_timeout_s, self._stuck, plan)
+        self._watch(plan, self._judge.limit_s(plan))
         self._plans.put(plan)
 
     async def close(self, timeout_s: float) -> None:
@@ -67,16 +71,24 @@ class EngineThread:
             self._watchdog.cancel()
             self._watchdog = None
 
-    def _stuck(self, plan: StepPlan) -> None:
+    def _watch(self, plan: StepPlan, limit_s: float) -> None:
+        due = self._loop.time() + limit_s
+        self._watchdog = self._loop.call_at(due, self._look, plan, limit_s, due)
+
+    def _look(self, plan: StepPlan, limit_s: float, due: float) -> None:
+        if self._loop.time() - due > LATE_S:  # the step stood still with us: its time starts anew
+            self._watch(plan, limit_s)
+            return
         self._on_stuck(
-            f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens did not end within "
-            f"{self._step_timeout_s:.0f} s"
+            f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens did not end within {limit_s:.1f} s"
         )
 
-    def _outcome(self, outcome: StepDone | StepFailed) -> None:
+    def _outcome(self, plan: StepPlan, outcome: StepDone | StepFailed) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
+        if isinstance(outcome, StepDone):
+            self._judge.observe(plan, outcome.output.compute_s)
         self._on_outcome(outcome)
 
     def _main(self) -> None:
@@ -93,7 +105,7 @@ class EngineThread:
             except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
                 logger.exception("a step of %d rows failed", len(plan.rows))
                 outcome = StepFailed(f"{type(error).__name__}: {error}")
-            self._post(self._outcome, outcome)
+            self._post(self._outcome, plan, outcome)
         self._post(_resolve, self._ended)
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:

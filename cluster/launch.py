@@ -2,7 +2,8 @@
 
 1. Check what would otherwise fail late: packages, port, model path. Nothing has started yet.
 2. Start Ray on the main thread while a process of its own prepares the model.
-3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over.
+3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over. SIGINT and
+   SIGTERM stop it; SIGUSR1 (`baton restart`) replaces the workers one after the other.
 4. Whatever happened: kill the actors, leave Ray, end every process that is left, remove the directory. Should
    this process be killed, its guard does the same.
 """
@@ -24,7 +25,7 @@ import msgspec
 
 from cluster import preflight
 from cluster.clock import MonotonicClock
-from cluster.cluster_token import resolve_cluster_token, write_private
+from cluster.cluster_token import exposure, resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.core_board import BoardFile, can_share
 from cluster.engine.prepared_index import find_prepared
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 END_GRACE_S: Final = 3.0  # what Ray's own processes get to end by themselves
 
+RESTART_SIGNAL: Final = signal.SIGUSR1
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -113,6 +115,10 @@ def _run(
     board: BoardFile | None,
     signals: _Signals,
 ) -> Finish:
+    if config.cluster_token_file is not None:
+        warning = exposure(config.cluster_token_file)
+        if warning is not None:
+            report.say(warning)
     report.phase("Ray")
     directory, give_up = _prepare(config, report, command)
     try:
@@ -155,10 +161,11 @@ def _prepare(
 async def _drive(driver: Driver, directory: Future[str], signals: _Signals) -> Finish:
     loop = asyncio.get_running_loop()
     signals.on_signal = lambda: loop.call_soon_threadsafe(driver.request_stop)
+    signals.on_restart = lambda: loop.call_soon_threadsafe(driver.request_restart)
     try:
         return await driver.run(directory)
     finally:
-        signals.on_signal = lambda: None
+        signals.on_signal = signals.on_restart = lambda: None
         driver.kill_all()
 
 
@@ -177,6 +184,7 @@ def _start_ray(
         ),
         num_cores=num_available_cores(),
         core_board=board.path if board is not None and config.idle_cores == "lend" else None,
+        launcher_pid=os.getpid(),
     )
     if config.address is None:
         auth_token = runtime_dir.path / "ray_token"
@@ -201,14 +209,16 @@ def _start_ray(
 
 
 class _Signals:
-    """SIGINT and SIGTERM call `on_signal`; until there is a loop to stop, they interrupt the main thread."""
+    """SIGINT and SIGTERM call `on_signal`; until there is a loop to stop, they interrupt the main thread.
+    SIGUSR1 calls `on_restart`, which does nothing until then."""
 
     def __init__(self) -> None:
         self.on_signal: Callable[[], object] = self._interrupt
+        self.on_restart: Callable[[], object] = lambda: None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Signals:
-        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._previous = {number: signal.getsignal(number) for number in (*_SIGNALS, RESTART_SIGNAL)}
         self.install()
         return self
 
@@ -219,6 +229,7 @@ class _Signals:
     def install(self) -> None:
         for number in _SIGNALS:
             signal.signal(number, lambda _number, _frame: self.on_signal())
+        signal.signal(RESTART_SIGNAL, lambda _number, _frame: self.on_restart())
 
     def _interrupt(self) -> None:
         raise KeyboardInterrupt

@@ -1,21 +1,25 @@
 """The Ray actor that carries one role. Ray starts and watches it and never sees a request.
 
-The role's service runs in a thread with an event loop of its own; `stop` and `wait_ready` come in on other
-threads of the actor. Results are plain strings: an error's one line, or "" for none.
+The role's service runs in a thread with an event loop of its own; `stop`, `wait_ready` and `responds` come in
+on other threads of the actor. Results are plain strings: an error's one line, or "" for none. SIGTERM to the
+process is a stop: the service drains.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 
 from cluster.config import RouterConfig, load_config
 from cluster.errors import BatonError
+from cluster.launch_processes import process_place
 from cluster.logging_setup import configure_logging
 from cluster.preflight import check_own_packages
 from cluster.role_process import StopSwitch, load_entry, one_line, run_service
 
-NUM_THREADS = 4  # run, wait_ready, stop, and one to spare
+NUM_THREADS = 5  # run, wait_ready, responds, stop, and one to spare
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,11 @@ class RoleActor:
         self._switch = StopSwitch()
         self._is_ready = threading.Event()
         self._has_ended = threading.Event()
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self._switch.request())
+
+    def process(self) -> tuple[str, int]:
+        """Where this process is, and its pid there."""
+        return process_place(), os.getpid()
 
     def load(self, entry: str) -> str:
         """Import the role's code, while the launcher still prepares the model."""
@@ -58,6 +67,10 @@ class RoleActor:
     def wait_ready(self, timeout_s: float) -> bool:
         """Until the role serves; False when it ended, or does not serve within `timeout_s`."""
         return self._is_ready.wait(timeout_s) and not self._has_ended.is_set()
+
+    def responds(self, timeout_s: float) -> bool:
+        """Whether the service's event loop turns."""
+        return self._switch.responds(timeout_s)
 
     def stop(self) -> None:
         self._switch.request()

@@ -2,7 +2,8 @@
 
 1. `run` places every role and waits until all have imported their code and the model is prepared.
 2. It then loops: actions of the supervisor → calls on actors; their ends, their readiness, signals and the
-   passing of deadlines → events. Each life of a role (name, epoch) is one task.
+   passing of deadlines → events. Each life of a role (name, epoch) is one task. One that serves is asked for
+   a sign of life every second; one that stays silent, twice, hangs.
 3. It returns with the supervisor's `Finish`. Killing what is left and leaving Ray is the caller's.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from cluster.clock import Clock
 from cluster.errors import BatonError
@@ -23,8 +24,10 @@ from cluster.launch_supervisor import (
     Event,
     Exited,
     Finish,
+    Hung,
     Kill,
     Ready,
+    RestartRequested,
     Say,
     Start,
     StopRequested,
@@ -34,6 +37,11 @@ from cluster.launch_supervisor import (
 
 if TYPE_CHECKING:  # importing it imports ray, whose environment must be set first
     from cluster.launch_ray import PlacedRole, RaySession
+
+
+PROBE_INTERVAL_S: Final = 1.0
+SILENCE_S: Final = 4.0
+SECOND_LOOK_S: Final = 1.0  # this process, too, may have stood still
 
 
 class Report(Protocol):
@@ -82,6 +90,10 @@ class Driver:
         if self._start_up is not None and not self._start_up.done():
             self._start_up.cancel()  # nothing serves yet, there is nothing to drain
         self._events.put_nowait(StopRequested())
+
+    def request_restart(self) -> None:
+        """A signal came: replace the workers, one after the other."""
+        self._events.put_nowait(RestartRequested())
 
     async def run(self, prepared: Future[str]) -> Finish:
         """`prepared` is the model's directory, or the `ModelError` why there is none."""
@@ -169,17 +181,23 @@ class Driver:
             load = self._loads.pop(name)
         self._alive[name, epoch] = placed
         cause = await load
+        by_itself = False
         if not cause:
-            ready = asyncio.create_task(self._await_ready(placed, name, epoch))
-            cause = await placed.run(spec) or "it ended by itself"
-            ready.cancel()
+            serving = asyncio.create_task(self._await_ready(placed, name, epoch))
+            cause = await placed.run(spec)
+            serving.cancel()
+            by_itself = not cause
         placed.kill()
         del self._alive[name, epoch]
-        self._events.put_nowait(Exited(name, epoch, cause))
+        self._events.put_nowait(Exited(name, epoch, cause or "it ended by itself", by_itself))
 
     async def _await_ready(self, placed: PlacedRole, name: str, epoch: int) -> None:
-        if await placed.wait_ready(self._supervisor.start_timeout_s):
-            self._events.put_nowait(Ready(name, epoch))
+        if not await placed.wait_ready(self._supervisor.start_timeout_s):
+            return
+        self._events.put_nowait(Ready(name, epoch))
+        while await placed.responds(SILENCE_S) or await placed.responds(SECOND_LOOK_S):
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        self._events.put_nowait(Hung(name, epoch))
 
     def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
         task = group.create_task(work)

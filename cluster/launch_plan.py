@@ -73,6 +73,7 @@ class Site:
     ray_cpus: float | None = None  # CPUs of a Ray cluster that was joined; None: a Ray of our own
     router_host: str | None = None  # this machine's address in a joined cluster
     router_control_port: int = 0
+    launcher_pid: int | None = None
 
 
 def private_ray_environment(auth_token_file: Path) -> dict[str, str]:
@@ -122,6 +123,8 @@ def plan_roles(
             num_prefill=config.prefill,
             num_decode=config.decode,
             max_attempts=config.max_attempts,
+            recovery_wait_s=config.recovery_wait_s,
+            launcher_pid=site.launcher_pid,
         ),
         num_cpus=0.0,  # waits more than it computes; the workers' cores are theirs
         num_gpus=0.0,

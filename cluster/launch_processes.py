@@ -38,6 +38,35 @@ def children(pid: int | None = None) -> frozenset[int]:
     return frozenset(found)
 
 
+def process_place() -> str:
+    """Where this process's pid means it: machine and pid namespace. "" where that cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def open_visible(place: str, pid: int) -> int | None:
+    """A descriptor of a process that told `place` and `pid`, if it is visible from here and alive."""
+    if not place or place != process_place():
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def kill_process(pidfd: int) -> None:
+    """SIGKILL to exactly that process, also when it is stopped; closes the descriptor."""
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # dead already
+    finally:
+        os.close(pidfd)
+
+
 def end_children(keep: frozenset[int], grace_s: float) -> int:
     """Wait `grace_s` for all children but `keep` to end by themselves, kill the rest, reap them all.
 

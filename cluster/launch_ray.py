@@ -21,9 +21,10 @@ from cluster.config import dump_config
 from cluster.errors import ConfigError
 from cluster.launch_actors import NUM_THREADS, RoleActor
 from cluster.launch_plan import RoleSpec
+from cluster.launch_processes import kill_process, open_visible
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; nothing of ours goes through it
-PLACE_TIMEOUT_S: Final = 60.0
+PLACE_TIMEOUT_S: Final = 120.0  # a busy machine takes its time to import torch
 
 _SYSTEM_CONFIG: Final = {
     # Idle Python workers cost seconds of CPU at start, and every role gets a process of its own anyway.
@@ -112,13 +113,18 @@ class PlacedRole:
     def __init__(self, spec: RoleSpec, actor: Any) -> None:
         self._spec = spec
         self._actor = actor
+        self._pidfd: int | None = None  # of a process that we can see
 
     async def load(self) -> str:
         """Until the process is up and has imported the role's code: "" or why it cannot."""
         reference = self._actor.load.remote(self._spec.entry)
         try:
             async with asyncio.timeout(PLACE_TIMEOUT_S):
-                return await _answer(reference, if_dead=_DIED)
+                cause = await _answer(reference, if_dead=_DIED)
+                if not cause:
+                    place, pid = await _answer(self._actor.process.remote(), if_dead=("", 0))
+                    self._pidfd = open_visible(place, pid)
+                return cause
         except TimeoutError:
             wanted = f"{self._spec.num_cpus:g} CPU and {self._spec.num_gpus:g} GPU"
             return f"Ray found no place with {wanted} within {PLACE_TIMEOUT_S:g} s"
@@ -132,13 +138,24 @@ class PlacedRole:
         """Whether the role serves within `timeout_s`."""
         return await _answer(self._actor.wait_ready.remote(timeout_s), if_dead=False)
 
+    async def responds(self, timeout_s: float) -> bool:
+        """Whether the role's event loop gives a sign of life in time. A dead process does not hang."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _answer(self._actor.responds.remote(timeout_s), if_dead=True)
+        except TimeoutError:
+            return False
+
     async def stop(self) -> None:
         """Ask the service to drain and end."""
         await _answer(self._actor.stop.remote(), if_dead=None)
 
     def kill(self) -> None:
-        """End the process now. Does nothing when it is dead."""
+        """End the process now. Does nothing when it is dead. Ray alone would ask a hung one for 5 s first."""
         ray.kill(self._actor, no_restart=True)
+        pidfd, self._pidfd = self._pidfd, None
+        if pidfd is not None:
+            kill_process(pidfd)
 
 
 _DIED: Final = "its process died"

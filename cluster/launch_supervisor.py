@@ -9,11 +9,14 @@
     any ──stop──► STOPPING ──Exited──► STOPPED
 
 1. All roles start at epoch 1. One that ends before it was ever ready ends the start, with its cause.
-2. A role that dies later is started again with the next epoch: at once the first time, then after growing
-   waits. A healthy minute forgets earlier deaths.
+2. A role that dies or hangs later is started again with the next epoch: at once the first time, then after
+   growing waits. A healthy minute forgets earlier deaths. One that left by itself (SIGTERM drains a worker)
+   is started again too, and that is no failure.
 3. After `MAX_RESTARTS` in a row it is given up. The cluster goes on as long as it can serve: with a router
    and a decode worker.
-4. A stop drains the router first, while the workers still serve it, then the workers; whoever outlives its
+4. A rolling restart drains the workers and starts their next epoch one after the other, each when the one
+   before it serves: RESTARTING ──Exited──► STARTING (epoch + 1).
+5. A stop drains the router first, while the workers still serve it, then the workers; whoever outlives its
    deadline is killed. A second stop kills at once.
 """
 
@@ -27,6 +30,7 @@ from typing import Final
 MAX_RESTARTS: Final = 8
 MAX_BACKOFF_S: Final = 10.0
 HEALTHY_S: Final = 60.0
+BRIEF_S: Final = 2.0  # a role that ends by itself this soon after it served has failed
 STOP_MARGIN_S: Final = 2.0  # beyond the drain grace
 WORKER_STOP_S: Final = 5.0  # the router has drained: nothing of a client is left on them
 FORCED_EXIT_CODE: Final = 130
@@ -36,12 +40,13 @@ class RoleState(Enum):
     STARTING = auto()
     READY = auto()
     WAITING = auto()  # for its next start
+    RESTARTING = auto()  # drains, to be started again
     STOPPING = auto()
     STOPPED = auto()
     GIVEN_UP = auto()
 
 
-_RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.STOPPING})
+_RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.RESTARTING, RoleState.STOPPING})
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -55,11 +60,26 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The role's process is gone or its service returned. `cause` is one sentence."""
+    """The role's process is gone or its service returned. `cause` is one sentence; `by_itself`: the service
+    ended in order, as it does when its process is asked to."""
 
     role: str
     epoch: int
     cause: str
+    by_itself: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """The role's process lives and gives no sign of life."""
+
+    role: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequested:
+    """All workers are to be replaced, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +92,7 @@ class Tick:
     """`next_deadline()` passed."""
 
 
-Event = Ready | Exited | StopRequested | Tick
+Event = Ready | Exited | Hung | RestartRequested | StopRequested | Tick
 
 
 # ---- actions -------------------------------------------------------------------------------------
@@ -142,6 +162,8 @@ class Supervisor:
     drain_grace_s: float
     _roles: dict[str, _Role] = field(init=False)
     _num_stops: int = field(init=False, default=0)
+    _to_restart: list[str] = field(init=False, default_factory=list)
+    _is_rolling: bool = field(init=False, default=False)
     _announced: bool = field(init=False, default=False)
     _finished: bool = field(init=False, default=False)
 
@@ -160,6 +182,10 @@ class Supervisor:
                 return self._on_ready(event, now)
             case Exited():
                 return self._on_exited(event, now)
+            case Hung():
+                return self._on_hung(event, now)
+            case RestartRequested():
+                return self._on_restart(now)
             case StopRequested():
                 return self._on_stop(now)
             case Tick():
@@ -181,7 +207,7 @@ class Supervisor:
         role.state, role.deadline, role.ready_at = RoleState.READY, None, now
         was_ready, role.was_ready = role.was_ready, True
         if was_ready:
-            return [Say(f"{role.name} serves again (epoch {role.epoch})")]
+            return [Say(f"{role.name} serves again (epoch {role.epoch})"), *self._continue_restart(now)]
         if not self._announced and all(known.was_ready for known in self._roles.values()):
             self._announced = True
             return [AllReady()]
@@ -194,7 +220,50 @@ class Supervisor:
         if role.state is RoleState.STOPPING:
             role.state, role.deadline = RoleState.STOPPED, None
             return self._continue_stop(now)
+        served = role.state is RoleState.READY and role.ready_at is not None
+        if role.state is RoleState.RESTARTING:
+            return [self._start_next(role, now)]
+        if event.by_itself and served and now - (role.ready_at or 0.0) >= BRIEF_S and not self._num_stops:
+            text = f"{role.name} left and is restarted as epoch {role.epoch + 1}"
+            return [Say(text), self._start_next(role, now)]
         return self._fail(role, event.cause, now)
+
+    def _on_hung(self, event: Hung, now: float) -> list[Action]:
+        role = self._roles[event.role]
+        if role.epoch != event.epoch or role.state not in (RoleState.READY, RoleState.RESTARTING):
+            return []
+        kill = Kill(role.name, role.epoch)
+        if role.state is RoleState.RESTARTING:
+            return [Say(f"{role.name} hung while it drained: killed"), kill, self._start_next(role, now)]
+        return [kill, *self._fail(role, "it hung and was killed", now)]
+
+    def _on_restart(self, now: float) -> list[Action]:
+        if self._num_stops:
+            return []
+        if self._is_rolling:
+            return [Say("a rolling restart is under way already")]
+        workers = [role for role in self._roles.values() if role.kind != "router"]
+        if not all(role.was_ready for role in self._roles.values()):
+            return [Say("nothing is restarted: not every role has served yet")]
+        self._is_rolling = True
+        self._to_restart = [role.name for role in workers if role.state is not RoleState.GIVEN_UP]
+        return [Say("rolling restart of all workers"), *self._continue_restart(now)]
+
+    def _continue_restart(self, now: float) -> list[Action]:
+        """The next worker, once every other one serves."""
+        if not self._is_rolling or self._num_stops:
+            return []
+        settled = (RoleState.READY, RoleState.GIVEN_UP)
+        if any(role.state not in settled for role in self._roles.values()):
+            return []
+        while self._to_restart:
+            role = self._roles[self._to_restart.pop(0)]
+            if role.state is RoleState.READY:
+                limit_s = self.drain_grace_s + STOP_MARGIN_S
+                role.state, role.deadline = RoleState.RESTARTING, now + limit_s
+                return [Drain(role.name, role.epoch)]
+        self._is_rolling = False
+        return [Say("rolling restart done")]
 
     def _on_stop(self, now: float) -> list[Action]:
         self._num_stops += 1
@@ -215,6 +284,9 @@ class Supervisor:
             elif role.state is RoleState.STOPPING:
                 role.state, role.deadline = RoleState.STOPPED, None
                 actions += [Say(f"{role.name} did not stop in time: killed"), Kill(role.name, role.epoch)]
+            elif role.state is RoleState.RESTARTING:
+                actions += [Say(f"{role.name} did not drain in time: killed"), Kill(role.name, role.epoch)]
+                actions.append(self._start_next(role, now))
             else:
                 actions.append(Kill(role.name, role.epoch))
                 actions += self._fail(role, f"not ready after {self.start_timeout_s:g} s", now)
@@ -223,6 +295,10 @@ class Supervisor:
     def _start(self, role: _Role, now: float) -> Start:
         role.state, role.deadline, role.ready_at = RoleState.STARTING, now + self.start_timeout_s, None
         return Start(role.name, role.epoch)
+
+    def _start_next(self, role: _Role, now: float) -> Start:
+        role.epoch += 1
+        return self._start(role, now)
 
     def _fail(self, role: _Role, cause: str, now: float) -> list[Action]:
         """A role ended that should not have."""
@@ -239,13 +315,13 @@ class Supervisor:
             role.state, role.deadline = RoleState.GIVEN_UP, None
             text = f"{role.name} died {role.num_failures} times in a row and is given up: {cause}"
             if self._can_serve():
-                return [Say(text)]
+                return [Say(text), *self._continue_restart(now)]
             return [*self._kill_all(), self._finish(1, text)]
         backoff_s = 0.0 if role.num_failures == 1 else min(MAX_BACKOFF_S, 0.5 * 2 ** (role.num_failures - 2))
-        role.epoch += 1
-        text = f"{role.name} died and is restarted as epoch {role.epoch}: {cause}"
+        text = f"{role.name} died and is restarted as epoch {role.epoch + 1}: {cause}"
         if backoff_s == 0:
-            return [Say(text), self._start(role, now)]
+            return [Say(text), self._start_next(role, now)]
+        role.epoch += 1
         role.state, role.deadline = RoleState.WAITING, now + backoff_s
         return [Say(f"{text} (in {backoff_s:g} s)")]
 

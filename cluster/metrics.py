@@ -12,6 +12,7 @@ enums, route tables and worker names, never from a request, so the number of ser
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -122,6 +123,10 @@ class Metrics:
         self._steps = counter("worker_steps", "Forward passes", ("worker",))
         self._preemptions = counter("preemptions", "Sequences preempted", ("worker",))
         self._stale = counter("stale_messages", "Late or duplicate messages dropped", ("worker",))
+        self._router_stale = counter(
+            "router_stale_messages", "Messages of workers that the router dropped", ("reason",)
+        )
+        self._seen_stale: dict[str, int] = {}
         self._worker_gauges = (self._leases, self._queued_tokens, self._prefill_rate, self._step)
         self._worker_counters = (self._steps, self._preemptions, self._stale)
         for outcome in Outcome:
@@ -166,6 +171,12 @@ class Metrics:
         self._ready.set(ready)
         self._running.labels("router").set(in_flight - queued)
         self._waiting.labels("router").set(queued)
+
+    def observe_stale(self, totals: Mapping[str, int]) -> None:
+        """Messages the router dropped so far, by reason."""
+        for reason, total in totals.items():
+            self._router_stale.labels(reason).inc(total - self._seen_stale.get(reason, 0))
+        self._seen_stale = dict(totals)
 
     def observe_worker(self, worker: WorkerId, role: Role, state: str, load: WorkerLoad) -> None:
         """A worker's gauges as of now; its counters grow by what they gained since the last call."""

@@ -64,6 +64,7 @@ class LifecycleEvent(Enum):
     DECODE_STARTED = auto()  # KV complete on the decode worker, COMMIT accepted
     LAST_TOKEN = auto()
     RETRIED = auto()
+    RESUMED = auto()  # the first token after a retry
     FINISHED = auto()
     ABORTED = auto()  # the client left
     FAILED = auto()  # it ended with an error

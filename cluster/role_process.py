@@ -54,6 +54,18 @@ class StopSwitch:
                 with contextlib.suppress(RuntimeError):  # the loop has just closed: it stopped by itself
                     loop.call_soon_threadsafe(event.set)
 
+    def responds(self, timeout_s: float) -> bool:
+        """Whether the service's loop runs a callback within `timeout_s`; True while there is none."""
+        answered = threading.Event()
+        with self._lock:
+            if self._bound is None:
+                return True
+            try:
+                self._bound[0].call_soon_threadsafe(answered.set)
+            except RuntimeError:  # the loop has just closed: it ended, it does not hang
+                return True
+        return answered.wait(timeout_s)
+
     def bind(self) -> asyncio.Event:
         """The event of the running loop that a request sets."""
         event = asyncio.Event()

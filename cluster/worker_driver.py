@@ -5,7 +5,8 @@
    event: `core.handle(event, now)`, on the event loop, one at a time.
 3. The actions go out: messages to streams, plans to the engine thread, the rest to the role's edges.
 4. Heartbeats tell each router state and load at the interval it asked for.
-5. On stop: the core is told to drain, and the driver leaves when nothing runs or the grace time is over.
+5. On stop: the core is told to drain. The driver leaves when nothing runs; after the grace time the core
+   hands back what is left, and the routers go on with it elsewhere.
 
 A fault inside the core is not survivable: the driver ends, the process with it, the launcher starts the
 next epoch, and the router retries what was here. Nothing is decided in this file.
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _WELCOME_TIMEOUT_S = 10.0
+_HAND_OVER_S = 0.5  # beyond the grace time: the core gives up what is left, and the routers are told
 
 
 class Edges(Protocol):
@@ -73,6 +75,7 @@ class WorkerDriver:
         self._last_state = core.state()
         self._idle = asyncio.Event()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
+        self._is_stuck = False
         self._edges: Edges | None = None
         self._engine = EngineThread(
             make_runner, on_outcome=self.dispatch, on_stuck=self._stuck, step_timeout_s=step_timeout_s
@@ -108,7 +111,7 @@ class WorkerDriver:
             for stream in list(self._streams.values()):
                 await stream.close()
             await edges.close()
-            await self._engine.close(timeout_s=5.0)
+            await self._engine.close(timeout_s=0.0 if self._is_stuck else 5.0)
             if not self._fatal.done():
                 self._fatal.cancel()
 
@@ -168,6 +171,7 @@ class WorkerDriver:
         self.dispatch(Tick())
 
     def _stuck(self, reason: str) -> None:
+        self._is_stuck = True
         self._end(BatonError(f"the engine is stuck: {reason}"))
 
     def _end(self, error: BatonError) -> None:
@@ -231,7 +235,7 @@ class WorkerDriver:
         if self._core.state() is not WorkerState.DRAINING:
             return  # no router: nobody's request can be here
         try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+            await asyncio.wait_for(self._idle.wait(), grace_s + _HAND_OVER_S)
         except TimeoutError:
             logger.warning("not drained within %.0f s; leaving", grace_s)
 

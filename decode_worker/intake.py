@@ -11,7 +11,8 @@ Life of a lease (states in `decode_worker.lease`):
    protocol (which fails the attempt). The writer is told (`KvAbort`). Blocks are released when nothing can
    touch them: an in-place writer has promised `KvClosed` or is proven dead (`WriterGone`; a broken edge
    proves nothing), and every posted receive was dropped or lost with its edge. Until then they are used.
-5. At the end of a lease, the full blocks it got without a gap become cached prefix, for the next attempt.
+5. When a lease ends, the full blocks it got without a gap become cached prefix for the next attempt: at once,
+   since a writer writes each block once and these are announced as written. The rest stays in quarantine.
 
 A lost prefill worker ends nothing here: the lease and its complete blocks stay until the router decides.
 """
@@ -132,6 +133,9 @@ class Intake:
         """The lease is over for the router; its blocks follow as soon as nothing can touch them."""
         lease.move(LeaseState.ENDING)
         del self._live[lease.sequence.request]
+        if lease.intact:
+            lease.sequence.num_computed = lease.num_leading_tokens(self._blocks.block_size)
+            lease.sequence.publish(self._blocks)
         actions = self._abort(lease, reason) if lease.peer_holds else []
         self._settle(lease)
         return actions
@@ -359,7 +363,7 @@ class Intake:
             return
         lease.move(LeaseState.ENDED)
         self._forget(lease)
-        if lease.intact:
+        if lease.intact:  # pieces may have been scattered since it ended
             lease.sequence.num_computed = lease.num_leading_tokens(self._blocks.block_size)
             lease.sequence.publish(self._blocks)
         lease.sequence.release(self._blocks)

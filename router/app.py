@@ -61,6 +61,7 @@ def create_app(
     version: str,
     limits: GatewayLimits | None = None,
     clock: Clock | None = None,
+    launcher_pid: int | None = None,
 ) -> FastAPI:
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains."""
     gateway = Gateway(
@@ -89,7 +90,7 @@ def create_app(
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, gateway)
     _add_text_routes(app, gateway)
-    _add_status_routes(app, gateway, version)
+    _add_status_routes(app, gateway, version, launcher_pid)
     _add_error_handlers(app)
     app.add_middleware(Envelope, metrics=metrics)
     return app
@@ -177,7 +178,7 @@ def _add_text_routes(app: FastAPI, gateway: Gateway) -> None:
         return _json(await detokenize(gateway, await body(request)))
 
 
-def _add_status_routes(app: FastAPI, gateway: Gateway, version: str) -> None:
+def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pid: int | None) -> None:
     @app.get("/health")
     async def health() -> Response:
         return _json({"status": "ok"})
@@ -208,6 +209,8 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str) -> None:
                 "queued": snapshot.queued,
                 "in_flight": len(gateway.in_flight),
                 "router_pid": os.getpid(),
+                "launcher_pid": launcher_pid,
+                "stale_messages": {reason.value: num for reason, num in snapshot.stale_messages.items()},
                 "workers": [_worker(worker) for worker in snapshot.workers],
             }
         )
@@ -227,6 +230,7 @@ def observe_cluster(
         in_flight=len(in_flight),
         queued=snapshot.queued,
     )
+    metrics.observe_stale({reason.value: num for reason, num in snapshot.stale_messages.items()})
     for worker in metrics.known_workers() - {worker.worker for worker in snapshot.workers}:
         metrics.forget_worker(worker)
     for item in snapshot.workers:

@@ -45,6 +45,8 @@ class AttemptRecord:
     next_row: int = 0  # index the decode worker's stream brings next; set in __post_init__
     early: list[TokenOutput] = field(default_factory=list)
     early_finish: FinishReason | None = None
+    queue_s: float = 0.0  # as the prefilling worker told with the first token
+    prefill_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.next_row = self.base + 1
@@ -78,6 +80,7 @@ class LiveRequest:
     state: RequestState = RequestState.QUEUED
     attempt: AttemptRecord | None = None  # None while it waits for a place
     num_attempts: int = 1  # the current one included; a RESERVE that was refused does not count
+    num_failed: int = 0  # attempts that failed; those that a draining worker handed over did not
     num_reserves: int = 0  # each has its own attempt number, so what one was answered never meets another
     output_ids: list[int] = field(default_factory=list)  # delivered
     avoid: set[WorkerId] = field(default_factory=set)  # an attempt failed there
@@ -85,6 +88,8 @@ class LiveRequest:
     retry_after_s: float = 0.0  # what the last decode worker without room said
     cause: BatonError | None = None  # why the last attempt ended; what the client gets if nothing else works
     wait_until: float = 0.0  # end of the present wait for a place
+    is_recovering: bool = False  # it waits for a worker to come back, not for room
+    retried_at: float | None = None  # when the last attempt ended, until a token of the next one is here
     # times of what the client waits for; the first of each counts
     first_token_at: float | None = None
     queue_s: float = 0.0
@@ -141,6 +146,16 @@ class LiveRequest:
         self.prefill_s = message.prefill_s
         self.queue_s = sent_at - self.arrived_at + message.queue_s
         self.cached_tokens = min(message.cached_tokens, len(self.spec.token_ids))
+
+    def note_resumed(self, now: float) -> str:
+        """A token of a later attempt is here: what the interruption took, in words for the log."""
+        assert self.attempt is not None
+        assert self.retried_at is not None
+        gap_s, self.retried_at = now - self.retried_at, None
+        return (
+            f"attempt {self.num_attempts} resumed_s={gap_s:.4f} prefill_s={self.attempt.prefill_s:.4f} "
+            f"queue_s={self.attempt.queue_s:.4f}"
+        )
 
     def summary(self) -> RequestSummary:
         """Where the time went so far."""

@@ -12,11 +12,13 @@ Life of a request (`handle` is called with each event, in the order they happene
 6. The client finishes or leaves: FINISH or ABORT to every holder, nothing remains here.
 7. A worker is lost, an attempt fails, a wait ends: RETRY. The holders that live are told, and attempt + 1
    is placed elsewhere with the prompt *and the tokens already delivered* as its input: the same bits go on at
-   the next index. When nothing can serve it, the client gets the cause at once.
+   the next index. When nothing can serve it, it waits for a worker to come back, then the client gets the
+   cause. At most `max_attempts` are tried; one that a draining worker handed over does not count.
 
 Every wait has its end (`ConductorConfig`):
 
-    QUEUED, no place       queue_timeout_s, retry_wait_s after a loss     → Overloaded, or the loss
+    QUEUED, no place       queue_timeout_s                                → Overloaded
+    QUEUED, nobody there   recovery_wait_s; also after a loss             → NotReady, or the loss
     QUEUED, RESERVE sent   reserve_timeout_s                              → retry, D avoided
     PREFILLING             prefill_timeout_s + 4 x the predicted TTFT     → retry, P avoided
     committed, no token 0  first_token_timeout_s                          → retry, P avoided
@@ -27,7 +29,7 @@ Every wait has its end (`ConductorConfig`):
 These are the last resort: a dead worker's stream breaks in milliseconds (`WorkerGone`), a hung process misses
 heartbeats, a hung engine does not step (`WorkerBook`). Leases are renewed per D at a third of their time.
 
-Stale, duplicate and unknown messages are dropped and counted.
+Stale, duplicate and unknown messages are dropped and counted, by what made them so (`StaleReason`).
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ from router.conductor_io import (
 )
 from router.config import ConductorConfig
 from router.deadlines import Deadlines
-from router.delivery import Failed, RequestSummary
+from router.delivery import Failed, RequestSummary, StaleReason
 from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress
 from router.outcome import context_length_exceeded, overloaded, worker_lost
 from router.policy import LeastTtft, Placement, PlacementPolicy, Reject, RejectReason
@@ -97,7 +99,7 @@ class Conductor:
         self._actions: list[Action] = []
         self.workers = WorkerBook(config.stall_timeout_s)
         self._legs = Legs(config, self.workers, self._emit)
-        self.num_stale_messages = 0
+        self._stale = dict.fromkeys(StaleReason, 0)
 
     # ---- the seam
 
@@ -106,7 +108,7 @@ class Conductor:
         match event:
             case FromWorker(worker, epoch, message):
                 if self.workers.epoch(worker) != epoch:
-                    self.num_stale_messages += 1
+                    self._stale[StaleReason.EPOCH] += 1
                 else:
                     self._on_message(worker, message, now)
             case Submitted(spec):
@@ -156,6 +158,14 @@ class Conductor:
     def num_live(self) -> int:
         return len(self._requests)
 
+    def stale_messages(self) -> dict[StaleReason, int]:
+        """Messages dropped so far."""
+        return dict(self._stale)
+
+    @property
+    def num_stale_messages(self) -> int:
+        return sum(self._stale.values())
+
     @property
     def num_queued(self) -> int:
         """Requests accepted and not yet sent to any worker."""
@@ -191,7 +201,10 @@ class Conductor:
             self._queue.remove(live.request)
             self._wait(live, now + self._legs.reserve(live, decision, now).wait_s)
             return True
-        if decision.reason is RejectReason.BUSY:
+        if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
+            live.is_recovering = True
+            live.wait_until = now + self._config.recovery_wait_s
+        if decision.reason is not RejectReason.TOO_LARGE and now < live.wait_until:
             self._enqueue(live, now)
             return False
         self._fail(live, self._rejection(live, decision, now), now)
@@ -202,6 +215,8 @@ class Conductor:
             return live.cause
         if reject.reason is RejectReason.TOO_LARGE:
             return context_length_exceeded(live.spec, reject.limit_tokens)
+        if reject.reason is RejectReason.BUSY:
+            return self._overloaded(live, "no room became free in time", now)
         return NotReady("No decode worker is ready.", retry_after_s=self._queue.retry_after_s(now))
 
     def _overloaded(self, live: LiveRequest, why: str, now: float) -> BatonError:
@@ -210,8 +225,9 @@ class Conductor:
 
     def _enqueue(self, live: LiveRequest, now: float) -> None:
         if live.request in self._queue:
+            self._wait(live, live.wait_until)
             return
-        if self._queue.is_full:
+        if self._queue.is_full and live.cause is None:  # those that had a place go before newcomers
             self._fail(live, self._overloaded(live, "its queue is full", now), now)
             return
         self._queue.add(live.request, live.order, now)
@@ -244,7 +260,7 @@ class Conductor:
         live = self._requests.get(message.request)
         verdict = None if live is None else self._legs.take(worker, live, message, now)
         if live is None or verdict is None:
-            self.num_stale_messages += 1
+            self._stale[StaleReason.REQUEST if live is None else StaleReason.ATTEMPT] += 1
             return
         match verdict:
             case Progress(wait_s, outputs, finish):
@@ -254,13 +270,15 @@ class Conductor:
             case NotTaken():
                 self._place(live, now)
             case Broken(cause, culprit, detail, retryable=True):
-                self._retry(live, cause, {culprit}, detail, now)
+                self._retry(live, cause, {culprit}, detail, now, counts=not verdict.handed_over)
             case Broken(cause, _, detail):
                 self._fail(live, cause, now, detail)
 
     def _deliver(
         self, live: LiveRequest, outputs: Sequence[TokenOutput], finish: FinishReason | None, now: float
     ) -> None:
+        if live.retried_at is not None:
+            self._record(live, _E.RESUMED, now, live.note_resumed(now))
         delivery = live.take_tokens(outputs, finish, now)
         self._emit(Deliver(live.request, delivery))
         if delivery.finish_reason is not None:
@@ -285,7 +303,7 @@ class Conductor:
 
     def _on_gone(self, worker: WorkerId, epoch: Epoch, reason: str, now: float) -> None:
         if self.workers.epoch(worker) != epoch:
-            self.num_stale_messages += 1
+            self._stale[StaleReason.EPOCH] += 1
             return
         requests = self.workers.leave(worker)
         self._legs.leases.leave(worker)
@@ -304,16 +322,25 @@ class Conductor:
         if live.deadline_at is not None and now >= live.deadline_at:
             self._fail(live, DeadlineExceeded("The request's deadline passed."), now)
         elif attempt is None:
-            self._fail(live, self._overloaded(live, "no room became free in time", now), now)
+            self._place(live, now)  # its wait is over: now or never
         else:
             broken = self._legs.overdue(live, attempt)
             self._retry(live, broken.cause, {broken.culprit}, broken.detail, now)
 
     def _retry(
-        self, live: LiveRequest, cause: BatonError, avoid: set[WorkerId], detail: str, now: float
+        self,
+        live: LiveRequest,
+        cause: BatonError,
+        avoid: set[WorkerId],
+        detail: str,
+        now: float,
+        *,
+        counts: bool = True,
     ) -> None:
-        """End the attempt and place the next one, if there may be one; else the client gets `cause`."""
-        if live.num_attempts >= self._config.max_attempts:
+        """End the attempt and place the next one, if there may be one; else the client gets `cause`. One that
+        a draining worker handed over does not count as failed."""
+        live.num_failed += counts
+        if live.num_failed >= self._config.max_attempts:
             self._fail(live, cause, now, detail)
             return
         self._legs.let_go(live, detail)
@@ -323,7 +350,9 @@ class Conductor:
         live.cause = cause
         live.avoid |= avoid
         live.num_attempts += 1
-        live.wait_until = now + self._config.retry_wait_s
+        live.is_recovering = True
+        live.retried_at = now if live.retried_at is None else live.retried_at
+        live.wait_until = now + self._config.recovery_wait_s
         live.move(_S.QUEUED)
         self._place(live, now)
 

@@ -89,7 +89,8 @@ class Lifecycle:
 
     `worker` is the one concerned, where there is one. `num_tokens` counts prompt tokens at ARRIVED and
     generated tokens at LAST_TOKEN, FINISHED, ABORTED and FAILED; `kv_bytes` and `kv_transfer_s` belong to
-    DECODE_STARTED; `detail` says why at RETRIED, ABORTED and FAILED and may name internals: for logs only.
+    DECODE_STARTED; `detail` says why at RETRIED, ABORTED and FAILED, and how long it took at RESUMED; it may
+    name internals: for logs only.
     """
 
     request: RequestId

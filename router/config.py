@@ -37,7 +37,7 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     decode_silence_s: float = 60.0
     stall_timeout_s: float = 15.0
     queue_timeout_s: float = 30.0
-    retry_wait_s: float = 1.5
+    recovery_wait_s: float = 20.0
     max_queued: int = 1024
     max_overtake_s: float = 5.0
     policy: PolicyConfig = PolicyConfig()

@@ -3,8 +3,9 @@ what the gateway can see of the cluster. Values and protocols only; the conducto
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from cluster.errors import BatonError
@@ -105,6 +106,14 @@ class WorkerStatus:
     heartbeat_age_s: float  # since its last sign of life
 
 
+class StaleReason(Enum):
+    """Why the router dropped a worker's message."""
+
+    EPOCH = "epoch"  # its process was replaced, or was given up as dead or hung
+    REQUEST = "request"  # the request is over
+    ATTEMPT = "attempt"  # of an earlier attempt, a duplicate, or out of turn
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
     """`state` is "ready" when requests are served, else the phase of `Readiness`."""
@@ -112,6 +121,7 @@ class ClusterSnapshot:
     state: str
     queued: int  # requests accepted and not yet sent to any worker
     workers: tuple[WorkerStatus, ...]
+    stale_messages: Mapping[StaleReason, int]
 
 
 class ClusterStatus(Protocol):

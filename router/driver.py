@@ -2,7 +2,8 @@
 
 1. `feed` hands an event to the conductor, carries the actions out in order, and arms the timer for the next
    deadline. Nothing in it waits, so events never overlap.
-2. `submit` is the gateway's way in; what it returns is fed by `Deliver` actions until `Ended`.
+2. `submit` is the gateway's way in; what it returns is fed by `Deliver` actions until `Ended`. A cluster that
+   was ready once and has no worker at the moment still takes requests: they wait for one to come back.
 3. Once workers are ready, one generation of our own goes through the whole path; only when it has succeeded
    are requests let in.
 4. A bug in the conductor (an illegal transition, a broken assertion) leaves nothing to trust: every request
@@ -57,7 +58,11 @@ NOTHING_KNOWN = RequestSummary(
     decode_s=0.0,
     ttft_s=0.0,
 )
-_TROUBLE = frozenset({LifecycleEvent.RETRIED, LifecycleEvent.FAILED})
+_LEVELS = {
+    LifecycleEvent.RETRIED: logging.WARNING,
+    LifecycleEvent.FAILED: logging.WARNING,
+    LifecycleEvent.RESUMED: logging.INFO,
+}
 
 
 class ConductorDriver:
@@ -96,7 +101,7 @@ class ConductorDriver:
     def submit(self, spec: RequestSpec) -> LiveStream:
         """Accept a request; see `RequestIntake`."""
         readiness = self.ready()
-        if not readiness.ready:
+        if not readiness.ready and (self.broken.is_set() or not self._judge.may_recover):
             raise NotReady(f"The cluster is not ready: {readiness.phase}.", retry_after_s=1.0)
         return self._submit(spec)
 
@@ -111,6 +116,7 @@ class ConductorDriver:
             state=readiness.phase,
             queued=self._conductor.num_queued,
             workers=tuple(self._status(worker) for worker in sorted(self._conductor.workers.ids())),
+            stale_messages=self._conductor.stale_messages(),
         )
 
     def max_model_len(self) -> int | None:
@@ -267,7 +273,7 @@ class ConductorDriver:
 
 def _log(life: Lifecycle) -> None:
     """Trouble is told; the rest is for those who look for it."""
-    level = logging.WARNING if life.event in _TROUBLE else logging.DEBUG
+    level = _LEVELS.get(life.event, logging.DEBUG)
     if logger.isEnabledFor(level):
         where, detail = life.worker or "-", life.detail or "-"
         logger.log(level, "%s %s worker=%s %s", life.request, life.event.name, where, detail)

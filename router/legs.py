@@ -63,12 +63,13 @@ class NotTaken:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The attempt cannot go on. `detail` is for logs."""
+    """The attempt cannot go on. `detail` is for logs. `handed_over`: a draining worker gives it to others."""
 
     cause: BatonError
     culprit: WorkerId
     detail: str
     retryable: bool
+    handed_over: bool = False
 
 
 Verdict = Progress | NotTaken | Broken
@@ -227,6 +228,7 @@ class Legs:
         if attempt.has_first_token or not (is_committed or live.state is _S.PREFILLING):
             return None
         attempt.has_first_token = True
+        attempt.queue_s, attempt.prefill_s = message.queue_s, message.prefill_s
         self._workers.prefilled(attempt.prefiller, live.request)
         if live.first_token_at is None:
             live.note_first_token(message, now)
@@ -282,7 +284,21 @@ class Legs:
         if worker == attempt.prefill:
             attempt.prefill_holds = False
         detail = f"{worker}: {failure.code}: {failure.message}"
-        return Broken(error_of_failed_attempt(failure), worker, detail, failure.retryable)
+        return Broken(
+            error_of_failed_attempt(failure),
+            self._culprit(worker, attempt, failure),
+            detail,
+            failure.retryable,
+            handed_over=failure.code == "draining",
+        )
+
+    def _culprit(self, worker: WorkerId, attempt: AttemptRecord, failure: AttemptFailed) -> WorkerId:
+        """Whom the next attempt avoids. A prefill worker whose transfer broke has the prompt's KV: it ships
+        it again to another decode worker without recompute. Without another, decode workers prefill."""
+        if worker != attempt.prefill or failure.code not in _OF_THE_TRANSFER:
+            return worker
+        others = (view for view in self._workers.view().decode if view.worker != attempt.decode)
+        return attempt.decode if any(view.is_ready for view in others) else worker
 
     # ---- small parts
 
@@ -308,6 +324,7 @@ class Legs:
         self._emit(Lifecycle(live.request, event, now, worker=worker))
 
 
+_OF_THE_TRANSFER = frozenset({"edge_lost", "peer_silent", "lease_lost", "kv_aborted"})
 _OUT_OF_ORDER = "A decode worker sent tokens out of order."
 
 

@@ -22,6 +22,11 @@ class ReadinessJudge:
         self.is_warm = False
         self.is_draining = False
 
+    @property
+    def may_recover(self) -> bool:
+        """It was ready once and is not to end: workers that are gone are expected back."""
+        return self.is_warm and not self.is_draining
+
     def judge(self, view: ClusterView) -> Readiness:
         if self.is_draining:
             return Readiness(ready=False, phase="draining")

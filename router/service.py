@@ -48,7 +48,13 @@ async def run(
         InternalError: the conductor broke; the process should be started anew.
     """
     clock = MonotonicClock()
-    conductor = Conductor(ConductorConfig(max_attempts=config.max_attempts, lease_ttl_s=config.lease_ttl_s))
+    conductor = Conductor(
+        ConductorConfig(
+            max_attempts=config.max_attempts,
+            lease_ttl_s=config.lease_ttl_s,
+            recovery_wait_s=config.recovery_wait_s,
+        )
+    )
     driver = ConductorDriver(
         config.router,
         conductor,
@@ -78,6 +84,7 @@ async def run(
             new_metrics(version, model.name),
             version=version,
             clock=clock,
+            launcher_pid=config.launcher_pid,
         )
 
         def on_listening(host: str, port: int) -> None:

@@ -7,7 +7,9 @@ Life of a link:
 2. It is refused with a reason (`router.registration`), or welcomed and fed to the conductor as
    `WorkerJoined`. A newer process of the same name takes the place of the older.
 3. Every message goes to the conductor, in order, and is a sign of life. None for `missed_heartbeats`
-   intervals: the process hangs, its stream is cut.
+   intervals: the process hangs and is dead for the conductor. Its stream is *fenced*: should it go on, what
+   it had still to say is dropped and counted, and its first heartbeat ends the stream, so that it frees
+   everything and dials anew.
 4. The end of the stream, whatever its cause, is `WorkerGone`, exactly once.
 """
 
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ProtocolError, WireError
 from cluster.ids import Epoch, RouterId, WorkerId
-from cluster.wire.messages import Refused, Register, RouterToWorker, Welcome, WorkerToRouter
+from cluster.wire.messages import Heartbeat, Refused, Register, RouterToWorker, Welcome, WorkerToRouter
 from cluster.wire.stream import Stream
 from router.conductor_io import Event, FromWorker, WorkerGone, WorkerJoined
 from router.registration import refusal
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 5.0
 SECOND_LOOK_S = 0.1
+FENCE_S = 60.0  # how long a hung process may take to end or go on before its stream is cut
 
 
 @dataclass(slots=True)
@@ -38,6 +41,7 @@ class _Link:
     last_sign_at: float
     watch: asyncio.TimerHandle | None = None
     suspected: bool = False  # silent at the last look; what it sent meanwhile may still be unread
+    is_fenced: bool = False  # hung: dead for the conductor
 
 
 class WorkerLinks:
@@ -50,7 +54,7 @@ class WorkerLinks:
         *,
         block_size: int,
         heartbeat_interval_s: float,
-        missed_heartbeats: int = 6,
+        missed_heartbeats: int = 5,
     ) -> None:
         self._router = router
         self._feed = feed
@@ -92,8 +96,12 @@ class WorkerLinks:
         end = "it closed its stream"
         try:
             async for message in stream:
+                if link.is_fenced:
+                    if not self._drop(link, message):
+                        return
+                    continue
                 if self._links.get(register.worker) is not link:
-                    return  # replaced, or cut as hung
+                    return  # replaced
                 link.last_sign_at = asyncio.get_running_loop().time()
                 if isinstance(message, Register):
                     raise ProtocolError(f"{register.worker} registered twice on one stream")
@@ -166,5 +174,16 @@ class WorkerLinks:
             link.suspected = True
             self._watch(link, SECOND_LOOK_S)
         else:
-            link.stream.abort()
             self._let_out(link, f"no sign of life for {silent_s:.1f} s")
+            link.is_fenced = True
+            link.watch = asyncio.get_running_loop().call_later(FENCE_S, link.stream.abort)
+
+    def _drop(self, link: _Link, message: WorkerToRouter) -> bool:
+        """A message of a process that was given up: the conductor counts it. False: it goes on, or its next
+        stream is here."""
+        register = link.register
+        present = self._links.get(register.worker)
+        if present is not None and present.register.epoch == register.epoch:
+            return False
+        self._feed(FromWorker(register.worker, register.epoch, message))
+        return not isinstance(message, Heartbeat)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from cluster.launch_guard import RUN_VARIABLE, processes_of
-from tests.support.processes import ROOT, processes_of_run, wait_gone
+from tests.support.processes import LOOPBACK, ROOT, listening_addresses, processes_of_run, wait_gone
 
 pytestmark = pytest.mark.ray
 
@@ -118,25 +118,6 @@ def launchers() -> Iterator[list[Launcher]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def listening_addresses(pids: set[int]) -> set[str]:
-    """Local addresses (hexadecimal, as in /proc/net/tcp) on which these processes listen."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                target = os.readlink(link)
-            except FileNotFoundError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target.removeprefix("socket:[").removesuffix("]"))
-    rows = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-    ]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
-
-
 def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher]) -> None:
     launcher = Launcher(tmp_path, prefill_0="crash-once")
     launchers.append(launcher)
@@ -163,10 +144,9 @@ def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher])
     ]
 
     # b152: nothing of Ray can be reached from outside this machine
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     addresses = listening_addresses(launcher.processes())
     assert addresses
-    assert addresses <= loopback
+    assert addresses <= LOOPBACK
 
     token = (run_directory / "cluster_token").read_text()
     for pid in launcher.processes():
@@ -218,5 +198,35 @@ def test_a_signal_while_it_starts_ends_it(tmp_path: Path, launchers: list[Launch
     launcher = Launcher(tmp_path, decode_0="never-ready")
     launchers.append(launcher)
     launcher.wait_line("phase workers")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end() == (0, "")
+
+
+@pytest.mark.timeout(240)
+def test_hung_drained_and_rolling(tmp_path: Path, launchers: list[Launcher]) -> None:
+    """A stopped process is killed and replaced; SIGTERM to a worker drains and replaces it; SIGUSR1 to the
+    launcher replaces all workers, one after the other."""
+    launcher = Launcher(tmp_path, "decode=2", "threads_per_worker=1")
+    launchers.append(launcher)
+    launcher.wait_ready()
+    stopped = launcher.pid_of("decode-0", 1)
+    os.kill(stopped, signal.SIGSTOP)
+    launcher.wait_line("decode-0 died and is restarted as epoch 2: it hung and was killed")
+    wait_gone({stopped}, 10.0)
+    launcher.wait_line("decode-0 serves again (epoch 2)")
+
+    os.kill(launcher.pid_of("prefill-0", 1), signal.SIGTERM)
+    launcher.wait_line("prefill-0 left and is restarted as epoch 2")
+    launcher.wait_line("prefill-0 serves again (epoch 2)")
+
+    launcher.process.send_signal(signal.SIGUSR1)
+    launcher.wait_line("rolling restart of all workers")
+    for name, epoch in (("prefill-0", 3), ("decode-0", 3), ("decode-1", 2)):
+        launcher.wait_line(f"{name} serves again (epoch {epoch})")
+    launcher.wait_line("rolling restart done")
+    started = [(name, epoch) for name, epoch, event, _ in launcher.events() if event == "start"]
+    assert started[-3:] == [("prefill-0", 3), ("decode-0", 3), ("decode-1", 2)]
+    stopping = [(name, epoch) for name, epoch, event, _ in launcher.events() if event == "stopping"]
+    assert stopping == [("prefill-0", 1), ("prefill-0", 2), ("decode-0", 2), ("decode-1", 1)]
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.end() == (0, "")

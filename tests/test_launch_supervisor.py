@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.launch_supervisor import (
+    BRIEF_S,
     FORCED_EXIT_CODE,
     HEALTHY_S,
     MAX_BACKOFF_S,
@@ -21,8 +22,10 @@ from cluster.launch_supervisor import (
     Event,
     Exited,
     Finish,
+    Hung,
     Kill,
     Ready,
+    RestartRequested,
     RoleState,
     Say,
     Start,
@@ -85,6 +88,10 @@ class Cluster:
 
     def die(self, name: str, cause: str = "its process died") -> list[Action]:
         return self.feed(Exited(name, self.running[name], cause))
+
+    def leave(self, name: str) -> list[Action]:
+        """Its service ended in order."""
+        return self.feed(Exited(name, self.running[name], "it ended by itself", by_itself=True))
 
     def tick(self) -> list[Action]:
         deadline = self.supervisor.next_deadline()
@@ -248,10 +255,113 @@ def test_a_role_waiting_for_its_restart_does_not_hold_up_a_stop() -> None:
     assert cluster.finish == Finish(0, None)
 
 
+def test_a_hung_role_is_killed_and_restarted() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    actions = cluster.feed(Hung("prefill-0", 1))
+    assert actions[0] == Kill("prefill-0", 1)
+    assert Start("prefill-0", 2) in actions
+    assert cluster.feed(Hung("prefill-0", 1)) == [], "of the epoch before"
+    assert cluster.feed(Exited("prefill-0", 1, "its process died")) == []
+
+
+def test_a_role_that_left_in_order_is_restarted_and_that_is_no_failure() -> None:
+    """SIGTERM to a worker: it drains and its next epoch starts, however often."""
+    cluster = Cluster()
+    for _ in range(3 * MAX_RESTARTS):
+        cluster.ready(*cluster.running)
+        cluster.now += BRIEF_S
+        assert any(isinstance(action, Start) for action in cluster.leave("decode-0"))
+    assert cluster.finish is None
+
+
+def test_a_role_that_ends_as_soon_as_it_serves_is_not_restarted_for_ever() -> None:
+    cluster = Cluster()
+    cluster.ready()
+    while cluster.finish is None:
+        if cluster.supervisor.state("decode-0") is RoleState.WAITING:
+            cluster.tick()
+        cluster.ready("decode-0")
+        cluster.leave("decode-0")
+    assert "given up" in str(cluster.finish.error)
+
+
+FOUR = (
+    ("router-0", "router"),
+    ("prefill-0", "prefill"),
+    ("decode-0", "decode"),
+    ("decode-1", "decode"),
+)
+
+
+def test_a_rolling_restart_replaces_one_worker_at_a_time() -> None:
+    cluster = Cluster(FOUR)
+    cluster.ready(*cluster.running)
+    assert Drain("prefill-0", 1) in cluster.feed(RestartRequested())
+    assert cluster.feed(RestartRequested()) == [Say("a rolling restart is under way already")]
+    for name, following in (("prefill-0", "decode-0"), ("decode-0", "decode-1"), ("decode-1", None)):
+        assert cluster.leave(name) == [Start(name, 2)]
+        assert len(cluster.running) == 4
+        cluster.ready(name)
+        if following is not None:
+            assert cluster.supervisor.state(following) is RoleState.RESTARTING
+    assert cluster.said[-1] == "rolling restart done"
+    assert cluster.running == {"router-0": 1, "prefill-0": 2, "decode-0": 2, "decode-1": 2}
+    cluster.feed(RestartRequested())
+    assert cluster.supervisor.state("prefill-0") is RoleState.RESTARTING
+
+
+def test_a_rolling_restart_waits_for_a_worker_that_died_meanwhile() -> None:
+    cluster = Cluster(FOUR)
+    cluster.ready(*cluster.running)
+    cluster.feed(RestartRequested())
+    cluster.die("decode-1")
+    cluster.leave("prefill-0")
+    cluster.ready("prefill-0")
+    assert cluster.supervisor.state("decode-0") is RoleState.READY, "decode-1 is not back"
+    cluster.ready("decode-1")
+    assert cluster.supervisor.state("decode-0") is RoleState.RESTARTING
+
+
+def test_a_worker_that_does_not_drain_in_time_is_killed_and_the_restart_goes_on() -> None:
+    cluster = Cluster(FOUR)
+    cluster.ready(*cluster.running)
+    cluster.feed(RestartRequested())
+    actions = cluster.tick()
+    assert cluster.now == 20.0 + STOP_MARGIN_S
+    assert actions[1:] == [Kill("prefill-0", 1), Start("prefill-0", 2)]
+    cluster.feed(Hung("prefill-0", 1))
+    cluster.ready("prefill-0")
+    assert Kill("decode-0", 1) in cluster.feed(Hung("decode-0", 1))
+    assert cluster.running["decode-0"] == 2
+
+
+def test_no_rolling_restart_before_all_serve_or_while_stopping() -> None:
+    cluster = Cluster()
+    cluster.ready("router-0", "decode-0")
+    assert cluster.feed(RestartRequested()) == [Say("nothing is restarted: not every role has served yet")]
+    cluster.ready("prefill-0")
+    cluster.feed(StopRequested())
+    assert cluster.feed(RestartRequested()) == []
+
+
+def test_a_stop_in_the_middle_of_a_rolling_restart_ends_it() -> None:
+    cluster = Cluster(FOUR)
+    cluster.ready(*cluster.running)
+    cluster.feed(RestartRequested())
+    cluster.feed(StopRequested())
+    for name in ("router-0", "prefill-0", "decode-0", "decode-1"):
+        assert not any(isinstance(action, Start) for action in cluster.leave(name))
+    assert cluster.finish == Finish(0, None)
+
+
 @settings(max_examples=300)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["ready", "die", "tick", "stop", "stale", "sleep"]), st.sampled_from(NAMES))
+        st.tuples(
+            st.sampled_from(["ready", "die", "leave", "hang", "tick", "stop", "restart", "stale", "sleep"]),
+            st.sampled_from(NAMES),
+        )
     )
 )
 def test_whatever_happens_nothing_runs_twice_and_the_end_is_an_end(steps: list[tuple[str, str]]) -> None:
@@ -263,6 +373,12 @@ def test_whatever_happens_nothing_runs_twice_and_the_end_is_an_end(steps: list[t
                 cluster.ready(name)
             case "die" if name in cluster.running:
                 cluster.die(name)
+            case "leave" if name in cluster.running:
+                cluster.leave(name)
+            case "hang" if name in cluster.running:
+                cluster.feed(Hung(name, cluster.running[name]))
+            case "restart":
+                cluster.feed(RestartRequested())
             case "tick" if cluster.supervisor.next_deadline() is not None:
                 cluster.tick()
             case "stop":

@@ -174,6 +174,39 @@ def publish(blocks: BlockManager, tokens: list[int]) -> None:
     blocks.release(held)
 
 
+class TestNextAttempt:
+    def test_b082_complete_pieces_are_there_for_the_next_attempt_at_once(self) -> None:
+        """P died in place: its death is not proven yet, so nothing of the lease is freed. What it announced
+        is final all the same: the next attempt, right behind the abort, gets it without a copy."""
+        one, blocks = intake()
+        tokens = list(range(14))
+        grant = granted(one, tokens)
+        open_at(one, grant, in_place=True)
+        one.from_peer(P, piece(0, 0, 2), 2.0)
+        one.edge_down(P)
+        lease = one.get(R1)
+        assert lease is not None
+        one.end(lease, "the prefill worker is gone")
+        assert blocks.counts().used == 5  # quarantine
+        again = granted(one, tokens, attempt=2)
+        assert again.cached_tokens == 8
+        assert blocks.counts().used == 5 + 3
+        blocks.check_integrity()
+        one.writer_gone(P)
+        assert blocks.counts().used == 5
+        blocks.check_integrity()
+
+    def test_what_broke_the_protocol_is_nobodys_prefix(self) -> None:
+        one, _ = intake()
+        tokens = list(range(14))
+        grant = granted(one, tokens)
+        open_at(one, grant, in_place=True)
+        one.from_peer(P, piece(0, 0, 2), 2.0)
+        failed = to_router(one.from_peer(P, piece(1, 0, 1), 2.0), AttemptFailed)  # block 0 again
+        assert failed[0].code == "bad_kv"
+        assert granted(one, tokens, attempt=2).cached_tokens == 0
+
+
 class TestReceiving:
     @pytest.mark.parametrize("num_cached", [0, 4, 8])
     def test_b079_starts_when_what_was_missing_is_there(self, num_cached: int) -> None:

@@ -191,6 +191,32 @@ def test_d_dies_at_some_moment_and_the_stream_goes_on(in_place: bool, moment: in
 
 
 @both_edges
+@pytest.mark.parametrize("seed", range(4))
+def test_d_dies_before_the_commit_and_p_ships_again_without_recompute(in_place: bool, seed: int) -> None:
+    """P has the prompt's KV as cached prefix: the next attempt computes token 0's position and no more, and
+    token 0 itself is not sampled again."""
+    rng = random.Random(seed)
+    pair = SimulatedPair(in_place=in_place, num_decode=2)
+    request = pair.router.submit(list(range(100, 140)), long_output(6))
+    tracked = pair.router.requests[request]
+    while not tracked.delivered:
+        ops = pair.pending()
+        pair.do(ops[rng.randrange(len(ops))])
+    assert not tracked.committed
+    assert tracked.decode is not None
+    pair.kill(tracked.decode)
+    first = tracked.delivered[0]
+    pair.settle(rng.randrange)
+    assert tracked.outcome == "done"
+    assert tracked.delivered[0] == first
+    assert tracked.cached_tokens == 40
+    for node in pair.nodes.values():
+        if not node.alive:
+            pair.restart(node.worker)
+    complete(pair, rng)
+
+
+@both_edges
 def test_b084_b085_200_clients_that_leave_at_every_moment(in_place: bool) -> None:
     rng = random.Random(4)
     pair = SimulatedPair(in_place=in_place)

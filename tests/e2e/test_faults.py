@@ -11,19 +11,21 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from bench.chaos.streams import Answer, read_stream
 from tests.support.local_cluster import LocalCluster, local_cluster
 from tests.support.sse import strict_json
 from tests.support.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.timeout(240)]
 
-POOLS = {"prefill_kv_bytes": 8 << 20, "decode_kv_bytes": 8 << 20, "block_size": 16}
+POOLS = {"prefill_kv_bytes": 8 << 20, "decode_kv_bytes": 8 << 20, "block_size": 16, "recovery_wait_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,15 @@ def cluster(tiny: Path) -> Iterator[LocalCluster]:
 def lasting(tiny: Path) -> Iterator[LocalCluster]:
     """A cluster for tests that leave every process alive."""
     with local_cluster(tiny, **POOLS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny: Path) -> Iterator[LocalCluster]:
+    """Two of each role, for tests that take one and give it back. Attempts that fail are few, waits long, and
+    a worker that is asked to leave hands over what it has after a moment."""
+    settings = POOLS | {"max_attempts": 3, "recovery_wait_s": 60.0, "drain_grace_s": 0.3}
+    with local_cluster(tiny, prefill=2, decode=2, **settings) as running:
         yield running
 
 
@@ -159,6 +170,112 @@ def test_decode_worker_killed_and_another_goes_on_with_the_same_tokens(tiny: Pat
         assert [stream.token_ids for stream in streams] == expected
         assert any(stream.timings["attempts"] > 1 for stream in streams), "nobody was on the dead worker"
         cluster.wait_quiet()
+
+
+VARIED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.1},
+    {"temperature": 0.8, "seed": 6, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logprobs": 3},
+    {"logprobs": 1, "min_tokens": 1200, "ignore_eos": False},
+    {"temperature": 1.0, "seed": 7, "stop": ["@#$%&", "zzzzz"]},
+    {"logit_bias": {"65": 5.0}, "top_k": 20, "temperature": 1.0, "seed": 8},
+]
+
+
+class Streams:
+    """The same varied requests, streamed all at once; a run has a salt of its own, so all are prefilled."""
+
+    num_runs = 0
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        Streams.num_runs += 1
+        self._cluster = cluster
+        self._firsts = [threading.Event() for _ in VARIED]
+        self._pool = ThreadPoolExecutor(len(VARIED))
+        self._answers = [
+            self._pool.submit(self._read, index, body(60 + index, 1900) | fields)
+            for index, fields in enumerate(VARIED)
+        ]
+
+    def _read(self, index: int, request: dict[str, Any]) -> Answer:
+        request |= {"stream": True, "stream_options": {"include_usage": True}}
+        request["cache_salt"] = f"run-{self.num_runs}"
+        url = httpx.URL(self._cluster.url)
+        assert url.port is not None
+        return read_stream(url.host, url.port, "/v1/completions", request, self._firsts[index].set)
+
+    def wait_decoding(self) -> None:
+        """Every stream has brought a token."""
+        for first in self._firsts:
+            assert first.wait(60)
+
+    def answers(self) -> list[Answer]:
+        answers = [answer.result(200) for answer in self._answers]
+        self._pool.shutdown()
+        assert [answer.error for answer in answers] == [None] * len(VARIED)
+        assert all(answer.is_complete for answer in answers)
+        return answers
+
+
+@pytest.fixture(scope="module")
+def expected(pairs: LocalCluster) -> list[tuple[Any, ...]]:
+    """What the undisturbed run gives."""
+    answers = Streams(pairs).answers()
+    assert {answer.attempts for answer in answers} == {1}
+    return [answer.result() for answer in answers]
+
+
+def assert_equal_and_moved(answers: list[Answer], expected: list[tuple[Any, ...]]) -> None:
+    assert [answer.result() for answer in answers] == expected
+    assert any(answer.attempts > 1 for answer in answers), "nobody was on that worker"
+
+
+def back(cluster: LocalCluster, name: str) -> None:
+    cluster.wait_for(lambda: cluster.worker(name).get("state") == "ready", 60, f"{name} serves")
+
+
+def test_hung_decode_worker_is_left_and_what_it_says_later_is_dropped(
+    pairs: LocalCluster, expected: list[tuple[Any, ...]]
+) -> None:
+    streams = Streams(pairs)
+    streams.wait_decoding()
+    pairs.signal("decode-0", signal.SIGSTOP)
+    assert_equal_and_moved(streams.answers(), expected)
+    assert pairs.worker("decode-0") == {}
+    pairs.signal("decode-0", signal.SIGCONT)
+    back(pairs, "decode-0")
+    assert pairs.get("/cluster")["stale_messages"]["epoch"] > 0
+    assert pairs.metric("baton_router_stale_messages_total", reason="epoch") > 0
+    pairs.wait_quiet(20)
+
+
+def test_terminated_decode_worker_hands_over_what_it_cannot_finish(
+    pairs: LocalCluster, expected: list[tuple[Any, ...]]
+) -> None:
+    streams = Streams(pairs)
+    streams.wait_decoding()
+    pairs.signal("decode-0", signal.SIGTERM)
+    assert_equal_and_moved(streams.answers(), expected)
+    assert pairs.processes["decode-0"].wait(30) == 0
+    pairs.restart("decode-0")
+    back(pairs, "decode-0")
+    pairs.wait_quiet(20)
+
+
+def test_both_decode_workers_die_and_every_stream_waits_for_a_successor(
+    pairs: LocalCluster, expected: list[tuple[Any, ...]]
+) -> None:
+    streams = Streams(pairs)
+    streams.wait_decoding()
+    pairs.kill("decode-0")
+    pairs.kill("decode-1")
+    with pairs.client() as client:
+        assert client.get("/ready").status_code == 503  # the truth, while what runs waits
+    pairs.restart("decode-1")
+    assert_equal_and_moved(streams.answers(), expected)
+    pairs.restart("decode-0")
+    back(pairs, "decode-0")
+    pairs.wait_quiet(20)
 
 
 def test_b130_hung_prefill_worker_is_given_up_and_fenced(cluster: LocalCluster) -> None:

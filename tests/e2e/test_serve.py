@@ -8,15 +8,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from bench.chaos.streams import Answer, build_bodies, read_stream
 from tests.support.local_cluster import free_port
 from tests.support.processes import ROOT, processes_of_run, wait_gone
 from tests.support.tiny_model import write_tiny_model
@@ -81,7 +84,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(tiny: Path, tmp_path: Path) -> Iterator[Served]:
-    running = Served(tmp_path, "--model", str(tiny), "--log-dir", str(tmp_path / "logs"))
+    arguments = ("--model", str(tiny), "--log-dir", str(tmp_path / "logs"), "--recovery-wait-s", "120")
+    running = Served(tmp_path, *arguments)
     try:
         running.wait("ready", 120, lambda client: client.get("/ready").status_code == 200)
         yield running
@@ -91,8 +95,40 @@ def served(tiny: Path, tmp_path: Path) -> Iterator[Served]:
             running.process.wait(60)
 
 
+def restart_under_load(served: Served) -> None:
+    """`baton restart` while requests come: the one decode worker is away for a while, and nothing is lost."""
+    before = served.workers()
+    path, body = build_bodies(1, seed=1, max_prompt_words=20, max_tokens=40)[0]
+    expected = read_stream("127.0.0.1", served.port, path, body).result()
+    ended = threading.Event()
+
+    def ask() -> list[Answer]:
+        answers = []
+        while not ended.is_set():
+            answers.append(read_stream("127.0.0.1", served.port, path, body))
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        loops = [pool.submit(ask) for _ in range(4)]
+        command = [sys.executable, "-m", "cluster.cli", "restart", "--url", f"http://127.0.0.1:{served.port}"]
+        try:
+            told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+        finally:
+            ended.set()
+        answers = [answer for loop in loops for answer in loop.result(120)]
+    assert told.returncode == 0, told.stderr
+    assert "all workers restarted" in told.stdout
+    after = served.workers()
+    assert {name: worker["epoch"] for name, worker in after.items()} == {
+        name: worker["epoch"] + 1 for name, worker in before.items()
+    }
+    assert [answer.error for answer in answers if answer.error is not None] == []
+    assert {answer.result() for answer in answers} == {expected}
+
+
 def test_serve_restart_and_stop(served: Served) -> None:
-    """One run through the whole life: a disaggregated chat, killed workers, a clean end (b140)."""
+    """One run through the whole life: a disaggregated chat, killed workers, a rolling restart under load, a
+    clean end (b140)."""
     answer = served.chat(max_tokens=8)
     assert answer["timings"]["prefill_worker"] == "prefill-0"
     assert answer["timings"]["decode_worker"] == "decode-0"
@@ -109,6 +145,8 @@ def test_serve_restart_and_stop(served: Served) -> None:
         )
         served.wait("ready again", 5, lambda client: client.get("/ready").status_code == 200)
         assert served.chat(max_tokens=8, seed=1)["usage"]["completion_tokens"] > 0
+
+    restart_under_load(served)
 
     pids = processes_of_run(served.marker)
     assert len(pids) > 4, "the router, two workers and Ray"

@@ -6,11 +6,23 @@ import random
 
 import pytest
 
-from cluster.errors import WorkerLost
-from cluster.ids import Epoch, RequestId, WorkerId
+from cluster.errors import DeadlineExceeded, NotReady, WorkerLost
+from cluster.ids import Attempt, Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestState
-from cluster.wire.messages import Abort, Heartbeat, Prefill, Reserve, Role, WorkerLoad, WorkerState
+from cluster.wire.messages import (
+    Abort,
+    AttemptFailed,
+    Committed,
+    Heartbeat,
+    Prefill,
+    Reserve,
+    Role,
+    WorkerLoad,
+    WorkerState,
+)
 from router.conductor_io import FromWorker, WorkerGone, WorkerJoined
+from router.config import ConductorConfig
+from router.delivery import StaleReason
 from tests.router.conductor_peers import (
     Client,
     ScriptedDecode,
@@ -22,6 +34,7 @@ from tests.router.conductor_peers import (
 
 S = RequestState
 E = LifecycleEvent
+NO_WAIT = ConductorConfig(recovery_wait_s=0)
 
 
 def to_stage(world: World, prefill: ScriptedPrefill, decode: str, stage: str) -> None:
@@ -100,7 +113,7 @@ def test_b032_decode_worker_dies_and_another_goes_on_at_the_next_index(stage: st
 
 @pytest.mark.parametrize("stage", ["reserved", "prefilling", "streaming", "decoding"])
 def test_b032_nobody_left_is_an_error_at_once(stage: str) -> None:
-    world = World()
+    world = World(NO_WAIT)
     prefill = world.prefill("p0")
     world.decode("d0")
     client = world.submit(make_spec("r", max_tokens=12))
@@ -115,7 +128,7 @@ def test_b032_nobody_left_is_an_error_at_once(stage: str) -> None:
 
 
 def test_waiting_requests_hear_that_the_last_worker_died() -> None:
-    world = World()
+    world = World(NO_WAIT)
     world.decode("d0", max_num_seqs=1)
     clients = [world.submit(make_spec(f"r{i}", max_tokens=100)) for i in range(3)]
     world.work(WorkerId("d0"))
@@ -126,7 +139,7 @@ def test_waiting_requests_hear_that_the_last_worker_died() -> None:
 
 def test_those_that_only_wait_hear_of_it_too() -> None:
     """Nothing of ours runs on it: it is full of another router's requests."""
-    world = World()
+    world = World(NO_WAIT)
     decode = world.decode("d0", max_num_seqs=2)
     full = Heartbeat(state=WorkerState.READY, load=WorkerLoad(running=2, steps=1))
     world.feed(FromWorker(decode.register.worker, Epoch(1), full))
@@ -159,7 +172,7 @@ def test_other_requests_do_not_notice() -> None:
 
 
 def test_b090_restart_behind_the_same_name() -> None:
-    world = World()
+    world = World(NO_WAIT)
     world.prefill("p0")
     world.decode("d0")
     client = world.submit(make_spec("r", max_tokens=12))
@@ -291,7 +304,7 @@ def test_silent_decode_ends() -> None:
 
 
 def test_same_epoch_again_is_a_reconnect() -> None:
-    world = World()
+    world = World(NO_WAIT)
     world.decode("d0")
     client = world.submit(make_spec("r"))
     world.work(WorkerId("d0"))
@@ -355,3 +368,161 @@ def test_nothing_grows_with_the_number_of_requests() -> None:
     assert world.conductor.quiet()
     assert world.conductor.num_live == 0
     assert world.conductor.next_deadline() is None
+
+
+# ---- nobody is there for a while
+
+
+@pytest.mark.parametrize("stage", ["reserved", "prefilling", "streaming", "decoding"])
+def test_the_only_decode_worker_dies_and_its_successor_goes_on(stage: str) -> None:
+    world = World()
+    prefill = world.prefill("p0")
+    world.decode("d0")
+    client = world.submit(make_spec("r", max_tokens=12))
+    to_stage(world, prefill, "d0", stage)
+    world.kill("d0")
+    world.advance(15.0)
+    assert not client.has_ended
+    assert world.conductor.state(RequestId("r")) is S.QUEUED
+    world.decode("d0", epoch=2)
+    served_elsewhere(world, client)
+    assert client.events.count(E.RESUMED) == 1
+
+
+def test_a_request_that_comes_while_nobody_is_there_waits_too() -> None:
+    world = World()
+    world.kill(world.decode("d0").register.worker)
+    client = world.submit(make_spec("r"))
+    world.advance(19.0)
+    assert not client.has_ended
+    world.decode("d0", epoch=2)
+    served_elsewhere(world, client)
+
+
+def test_the_wait_for_a_successor_has_its_end() -> None:
+    world = World()
+    world.decode("d0")
+    interrupted = world.submit(make_spec("interrupted", max_tokens=12))
+    world.work(WorkerId("d0"))
+    world.kill("d0")
+    fresh = world.submit(make_spec("fresh"))
+    hurried = world.submit(make_spec("hurried", deadline_s=3.0))
+    world.advance(3.0)
+    assert isinstance(hurried.error, DeadlineExceeded)
+    world.advance(17.1)
+    assert isinstance(interrupted.error, WorkerLost)
+    assert isinstance(fresh.error, NotReady)
+    assert world.conductor.quiet()
+
+
+def test_those_that_had_a_place_do_not_lose_it_to_a_full_queue() -> None:
+    world = World(ConductorConfig(max_queued=3))
+    world.decode("d0", max_num_seqs=8)
+    clients = [world.submit(make_spec(f"r{i}", max_tokens=12)) for i in range(8)]
+    world.work(WorkerId("d0"))
+    world.kill("d0")
+    assert [client.error for client in clients] == [None] * 8
+    world.decode("d0", epoch=2, max_num_seqs=8)
+    world.run()
+    for client in clients:
+        world.assert_served(client)
+    world.assert_quiet()
+
+
+# ---- who is to blame, and what counts
+
+
+def fail(world: World, worker: str, request: str, code: str, attempt: int = 1) -> None:
+    failure = AttemptFailed(
+        request=RequestId(request), attempt=Attempt(attempt), code=code, message="scripted", retryable=True
+    )
+    world.feed(FromWorker(WorkerId(worker), Epoch(1), failure))
+
+
+@pytest.mark.parametrize("code", ["edge_lost", "peer_silent", "lease_lost", "kv_aborted"])
+def test_a_prefill_worker_whose_transfer_broke_ships_again_to_another_decode_worker(code: str) -> None:
+    """It has the KV: what is avoided is the other end of the edge."""
+    world = World()
+    for name in ("p0", "p1"):
+        world.prefill(name)
+    for name in ("d0", "d1"):
+        world.decode(name)
+    client = world.submit(make_spec("r", num_prompt=20, max_tokens=12))
+    to_stage(world, world.workers[WorkerId("p0")], "d0", "streaming")  # type: ignore[arg-type]
+    fail(world, "p0", "r", code)
+    served_elsewhere(world, client)
+    assert client.summary is not None
+    assert (client.summary.prefill_worker, client.summary.decode_worker) == ("p0", "d1")
+
+
+def test_without_another_decode_worker_a_broken_edge_is_gone_round() -> None:
+    world = World()
+    prefill = world.prefill("p0")
+    world.decode("d0")
+    client = world.submit(make_spec("r", max_tokens=12))
+    to_stage(world, prefill, "d0", "streaming")
+    fail(world, "p0", "r", "edge_lost")
+    served_elsewhere(world, client)
+    assert client.summary is not None
+    assert client.summary.prefill_worker == "d0"
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2, 3])
+def test_at_most_so_many_attempts_fail(max_attempts: int) -> None:
+    world = World(ConductorConfig(max_attempts=max_attempts))
+    world.decode("d0")
+    client = world.submit(make_spec("r", max_tokens=30))
+    for epoch in range(2, max_attempts + 2):
+        assert client.error is None
+        world.work(WorkerId("d0"))
+        world.kill("d0")
+        world.decode("d0", epoch=epoch)
+    assert isinstance(client.error, WorkerLost)
+    assert client.summary is not None
+    assert client.summary.attempts == max_attempts
+    world.assert_quiet()
+
+
+def test_what_a_draining_worker_hands_over_is_no_failure() -> None:
+    """A rolling restart under a long request: as many moves as it takes."""
+    world = World(ConductorConfig(max_attempts=1))
+    client = world.submit(make_spec("r", max_tokens=30))
+    assert world.conductor.num_queued == 1
+    world.decode("d0")
+    for epoch in range(1, 6):
+        world.work(WorkerId("d0"))
+        world.heartbeat("d0", WorkerState.DRAINING)
+        attempt = next(iter(world.workers[WorkerId("d0")].leases))[1]  # type: ignore[union-attr]
+        failure = AttemptFailed(
+            request=RequestId("r"), attempt=attempt, code="draining", message="scripted", retryable=True
+        )
+        world.feed(FromWorker(WorkerId("d0"), Epoch(epoch), failure))
+        world.kill("d0")
+        world.decode("d0", epoch=epoch + 1)
+    served_elsewhere(world, client)
+    assert client.summary is not None
+    assert client.summary.attempts == 6
+
+
+def test_dropped_messages_are_counted_by_what_made_them_stale() -> None:
+    world = World()
+    prefill = world.prefill("p0")
+    world.decode("d0")
+    client = world.submit(make_spec("r", max_tokens=4))
+    to_stage(world, prefill, "d0", "streaming")
+    late = Committed(request=RequestId("r"), attempt=Attempt(1), kv_bytes=0, kv_transfer_s=0.0)
+    before = world.conductor.stale_messages()
+    assert set(before.values()) == {0}
+    world.feed(FromWorker(WorkerId("d0"), Epoch(9), late))
+    of_an_older = Committed(request=RequestId("r"), attempt=Attempt(7), kv_bytes=0, kv_transfer_s=0.0)
+    world.feed(FromWorker(WorkerId("d0"), Epoch(1), of_an_older))
+    world.transfer(prefill)
+    world.run()
+    world.assert_served(client)
+    for _ in range(2):
+        world.feed(FromWorker(WorkerId("d0"), Epoch(1), late))
+    assert world.conductor.stale_messages() == {
+        StaleReason.EPOCH: 1,
+        StaleReason.ATTEMPT: 1,
+        StaleReason.REQUEST: 2,
+    }

@@ -555,7 +555,7 @@ def test_b062_small_requests_pass_a_large_one_for_a_while() -> None:
 
 
 def test_no_decode_worker_is_not_ready_at_once() -> None:
-    world = World()
+    world = World(ConductorConfig(recovery_wait_s=0))
     world.prefill("p0")
     client = world.submit(make_spec("r"))
     assert isinstance(client.error, NotReady)
@@ -563,7 +563,7 @@ def test_no_decode_worker_is_not_ready_at_once() -> None:
 
 
 def test_a_starting_or_draining_worker_gets_nothing_new() -> None:
-    world = World()
+    world = World(ConductorConfig(recovery_wait_s=0))
     world.decode("d0")
     world.decode("d1")
     world.heartbeat("d0", WorkerState.DRAINING)
@@ -719,7 +719,7 @@ def test_b134_cancel_races_leave_no_slot_stuck() -> None:
 
 
 def test_lost_error_type_is_only_for_lost_workers() -> None:
-    world = World()
+    world = World(ConductorConfig(recovery_wait_s=0))
     world.decode("d0")
     client = world.submit(make_spec("r"))
     world.work(WorkerId("d0"))

@@ -13,12 +13,13 @@ import pytest_asyncio
 
 from cluster.clock import MonotonicClock
 from cluster.errors import BatonError, ContextLengthExceeded, InternalError, NotReady, WorkerLost
-from cluster.ids import RouterId, WorkerId
+from cluster.ids import Attempt, RequestId, RouterId, WorkerId
 from cluster.request import RequestSpec, RequestState
-from cluster.sampling import FinishReason
+from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.messages import (
     Abort,
     Finish,
+    FirstToken,
     Heartbeat,
     Register,
     Reserve,
@@ -30,7 +31,7 @@ from cluster.wire.messages import (
 from cluster.wire.stream import connect, listen
 from router.conductor import Conductor
 from router.config import ConductorConfig
-from router.delivery import Failed, NewTokens
+from router.delivery import Failed, NewTokens, StaleReason
 from router.driver import ConductorDriver
 from router.live_stream import LiveStream
 from router.readiness import ReadinessJudge
@@ -38,6 +39,7 @@ from tests.router.conductor_peers import BLOCK_SIZE, make_register, make_spec, s
 from tests.router.service_peers import TOKEN, Host, LiveWorker
 
 HEARTBEAT_S = 0.1
+RECOVERY_WAIT_S = 0.3
 DECODE = make_register("d0", Role.DECODE)
 PREFILL = make_register("p0", Role.PREFILL)
 
@@ -70,7 +72,7 @@ MakeRouter = Callable[..., "Router"]
 @pytest_asyncio.fixture
 async def router(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Router]:
     needs_prefill: bool = getattr(request, "param", True)
-    conductor = Conductor(ConductorConfig())
+    conductor = Conductor(ConductorConfig(recovery_wait_s=RECOVERY_WAIT_S))
     driver = ConductorDriver(
         RouterId("router-0"),
         conductor,
@@ -289,6 +291,38 @@ async def test_b082_hung_worker_is_found_by_its_silence(router: Router) -> None:
     await served(router, make_spec("r"))  # finished by the decode worker alone
     assert 0.1 < time.monotonic() - started < 10 * HEARTBEAT_S
     assert len(router.driver.links) == 1
+
+
+async def test_what_a_hung_worker_says_after_all_is_dropped_and_counted(router: Router) -> None:
+    prefill = await router.host.start(PREFILL)
+    await router.host.start(DECODE)
+    await router.ready()
+    prefill.hang()
+    await router.until(lambda: len(router.driver.links) == 1)
+    assert router.driver.cluster().stale_messages[StaleReason.EPOCH] == 0
+    late = FirstToken(
+        request=RequestId("r"),
+        attempt=Attempt(1),
+        output=TokenOutput(5),
+        finish_reason=None,
+        cached_tokens=0,
+        queue_s=0.0,
+        prefill_s=0.0,
+    )
+    for _ in range(3):
+        prefill.post(late)
+    prefill.beat()
+    assert prefill._stream is not None
+    async with asyncio.timeout(
+        5.0
+    ):  # its first heartbeat ends the stream: it frees everything and dials anew
+        async for _ in prefill._stream:
+            pass
+    assert router.driver.cluster().stale_messages[StaleReason.EPOCH] == 4
+    again = await router.host.start(PREFILL)
+    assert again.refused is None
+    await served(router, make_spec("r"))
+    await router.quiet()
 
 
 async def test_idle_workers_that_beat_stay(router: Router) -> None:

@@ -28,6 +28,7 @@ from cluster.runtime_dir import RuntimeDir
 ROOT = Path(__file__).parents[2]
 MODULES: Mapping[str, str] = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
 STOP_TIMEOUT_S = 10.0
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # as in /proc
 
 
 class RoleProcess:
@@ -145,6 +146,11 @@ class LocalCluster:
     def __getitem__(self, name: str) -> RoleProcess:
         return self.roles[name]
 
+    def logs(self) -> dict[str, str]:
+        """Everything that any process has logged or printed, by file name."""
+        files = [file for file in Path(self._logs.name).iterdir() if file.suffix != ".json"]
+        return {file.name: file.read_text(errors="replace") for file in files}
+
     def restart(self, name: str) -> None:
         """Kill the role and start its next epoch; returns when it serves."""
         self.roles[name].kill()
@@ -221,6 +227,25 @@ def processes_of_run(marker: str) -> set[int]:
                 if not is_zombie and marker.encode() in (directory / "environ").read_bytes():
                     found.add(int(directory.name))
     return found
+
+
+def listening_addresses(pids: set[int]) -> set[str]:
+    """Local addresses (hexadecimal, as in /proc/net/tcp) on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                target = os.readlink(link)
+            except FileNotFoundError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
 def wait_gone(pids: set[int], timeout_s: float) -> None:

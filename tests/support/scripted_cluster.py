@@ -165,7 +165,7 @@ class ScriptedCluster:
         return self.readiness
 
     def cluster(self) -> ClusterSnapshot:
-        return ClusterSnapshot(self.readiness.phase, self.num_queued, self.workers)
+        return ClusterSnapshot(self.readiness.phase, self.num_queued, self.workers, {})
 
     def max_model_len(self) -> int | None:
         return self.limit

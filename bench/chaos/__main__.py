@@ -1,0 +1,56 @@
+"""`make chaos`: at least 200 streams over at least 20 faults on a live cluster, every stream compared."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import signal
+import sys
+from pathlib import Path
+
+from bench.chaos.report import to_json, to_table
+from bench.chaos.run import TWO_AND_TWO, ChaosSettings, run_chaos
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
+    parser.add_argument("--streams", type=int, default=200, help="streams to complete, at least")
+    parser.add_argument("--faults", type=int, default=24, help="signals to send: KILL, STOP and TERM in turn")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests and the victims")
+    parser.add_argument("--concurrency", type=int, default=8, help="streams at a time")
+    parser.add_argument("--max-tokens", type=int, default=48, help="longest answer")
+    parser.add_argument("--no-rolling", action="store_true", help="leave the rolling restart out")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"chaos-{platform.machine()}.json")
+    parser.add_argument("serve", nargs="*", help="options of `baton serve`, after --")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is stopped on the way out
+    settings = ChaosSettings(
+        num_streams=given.streams,
+        num_faults=given.faults,
+        seed=given.seed,
+        concurrency=given.concurrency,
+        max_tokens=given.max_tokens,
+        rolling=not given.no_rolling,
+        arguments=tuple(given.serve) or TWO_AND_TWO,
+    )
+    outcome = run_chaos(settings, lambda text: print(text, file=sys.stderr, flush=True))
+    print(to_table(outcome))
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seed": settings.seed,
+        "concurrency": settings.concurrency,
+        "serve": list(settings.arguments),
+    } | to_json(outcome)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(f"\nwritten: {given.out}")
+    if outcome.num_equal < outcome.num_streams or not outcome.is_quiet:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The engine thread: failures survived, and a stuck step found without blaming slow ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.engine.batch import Row, StepOutput, StepPlan
+from cluster.engine_thread import EngineThread
+from cluster.ids import Attempt, RequestId
+from cluster.step_watchdog import FACTOR, StepWatchdog
+from cluster.worker_io import StepDone, StepFailed
+
+
+def plan(*lengths: int, start: int = 0) -> StepPlan:
+    rows = [
+        Row(RequestId(f"r{index}"), Attempt(1), [1] * num, start, [], None)
+        for index, num in enumerate(lengths)
+    ]
+    return StepPlan(tuple(rows))
+
+
+class Runner:
+    """Runs what the test gives it for each step."""
+
+    def __init__(self, *steps: Callable[[], None]) -> None:
+        self._steps = list(steps)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        self._steps.pop(0)()
+        return StepOutput((None,) * len(plan.rows), 0.001)
+
+
+def fail() -> None:
+    raise ValueError("out of memory")
+
+
+class Engine:
+    """An engine thread whose outcomes can be awaited."""
+
+    def __init__(self, runner: Runner, **limits: float) -> None:
+        self.outcomes: asyncio.Queue[StepDone | StepFailed] = asyncio.Queue()
+        self.stuck: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.thread = EngineThread(
+            lambda: runner,
+            on_outcome=self.outcomes.put_nowait,
+            on_stuck=self.stuck.set_result,
+            **{"step_timeout_s": 60.0, **limits},
+        )
+
+    async def run(self, plan: StepPlan) -> StepDone | StepFailed:
+        self.thread.submit(plan)
+        return await asyncio.wait_for(self.outcomes.get(), 30)
+
+
+async def test_a_failed_step_is_an_outcome_and_the_next_one_runs() -> None:
+    engine = Engine(Runner(fail, lambda: None))
+    failed = await engine.run(plan(1))
+    assert isinstance(failed, StepFailed)
+    assert failed.message == "ValueError: out of memory"
+    assert isinstance(await engine.run(plan(1)), StepDone)
+    await engine.thread.close(5.0)
+
+
+async def test_a_step_that_hangs_is_found_by_what_steps_take_here() -> None:
+    release = threading.Event()
+    engine = Engine(Runner(lambda: None, lambda: release.wait(30) and None), min_step_timeout_s=0.2)
+    await engine.run(plan(1))
+    engine.thread.submit(plan(1, 1))
+    reason = await asyncio.wait_for(engine.stuck, 30)  # not after the 60 s of a step that is not measured
+    assert reason.startswith("a step of 2 rows, 2 tokens did not end within 0.2 s")
+    release.set()
+    await engine.thread.close(5.0)
+
+
+async def test_a_process_that_stood_still_does_not_blame_its_engine() -> None:
+    release = threading.Event()
+    engine = Engine(Runner(lambda: None, lambda: release.wait(30) and None), min_step_timeout_s=0.2)
+    await engine.run(plan(1))
+    engine.thread.submit(plan(1))
+    time.sleep(0.6)  # the loop, not the step: what a stopped process looks like from within
+    release.set()
+    outcome = await asyncio.wait_for(engine.outcomes.get(), 30)
+    assert isinstance(outcome, StepDone)
+    assert not engine.stuck.done()
+    await engine.thread.close(5.0)
+
+
+def test_nothing_measured_means_the_longest_limit() -> None:
+    assert StepWatchdog(60.0).limit_s(plan(512)) == 60.0
+
+
+@pytest.mark.parametrize(("num_tokens", "context"), [(1, 0), (512, 0), (512, 8192), (64, 100_000)])
+def test_the_limit_grows_with_the_work(num_tokens: int, context: int) -> None:
+    """A model that needs 10 ms a token: a long chunk over a long context is no hang."""
+    judge = StepWatchdog(100_000.0, min_s=0.001)
+    judge.observe(plan(*[1] * 8), 0.010 * (8 + 16))
+    limit_s = judge.limit_s(plan(num_tokens, start=context))
+    assert limit_s >= FACTOR * 0.0099 * num_tokens * (1 + context / 2048)
+
+
+@given(st.lists(st.tuples(st.integers(1, 600), st.floats(1e-5, 20.0)), min_size=1, max_size=20))
+def test_a_step_like_one_seen_is_never_stuck(steps: list[tuple[int, float]]) -> None:
+    judge = StepWatchdog(60.0)
+    for num_tokens, compute_s in steps:
+        judge.observe(plan(num_tokens), compute_s)
+        assert compute_s <= judge.limit_s(plan(num_tokens)) <= 60.0
+        assert judge.limit_s(plan(num_tokens)) >= 2.5
