@@ -59,6 +59,7 @@ class DecodeEdge:
         self.peer: Peer | None = None  # None before its EdgeHello
         self.is_closing = False
         self.posted: deque[Piece] = deque()
+        self.arriving: deque[list[list[int]]] = deque()
         self.staging: dict[int, list[list[int]]] = {}
         self.num_scatters = 0
         self.num_staged = 0
@@ -75,8 +76,9 @@ class DecodeEdge:
             self.owner.end_edge(self)
 
     def receive(self, contents: list[list[int]]) -> None:
-        """The bytes of a piece are under way."""
-        self.owner.later(self.owner.site.network.delay(), self.owner.arrived, self, contents)
+        """The bytes of a piece are under way; they arrive in order."""
+        self.arriving.append(contents)
+        self.owner.later(self.owner.site.network.delay(), self.owner.arrived, self)
 
 
 class DecodeProcess(WorkerProcess):
@@ -160,8 +162,7 @@ class DecodeProcess(WorkerProcess):
                 edge.num_scatters += 1
                 contents = edge.staging.pop(staged.slot)
                 took_s = self.site.scenario.block_s * len(contents)
-                self.later(took_s / 2, self._scatter_half, action, contents)
-                self.later(took_s, self._scatter_rest, edge, action, contents)
+                self.later(took_s / 2, self._scatter_half, edge, action, contents)
             case Discard(peer, staged):
                 edge = self.edges.get(peer)
                 if edge is not None:
@@ -174,8 +175,9 @@ class DecodeProcess(WorkerProcess):
             edge.posted.append(action.piece)
             self.dispatch(ReceivePosted(action.peer, action.piece))
 
-    def arrived(self, edge: DecodeEdge, contents: list[list[int]]) -> None:
-        """A piece's bytes are in staging."""
+    def arrived(self, edge: DecodeEdge) -> None:
+        """The next piece's bytes are in staging."""
+        contents = edge.arriving.popleft()
         if edge.is_closing or edge.peer is None:
             return
         if not edge.posted:
@@ -188,9 +190,11 @@ class DecodeProcess(WorkerProcess):
         num_bytes = len(contents) * BLOCK_BYTES
         self.dispatch(PieceStaged(edge.peer, Staged(piece, edge.num_staged, num_bytes)))
 
-    def _scatter_half(self, action: Scatter, contents: list[list[int]]) -> None:
+    def _scatter_half(self, edge: DecodeEdge, action: Scatter, contents: list[list[int]]) -> None:
         inspection.check_write(self, action.staged.piece, action.target_blocks)
         self.pool.tear(action.target_blocks, contents)
+        rest_s = self.site.scenario.block_s * len(contents) / 2
+        self.later(rest_s, self._scatter_rest, edge, action, contents)
 
     def _scatter_rest(self, edge: DecodeEdge, action: Scatter, contents: list[list[int]]) -> None:
         inspection.check_write(self, action.staged.piece, action.target_blocks)

@@ -68,7 +68,11 @@ class Injector:
 
     def strike_at(self, num_events: int, kind: str, choice: int) -> None:
         """One fault only, before the call that comes after `num_events` more."""
-        self._site.queue.alarm(num_events, lambda: self.strike(kind, choice))
+
+        def strike() -> None:
+            self.strike(kind, choice)
+
+        self._site.queue.alarm(num_events, strike)
 
     def num_targets(self, kind: str) -> int:
         return len(self.kinds[kind][0]())
@@ -200,7 +204,12 @@ class Injector:
         ends = (end, end.peer) if self._rng.random() < 0.5 else (end,)
         for each in ends:
             each.stall()
-        self._last(self._some_time(), lambda: [each.heal() for each in ends] and None)
+
+        def heal() -> None:
+            for each in ends:
+                each.heal()
+
+        self._last(self._some_time(), heal)
 
     def _jitter(self, end: Endpoint) -> None:
         factor = self._rng.choice([10.0, 100.0])

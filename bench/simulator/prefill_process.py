@@ -159,16 +159,16 @@ class PrefillProcess(WorkerProcess):
         self.site.counters["pieces"] += 1
         took_s = self.site.scenario.block_s * action.piece.num_blocks * edge.slowness
         if self.site.scenario.in_place:
-            self.later(took_s / 2, self._write_half, edge, action)
-            self.later(took_s, self._write_rest, edge, action)
+            self.later(took_s / 2, self._write_half, edge, action, took_s / 2)
         else:
             self.later(took_s, self._send_rest, edge, action, self.pool.copy(action.source_blocks))
 
-    def _write_half(self, edge: PrefillEdge, action: SendPiece) -> None:
+    def _write_half(self, edge: PrefillEdge, action: SendPiece, rest_s: float) -> None:
         if edge.is_down or (edge.is_closing and self._rng.random() < 0.5):
             return
         inspection.check_write(edge.decode, action.piece, action.target_blocks)
         edge.decode.pool.tear(action.target_blocks, self._read(action))
+        self.later(rest_s, self._write_rest, edge, action)
 
     def _write_rest(self, edge: PrefillEdge, action: SendPiece) -> None:
         if edge.is_down or edge.is_closing:
