@@ -34,6 +34,7 @@ class Injector:
         self._site = simulation.site
         self._rng = rng
         self._repairs: dict[int, Callable[[], None]] = {}  # of what lasts, by number
+        self._holding_up: set[int] = set()  # those of them that may make a lease expire
         self._num_lasting = 0
         self.counts: Counter[str] = Counter()
         workers, routers = self._workers, self._routers
@@ -88,8 +89,6 @@ class Injector:
         self._site.num_faults += 1
         self._site.log.note(kind, _name(target))
         self._mark(kind, target)
-        if kind in ("clock jump", "crash router"):
-            self._site.held_up_until = max(self._site.held_up_until, self._site.queue.now)
         strike(target)
         return True
 
@@ -168,19 +167,23 @@ class Injector:
 
     # ---- what lasts
 
-    def _last(self, seconds: float, end: Callable[[], None]) -> None:
-        """`end` ends it, after this time or at `repair`."""
+    def _last(self, seconds: float, end: Callable[[], None], *, holds_up: bool) -> None:
+        """`end` ends it, after this time or at `repair`. `holds_up`: a lease may expire that is wanted."""
         self._num_lasting += 1
         self._repairs[self._num_lasting] = end
-        self._site.held_up_until = float("inf")
+        if holds_up:
+            self._holding_up.add(self._num_lasting)
+            self._site.held_up_until = float("inf")
         self._site.queue.after(seconds, self._end, self._num_lasting)
 
     def _end(self, number: int) -> None:
         end = self._repairs.pop(number, None)
         if end is not None:
             end()
-            if not self._repairs:
-                self._site.held_up_until = self._site.queue.now
+            if number in self._holding_up:
+                self._holding_up.discard(number)
+                if not self._holding_up:
+                    self._site.held_up_until = self._site.queue.now
 
     def _some_time(self) -> float:
         """Between what nobody notices and what everybody does."""
@@ -188,17 +191,17 @@ class Injector:
 
     def _hang(self, process: Process) -> None:
         process.stop()
-        self._last(self._some_time(), lambda: _resume(process))
+        self._last(self._some_time(), lambda: _resume(process), holds_up=_renews(process))
 
     def _hang_and_kill(self, worker: WorkerProcess) -> None:
         worker.stop()
-        self._last(self._some_time(), lambda: worker.die() if worker.is_alive else None)
+        self._last(self._some_time(), lambda: worker.die() if worker.is_alive else None, holds_up=False)
 
     def _hang_and_replace(self, worker: WorkerProcess) -> None:
         """Its node is thought to be lost: the next epoch runs beside it, until it goes on."""
         worker.stop()
         self._site.queue.after(self._site.scenario.restart_s, self._simulation.succeed, worker)
-        self._last(self._some_time(), lambda: _resume(worker))
+        self._last(self._some_time(), lambda: _resume(worker), holds_up=_renews(worker))
 
     def _stall(self, end: Endpoint) -> None:
         ends = (end, end.peer) if self._rng.random() < 0.5 else (end,)
@@ -209,12 +212,12 @@ class Injector:
             for each in ends:
                 each.heal()
 
-        self._last(self._some_time(), heal)
+        self._last(self._some_time(), heal, holds_up=_is_control(end))
 
     def _jitter(self, end: Endpoint) -> None:
         factor = self._rng.choice([10.0, 100.0])
         end.slow_down(factor)
-        self._last(self._some_time(), lambda: end.slow_down(1 / factor))
+        self._last(self._some_time(), lambda: end.slow_down(1 / factor), holds_up=_is_control(end))
 
     def _slow_edge(self, edge: PrefillEdge) -> None:
         edge.slowness = self._rng.choice([20.0, 300.0])
@@ -222,7 +225,7 @@ class Injector:
         def end() -> None:
             edge.slowness = 1.0
 
-        self._last(self._some_time(), end)
+        self._last(self._some_time(), end, holds_up=False)
 
     def _slow_engine(self, worker: WorkerProcess) -> None:
         worker.slowness = self._rng.choice([5.0, 40.0])
@@ -230,7 +233,7 @@ class Injector:
         def end() -> None:
             worker.slowness = 1.0
 
-        self._last(self._some_time(), end)
+        self._last(self._some_time(), end, holds_up=False)
 
     # ---- what happens at once
 
@@ -241,7 +244,18 @@ class Injector:
         worker.fails_next_step = True
 
     def _jump(self, process: Process) -> None:
+        self._site.held_up_until = max(self._site.held_up_until, self._site.queue.now)
         process.jump(self._rng.choice([0.3, 3.0, 30.0]))
+
+
+def _renews(process: Process) -> bool:
+    """Whether it renews leases, or hears that they are renewed."""
+    return not isinstance(process, PrefillProcess)
+
+
+def _is_control(end: Endpoint) -> bool:
+    """A stream between a router and a worker."""
+    return isinstance(end.process, RouterProcess) or isinstance(end.peer.process, RouterProcess)
 
 
 def _resume(process: Process) -> None:

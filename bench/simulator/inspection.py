@@ -95,6 +95,8 @@ def check_lease_times(worker: WorkerProcess) -> None:
     core = worker.core
     if not isinstance(core, DecodeCore) or worker.is_stopped:
         return
+    if worker.queue.now - worker.undisturbed_since < LEASE_GRACE_S:
+        return
     now = worker.now()
     for lease in core._intake._live.values():
         if lease.expires_s < now - LEASE_GRACE_S or lease.expires_s > now + lease.ttl_s:

@@ -45,13 +45,14 @@ def sample(value: int, seed: int) -> TokenOutput:
 class Oracle:
     """What a request must lead to. `kv[i]` belongs to `tokens[i]`, prompt and outputs."""
 
-    __slots__ = ("finish", "kv", "outputs", "spec", "tokens")
+    __slots__ = ("finish", "kv", "outputs", "sampled", "spec", "tokens")
 
     def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
         self.tokens: list[int] = []
         self.kv: list[int] = []
         self.outputs: list[TokenOutput] = []
+        self.sampled: set[tuple[int, int]] = set()  # (attempt, tokens before) of what workers sampled
         value = root(spec.cache_salt)
         for token in spec.token_ids:
             value = chain(value, token)
@@ -96,7 +97,9 @@ class Pool:
 class Engine:
     """Computes one worker's steps on its pool. `oracles`: every request there is."""
 
-    def __init__(self, pool: Pool, blocks: BlockManager, oracles: dict[RequestId, Oracle], worker: str) -> None:
+    def __init__(
+        self, pool: Pool, blocks: BlockManager, oracles: dict[RequestId, Oracle], worker: str
+    ) -> None:
         self._pool = pool
         self._blocks = blocks
         self._oracles = oracles
@@ -133,8 +136,8 @@ class Engine:
             for position, token in enumerate(row.token_ids, row.start):
                 value = chain(value, token)
                 blocks[row.block_ids[position // size]][position % size] = value
-            self._owns(row)
-            outputs.append(None if row.sample is None else sample(value, row.sample.params.seed))
+            self._check_holders(row)
+            outputs.append(None if row.sample is None else self._sample(row, value, row.sample.params.seed))
         return StepOutput(tuple(outputs), compute_s)
 
     def spoil(self, plan: StepPlan) -> None:
@@ -167,7 +170,16 @@ class Engine:
             return root(oracle.spec.cache_salt)
         return blocks[row.block_ids[(start - 1) // size]][(start - 1) % size]
 
-    def _owns(self, row: Row) -> None:
+    def _sample(self, row: Row, value: int, seed: int) -> TokenOutput:
+        """No index of an attempt is drawn twice, whoever draws it (I4)."""
+        sampled = self._oracles[row.request].sampled
+        index = (row.attempt, row.start + len(row.token_ids))
+        if index in sampled:
+            self._violate("I4", row, f"the token after position {index[1] - 1} is sampled again")
+        sampled.add(index)
+        return sample(value, seed)
+
+    def _check_holders(self, row: Row) -> None:
         """What a step reads is held until it ends (I2), what it writes is nobody else's (I1)."""
         references = self._blocks._allocator.references
         size = self._pool.block_size

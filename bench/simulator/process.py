@@ -32,6 +32,7 @@ class Process:
         self.epoch = epoch
         self.is_alive = True
         self.is_stopped = False
+        self.undisturbed_since = 0.0  # in the queue's time: continued, or its clock jumped
         self.endpoints: dict[Endpoint, None] = {}  # open streams, in the order they were made
         self.on_death: list[Callable[[], None]] = []
         self._rng = rng
@@ -60,6 +61,7 @@ class Process:
     def resume(self) -> None:
         """SIGCONT."""
         self.is_stopped = False
+        self.undisturbed_since = self.queue.now
         overslept, self._overslept = self._overslept, []
         for call, args in overslept:
             self.later(self._rng.random() * _WAKE_UP_S, call, *args)
@@ -89,6 +91,7 @@ class Process:
     def jump(self, seconds: float) -> None:
         """Its clock goes forward at once."""
         self._clock_offset_s += seconds
+        self.undisturbed_since = self.queue.now
         self.arm()
 
     # ---- the timer

@@ -99,6 +99,9 @@ class Simulation:
             inspection.check_empty(worker)
 
     def _left(self) -> str | None:
+        for worker in self.site.alive():
+            if self.site.workers[worker.worker] is not worker:
+                return f"{worker} still runs beside its successor"
         for worker in self.site.workers.values():
             if not worker.is_alive:
                 return f"{worker} is not back"
@@ -138,7 +141,7 @@ class Simulation:
 
     def _exited(self, process: WorkerProcess) -> None:
         """Start the next epoch, unless it is here already."""
-        self.site.log.note(process, "exited")
+        self.site.log.note(process, "ends")
         if self.site.workers[process.worker] is process:
             self.site.queue.after(self.scenario.restart_s, self.succeed, process)
 
