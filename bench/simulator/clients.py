@@ -174,7 +174,9 @@ class Client:
         if delivery.finish_reason is not None:
             self._is_last = True
             if self.num_tokens != len(oracle.outputs) or delivery.finish_reason is not oracle.finish:
-                raise Violation("I8", f"{self.request}: ends after {self.num_tokens}: {delivery.finish_reason}")
+                raise Violation(
+                    "I8", f"{self.request}: ends after {self.num_tokens}: {delivery.finish_reason}"
+                )
             self._outcome = self._outcome or Outcome.EXACT
         elif self._stop_after is not None and self.num_tokens >= self._stop_after and self._outcome is None:
             assert self.router is not None
@@ -210,6 +212,7 @@ class Client:
         assert outcome is not None
         assert oracle is not None
         self.router = self.oracle = None
+        self._site.ended_at[oracle.spec.request] = self._site.queue.now
         self._so_far = oracle.tokens if outcome is Outcome.EXACT else None
         self._site.log.note(oracle.spec.request, outcome.value)
         self._workload.ended(outcome, self.touched)

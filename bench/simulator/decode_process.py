@@ -110,9 +110,7 @@ class DecodeProcess(WorkerProcess):
         edge.peer = peer
         self.edges[peer] = edge
         geometry = self.register().geometry
-        edge.endpoint.post(
-            EdgeWelcome(worker=self.worker, epoch=self.epoch, geometry=geometry, endpoint={})
-        )
+        edge.endpoint.post(EdgeWelcome(worker=self.worker, epoch=self.epoch, geometry=geometry, endpoint={}))
         self.dispatch(EdgeUp(peer, in_place=self.site.scenario.in_place))
 
     def _hello_again(self, edge: DecodeEdge, peer: Peer) -> None:

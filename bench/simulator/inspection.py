@@ -16,6 +16,7 @@ from cluster.kv.allocator import BlockError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece
 from decode_worker.core import DecodeCore
+from prefill_worker.handoff import HandoffState
 
 if TYPE_CHECKING:
     from bench.simulator.decode_process import DecodeProcess
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from bench.simulator.worker_process import WorkerProcess
 
 LEASE_GRACE_S = 0.5
+ORPHAN_GRACE_S = 1.0
 
 
 def references(blocks: BlockManager, block_id: BlockId) -> int:
@@ -80,7 +82,9 @@ def check_books(worker: WorkerProcess) -> None:
         writable.update(sequence.block_ids[sequence.num_computed // size :])
     for block_id in map(BlockId, range(worker.blocks.num_blocks)):
         if (count := references(worker.blocks, block_id)) != owners[block_id]:
-            raise Violation("I6", f"{worker}: block {block_id}: {count} references, {owners[block_id]} owners")
+            raise Violation(
+                "I6", f"{worker}: block {block_id}: {count} references, {owners[block_id]} owners"
+            )
     shared = [block_id for block_id in writable if owners[block_id] > 1]
     if shared:
         raise Violation("I1", f"{worker}: blocks {shared} are writable and have several owners")
@@ -101,6 +105,32 @@ def check_lease_times(worker: WorkerProcess) -> None:
     for lease in core._intake._live.values():
         if lease.expires_s < now - LEASE_GRACE_S or lease.expires_s > now + lease.ttl_s:
             raise Violation("I3", f"{worker}: {lease.sequence.key} ends in {lease.expires_s - now:.3f} s")
+
+
+def check_orphans(worker: WorkerProcess) -> None:
+    """No worker works for a request that ended a while ago, unless somebody was held up.
+
+    Raises:
+        Violation: I3.
+    """
+    site, core = worker.site, worker.core
+    now = site.queue.now
+    if worker.is_stopped or now - max(worker.undisturbed_since, site.held_up_until) < ORPHAN_GRACE_S:
+        return
+    if isinstance(core, DecodeCore):
+        sequences = [*core._intake.sequences(), *core._scheduler.sequences()]
+    else:
+        sequences = [  # who has committed waits for D's word alone
+            attempt.sequence
+            for attempt in core._attempts
+            if not attempt.over and attempt.handoff.state is not HandoffState.COMMITTING
+        ]
+    for sequence in sequences:
+        ended_at = site.ended_at.get(sequence.request, now)
+        if now - ended_at > ORPHAN_GRACE_S:
+            raise Violation(
+                "I3", f"{worker}: {sequence.key} ended {now - ended_at:.2f} s ago and is still here"
+            )
 
 
 def left_on_worker(worker: WorkerProcess) -> str | None:

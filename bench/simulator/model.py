@@ -91,7 +91,9 @@ class Pool:
         """A copy in the middle: the first half of the blocks is there, the next block is torn."""
         half = len(block_ids) // 2
         self.paste(block_ids[:half], contents[:half])
-        self.blocks[block_ids[half]][self.block_size // 2 :] = [TORN] * (self.block_size - self.block_size // 2)
+        self.blocks[block_ids[half]][self.block_size // 2 :] = [TORN] * (
+            self.block_size - self.block_size // 2
+        )
 
 
 class Engine:
@@ -164,7 +166,10 @@ class Engine:
         if rest := start % size:
             if blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
                 self._wrong_kv(row, num_full)
-        if row.sample is not None and list(row.sample.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]:
+        if (
+            row.sample is not None
+            and list(row.sample.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]
+        ):
             self._violate("I8", row, f"it samples after outputs {list(row.sample.output_ids)}")
         if start == 0:
             return root(oracle.spec.cache_salt)

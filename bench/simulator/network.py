@@ -229,7 +229,9 @@ class Network:
         """Some delay between two processes."""
         return self._delay_s * (0.5 + self.rng.random())
 
-    def _connect(self, dialer: tuple[Process, Any], listener: tuple[Process, Any]) -> tuple[Endpoint, Endpoint]:
+    def _connect(
+        self, dialer: tuple[Process, Any], listener: tuple[Process, Any]
+    ) -> tuple[Endpoint, Endpoint]:
         """(the dialer's end, the listener's end); what each process can read."""
         near, far = (
             Endpoint(self, process, decode_type, self._delay_s * (0.5 + self.rng.random()))

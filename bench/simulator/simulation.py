@@ -127,6 +127,7 @@ class Simulation:
         for worker in self.site.alive():
             inspection.check_books(worker)
             inspection.check_lease_times(worker)
+            inspection.check_orphans(worker)
 
     # ---- the launcher
 

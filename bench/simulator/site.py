@@ -56,6 +56,7 @@ class Site:
         self._started: list[WorkerProcess] = []
         self.counters: Counter[str] = Counter()
         self.on_exit: Callable[[WorkerProcess], None] = lambda worker: None
+        self.ended_at: dict[RequestId, float] = {}
         self.num_faults = 0
         self.held_up_until = 0.0  # a process or a stream was held up; infinity: it still is
 

@@ -70,7 +70,9 @@ def judge(site: Site, client: Client, error: BatonError) -> Outcome:
         wait_s = limits.retry_wait_s if client.num_retries else limits.queue_timeout_s
         if now - client.waiting_since >= wait_s - _SLACK_S:
             return Outcome.NO_ROOM
-    raise Violation("end", f"{spec.request} after {client.num_retries} retries: {type(error).__name__}: {error}")
+    raise Violation(
+        "end", f"{spec.request} after {client.num_retries} retries: {type(error).__name__}: {error}"
+    )
 
 
 def judge_lifecycle(site: Site, life: Lifecycle) -> None:
