@@ -38,6 +38,7 @@ _QUIET_STEP_S = 1.0
 class Report:
     """What a run came to. `violation` is None when every rule held."""
 
+    label: str  # names the run: its seed, or the one fault it has
     seed: int
     digest: int
     violation: str | None
@@ -52,13 +53,19 @@ class Report:
 class Simulation:
     """Owns the processes of one run."""
 
-    def __init__(self, scenario: Scenario, write: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        write: Callable[[str], None] | None = None,
+        fault_rng: random.Random | None = None,
+    ) -> None:
+        self.num_events_at_end: int | None = None  # when the last request had ended
         self.scenario = scenario
         self.site = Site(scenario, write)
         self.site.on_exit = self._exited
         self.workload = Workload(self.site, self.site.queue.stop)
         self.clients = [Client(self.site, self.workload, index) for index in range(scenario.num_clients)]
-        self.injector = Injector(self, random.Random(f"{scenario.seed}/faults"))
+        self.injector = Injector(self, fault_rng or random.Random(f"{scenario.seed}/faults"))
         for slot in range(scenario.num_routers):
             self.site.routers.append(RouterProcess(self.site, slot, Epoch(1)))
         for index in range(scenario.num_prefill):
@@ -76,15 +83,21 @@ class Simulation:
             self.site.log.note("violation", violation)
         return self._report(violation)
 
-    def _run(self) -> None:
+    def begin(self) -> None:
+        """Schedule what starts a run."""
         queue = self.site.queue
         for client in self.clients:
             queue.at(START_S, client.begin)
         queue.at(START_S, self.injector.start)
         queue.after(CHECK_S, self._check)
+
+    def _run(self) -> None:
+        queue = self.site.queue
+        self.begin()
         if not queue.run(LONGEST_S):
             running = [client.request for client in self.clients if client.oracle is not None]
             raise Violation("end", f"still running after {LONGEST_S:g} s: {running}")
+        self.num_events_at_end = queue.num_events
         self.injector.repair()
         self._get_quiet()
 
@@ -171,6 +184,7 @@ class Simulation:
             counters["preemptions"] += worker.core.load().preemptions
             counters["stale messages"] += worker.core.load().stale_messages
         return Report(
+            label=f"seed {self.scenario.seed}",
             seed=self.scenario.seed,
             digest=self.site.log.digest,
             violation=violation,
