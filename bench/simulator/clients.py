@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bench.simulator.router_process import RouterProcess
 
 _NO_ROUTER_S = 0.1
-_AFTER_ERROR_S = 0.5
+_AFTER_ERROR_S = 2.0
 
 
 class Workload:

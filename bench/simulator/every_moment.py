@@ -26,6 +26,7 @@ KINDS = (
     "crash decode",
     "crash router",
     "hang prefill",
+    "cut off prefill",
     "hang decode",
     "hang router",
     "hang, then kill",

@@ -42,11 +42,12 @@ class Injector:
             "crash prefill": (lambda: workers(Role.PREFILL), WorkerProcess.die),
             "crash decode": (lambda: workers(Role.DECODE), WorkerProcess.die),
             "crash router": (routers, simulation.crash_router),
-            "hang prefill": (lambda: workers(Role.PREFILL), self._hang),
+            "hang prefill": (self._writers, self._hang),
+            "cut off prefill": (self._writers, self._cut_off),
             "hang decode": (lambda: workers(Role.DECODE), self._hang),
             "hang router": (routers, self._hang),
             "hang, then kill": (workers, self._hang_and_kill),
-            "hang, replaced": (workers, self._hang_and_replace),
+            "hang, replaced": (lambda: [*self._writers(), *workers(Role.DECODE)], self._hang_and_replace),
             "drain and restart": (workers, self._drain),
             "cut control stream": (lambda: self._streams(RouterProcess), Endpoint.cut),
             "cut KV stream": (lambda: self._streams(PrefillProcess), Endpoint.cut),
@@ -116,6 +117,16 @@ class Injector:
         return [
             worker for worker in self._site.alive() if not worker.is_stopped and role in (None, worker.role)
         ]
+
+    def _writers(self) -> list[WorkerProcess]:
+        """The prefill workers in the middle of sending a piece, or all if there is none."""
+        present = self._workers(Role.PREFILL)
+        busy: list[WorkerProcess] = [
+            worker
+            for worker in present
+            if isinstance(worker, PrefillProcess) and any(edge.is_sending for edge in worker.edges.values())
+        ]
+        return busy or present
 
     def _routers(self) -> list[RouterProcess]:
         return [router for router in self._site.routers if router.is_alive and not router.is_stopped]
@@ -192,6 +203,12 @@ class Injector:
     def _hang(self, process: Process) -> None:
         process.stop()
         self._last(self._some_time(), lambda: _resume(process), holds_up=_renews(process))
+
+    def _cut_off(self, worker: WorkerProcess) -> None:
+        """Its host is paused and its network gone: it is thought to be lost, and comes back."""
+        for end in list(worker.endpoints):
+            end.cut()
+        self._hang(worker)
 
     def _hang_and_kill(self, worker: WorkerProcess) -> None:
         worker.stop()

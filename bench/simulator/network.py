@@ -68,7 +68,7 @@ class Endpoint:
         self.is_cut = False
         self._network = network
         self._queue = network.queue
-        self._decode_type = decode_type
+        self._decoder = FrameDecoder[Any](decode_type)
         self._delay_s = delay_s
         self._last_at = 0.0
         self._num_posted = 0
@@ -147,7 +147,7 @@ class Endpoint:
         serial = self._num_posted
         self._num_posted = serial + 1
         if serial % CODEC_EVERY == 0 and message is not _END:
-            (message,) = FrameDecoder[Any](self._decode_type).feed(encode(message))
+            (message,) = self._decoder.feed(encode(message))
         at = self._queue.now + self._delay_s * (0.5 + self._network.rng.random())
         if at < self._last_at:
             at = self._last_at

@@ -30,6 +30,7 @@ class Process:
         self.queue = queue
         self.name = name
         self.epoch = epoch
+        self._label = f"{name}.{epoch}"
         self.is_alive = True
         self.is_stopped = False
         self.undisturbed_since = 0.0  # in the queue's time: continued, or its clock jumped
@@ -41,7 +42,7 @@ class Process:
         self._tick_at = float("inf")  # in the queue's time
 
     def __str__(self) -> str:
-        return f"{self.name}.{self.epoch}"
+        return self._label
 
     def now(self) -> float:
         """This process's own monotonic clock."""

@@ -54,20 +54,24 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
     size = rng.choice([2, 4, 4, 5, 8])
     max_prompt, max_new = rng.choice([(20, 8), (30, 8), (40, 12)])
     most_blocks = -(-(max_prompt + max_new) // size)
+    num_decode = rng.choice([1, 2, 2, 3])
+    max_num_seqs = rng.choice([4, 8, 16])
+    decode_blocks = most_blocks * rng.choice([2, 3, 6, 12])
+    room = num_decode * min(max_num_seqs, 2 * decode_blocks // most_blocks)  # requests that fit at once
     live_times = rng.random() < 0.2
     peer_timeout_s = 10.0 if live_times else rng.choice([1.0, 3.0])
     return Scenario(
         seed=seed,
         num_requests=num_requests,
-        num_clients=rng.choice([4, 8, 16, 24]),
+        num_clients=max(2, round(room * rng.choice([0.3, 0.6, 0.8, 1.2]))),
         think_s=rng.choice([0.0, 0.005, 0.05]),
         num_routers=rng.choice([1, 1, 1, 2]),
         num_prefill=rng.choice([0, 1, 1, 2, 2, 3]),
-        num_decode=rng.choice([1, 2, 2, 3]),
+        num_decode=num_decode,
         in_place=rng.random() < 0.5,
         block_size=size,
         prefill_blocks=most_blocks * rng.choice([2, 4, 8]),
-        decode_blocks=most_blocks * rng.choice([2, 3, 6, 12]),
+        decode_blocks=decode_blocks,
         max_prompt_tokens=max_prompt,
         max_new_tokens=max_new,
         prefill=PrefillConfig(
@@ -80,7 +84,7 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
         ),
         decode=DecodeConfig(
             block_bytes=BLOCK_BYTES,
-            max_num_seqs=rng.choice([4, 8, 16]),
+            max_num_seqs=max_num_seqs,
             growth_blocks=rng.choice([0, 1, 1, 2]),
             chunk_tokens=rng.choice([8, 16, 32]),
             mixed_chunk_tokens=rng.choice([4, 8]),
