@@ -80,7 +80,7 @@ def _finish(reports: list[Report], faults: bool, requests: int, *, is_struck: bo
         f"{totals.virtual_s:,.0f} virtual seconds."
     )
     if len(reports) == 1:
-        typer.echo(f"Hash of the run: {reports[0].digest:08x}")
+        typer.echo(f"Hash of the run: {reports[0].digest % 2**64:016x}")
     if not totals.failures:
         typer.secho("Every rule held.", fg="green")
         return

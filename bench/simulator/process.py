@@ -19,6 +19,7 @@ from cluster.ids import Epoch
 if TYPE_CHECKING:
     from bench.simulator.network import Endpoint
 
+_ARM_S = 0.02  # deadlines are looked at this often at most: timers may be late, as in a busy process
 _EPSILON_S = 1e-6  # a tick is never early, whatever the rounding of two clocks
 _WAKE_UP_S = 0.01  # within this time a continued process does what it slept through
 
@@ -40,6 +41,7 @@ class Process:
         self._clock_offset_s = rng.uniform(0.0, 1000.0)
         self._overslept: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._tick_at = float("inf")  # in the queue's time
+        self._is_arming = False
 
     def __str__(self) -> str:
         return self._label
@@ -93,7 +95,7 @@ class Process:
         """Its clock goes forward at once."""
         self._clock_offset_s += seconds
         self.undisturbed_since = self.queue.now
-        self.arm()
+        self._arm()
 
     # ---- the timer
 
@@ -105,7 +107,14 @@ class Process:
         raise NotImplementedError
 
     def arm(self) -> None:
+        """Deadlines may have changed."""
+        if not self._is_arming:
+            self._is_arming = True
+            self.queue.after(_ARM_S, self._wake, self._arm, ())
+
+    def _arm(self) -> None:
         """Keep a timer that is due no later than the next deadline; one that is too early does nothing."""
+        self._is_arming = False
         due = self.next_deadline()
         if due is None:
             return
@@ -119,7 +128,7 @@ class Process:
         due = self.next_deadline()
         if due is not None and due <= self.now():
             self.tick()
-        self.arm()
+        self._arm()
 
     def _wake(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         if not self.is_alive:
