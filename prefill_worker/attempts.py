@@ -116,10 +116,11 @@ class AttemptTable:
             handoff = attempt.handoff
             if handoff.state is HandoffState.STREAMING:
                 streaming.append(handoff)
-            if num_in_flight := handoff.num_in_flight:
-                in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + num_in_flight
+            elif handoff.state is not HandoffState.CLOSING:
+                continue  # nothing of it is under way
+            in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + handoff.num_in_flight
         for handoff in streaming:
-            under_way = in_flight.get(handoff.peer, 0)
+            under_way = in_flight[handoff.peer]
             while under_way < max_in_flight and (begun := handoff.next_piece(now)):
                 under_way = in_flight[handoff.peer] = under_way + 1
                 actions += begun

@@ -63,7 +63,7 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
     return Scenario(
         seed=seed,
         num_requests=num_requests,
-        num_clients=max(2, round(room * rng.choice([0.3, 0.6, 0.8, 1.2]))),
+        num_clients=max(2, round(room * rng.choice([0.3, 0.5, 0.7, 1.1]))),
         think_s=rng.choice([0.0, 0.005, 0.05]),
         num_routers=rng.choice([1, 1, 1, 2]),
         num_prefill=rng.choice([0, 1, 1, 2, 2, 3]),
