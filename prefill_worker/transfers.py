@@ -61,11 +61,9 @@ class Transfers:
         ]
 
     def edge_down(self, peer: Peer, reason: str, now: float) -> list[Action]:
-        on_edge = self._attempts.on_edge(peer)
-        left_open = any(attempt.handoff.may_write for attempt in on_edge)
-        self._edges.down(peer, now, redial=left_open)
+        self._edges.down(peer, now)
         actions: list[Action] = []
-        for attempt in on_edge:
+        for attempt in self._attempts.on_edge(peer):
             attempt.handoff.edge_down()
             message = f"the KV edge to {peer.worker} broke: {reason}"
             actions += self._attempts.fail(attempt, "edge_lost", message, now)

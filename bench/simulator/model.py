@@ -162,10 +162,10 @@ class Engine:
         num_full = start // size
         for index in range(num_full):
             if blocks[row.block_ids[index]] != kv[index * size : (index + 1) * size]:
-                self._wrong_kv(row, index)
+                self._wrong_kv(row, index, size)
         if rest := start % size:
             if blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
-                self._wrong_kv(row, num_full)
+                self._wrong_kv(row, num_full, rest)
         if (
             row.sample is not None
             and list(row.sample.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]
@@ -197,10 +197,10 @@ class Engine:
             if count > 1 and index >= first_written:
                 self._violate("I1", row, f"block {row.block_ids[index]} is written and held by {count}")
 
-    def _wrong_kv(self, row: Row, index: int) -> NoReturn:
-        found = self._pool.blocks[row.block_ids[index]]
+    def _wrong_kv(self, row: Row, index: int, num_slots: int) -> NoReturn:
+        found = self._pool.blocks[row.block_ids[index]][:num_slots]
         what = "unwritten" if NOTHING in found else "torn" if TORN in found else "foreign"
-        self._violate("I5", row, f"block {row.block_ids[index]} holds {what} KV for position {index}*")
+        self._violate("I5", row, f"block {row.block_ids[index]} holds {what} KV in place of the prompt's {index}th")
 
     def _violate(self, invariant: str, row: Row, what: str) -> NoReturn:
         raise Violation(invariant, f"{self._worker}: {row.request}/{row.attempt}: {what}")

@@ -90,7 +90,7 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
             mixed_chunk_tokens=rng.choice([4, 8]),
         ),
         conductor=_conductor(rng, live_times),
-        delay_s=rng.choice([0.0001, 0.0005, 0.003]),
+        delay_s=rng.choice([0.0001, 0.0005, 0.003, 0.02]),
         block_s=rng.choice([0.0001, 0.0005, 0.004]),
         restart_s=rng.choice([0.1, 0.5, 2.0]),
         fault_every=rng.choice([300, 800, 800, 2000]) if faults else None,
