@@ -3,8 +3,8 @@
 1. The first attempt for a decode worker dials it; attempts that come meanwhile wait for the same dial.
 2. When an in-place edge breaks, D cannot know that the writes have stopped and keeps the blocks out of use,
    even those whose `KvClosed` we said into the broken stream. The edge is dialled again even without new
-   work, so that D can ask (`KvAbort`) and be told. Delays double from `REDIAL_DELAY_S`, at most `MAX_REDIALS` times: a
-   decode worker that cannot be reached for so long is dead, and its successor is another peer.
+   work, so that D can ask (`KvAbort`) and be told. Delays double from `REDIAL_DELAY_S`, at most `MAX_REDIALS`
+   times: a decode worker that cannot be reached for so long is dead, and its successor is another peer.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The whole cluster in virtual time: the live conductor, cores and block managers, everything else modelled."""
+"""The whole cluster in virtual time: live conductor, cores and block managers, the rest modelled."""

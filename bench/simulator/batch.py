@@ -1,8 +1,8 @@
 """Many runs on several cores: one process per core, results as JSON lines, in any order.
 
-1. `runs_of` deals the runs out; each worker process is `python -m bench.simulator.batch`, told its share by arguments.
+1. `runs_of` deals the runs out; each worker process is `python -m bench.simulator.batch`, told its share.
 2. A worker prints one `Report` per run as it ends; the parent yields them.
-3. A worker that fails ends the batch with its words: a run's violation is a report, everything else is a bug here.
+3. A worker that fails ends the batch with its words: a violation is a report, everything else is a bug here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GARBAGE_THRESHOLD = 200_000  # new objects between two collections: a run's own
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Which runs: seeds, or one fault at every moment (`every_moment`), each `stride`-th of them."""
+    """Which runs: seeds, or one fault at every moment (`every_moment`)."""
 
     first_seed: int
     num_seeds: int

@@ -1,4 +1,4 @@
-"""The rules of the protocol, each with a way to break it: what `bench.simulator.mutations` lets the simulator find.
+"""Rules of the protocol, each with a way to break it: what `bench.simulator.mutations` lets be found.
 
 A `Patch` replaces one attribute of a live class or module by what `broken` makes of the original.
 """

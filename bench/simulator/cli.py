@@ -1,4 +1,4 @@
-"""`baton simulate`: the cluster in virtual time. A violation prints its seed and how to run it again; status 1."""
+"""`baton simulate`: the cluster in virtual time. A violation prints its seed; the status is 1."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def simulate(
 ) -> None:
     """Run the same routers, workers and caches as the live cluster in virtual time, and check every rule.
 
-    The model's tokens are hashes of all that came before them, read from simulated KV: a wrong, lost, doubled or
-    reordered token is always seen. Equal seeds give equal runs.
+    The model's tokens are hashes of all that came before them, read from simulated KV: a wrong, lost, doubled
+    or reordered token is always seen. Equal seeds give equal runs.
     """
     if trace_log and seed is None:
         raise typer.BadParameter("--trace-log needs --seed: one run is enough to read")

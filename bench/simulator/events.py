@@ -1,8 +1,8 @@
 """Virtual time: what is to happen, in order of time, ties in the order they were scheduled.
 
 1. `at` and `after` schedule a call.
-2. `run` makes the calls one after the other; `now` is the time of the present one. Nothing takes time by itself.
-3. An *alarm* is called before the n-th call of the run: this is how a fault hits any message or step there is.
+2. `run` makes the calls one after the other; `now` is the time of the present one. No call takes time.
+3. An *alarm* is called before the n-th call of the run: so a fault can hit any message or step there is.
 """
 
 from __future__ import annotations

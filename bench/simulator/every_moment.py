@@ -2,8 +2,8 @@
 
 1. `num_moments` counts the events of the undisturbed run: each delivery, step, write, timer.
 2. `strikes` names every (moment, kind, target); `run` simulates one of them.
-3. One fault among two workers of each role loses nothing: each request ends with exactly its tokens, unless its router
-   crashed or its client left.
+3. One fault among two workers of each role loses nothing: each request ends with exactly its tokens, unless
+   its router crashed or its client left.
 """
 
 from __future__ import annotations

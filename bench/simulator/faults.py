@@ -1,6 +1,6 @@
 """What goes wrong, and where: each kind of fault, its possible targets at a moment, and what it does to one.
 
-1. At random events (`Scenario.fault_every`), or at one given event (`strike_at`), a kind and a target are chosen.
+1. At random events (`Scenario.fault_every`), or at a given one (`strike_at`), a kind and a target are chosen.
 2. The requests that the target holds are marked, for the table of faults and outcomes.
 3. What lasts (a stopped process, a stalled stream, a slow edge) ends after a while; `repair` ends all of it.
 """

@@ -1,7 +1,7 @@
 """Looks inside cores and block managers: what no message says, checked against the invariants.
 
-`check_write` is asked at every write into a decode worker's memory; `check_books` now and then, because it walks a
-whole pool; `check_lease_times` and `check_quiet` at moments that say something.
+`check_write` is asked at every write into a decode worker's memory; `check_books`, `check_lease_times` and
+`check_orphans` now and then, because they walk all there is; `check_empty` and what is `left` at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def references(blocks: BlockManager, block_id: BlockId) -> int:
 
 
 def check_write(decode: DecodeProcess, piece: Piece, block_ids: Sequence[BlockId]) -> None:
-    """Bytes of this piece are written into these blocks: they are the attempt's own, still held and not shared.
+    """Bytes of this piece are written into these blocks: the attempt's own, still held and not shared.
 
     Raises:
         Violation: I1 or I2.

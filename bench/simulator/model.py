@@ -1,8 +1,8 @@
 """A model whose tokens are a hash of the whole history, read from a KV pool that is only numbers.
 
 1. The KV of position i is `chain(KV of i-1, token i)`: it names the salt and every token up to i.
-2. The next token is drawn from the KV of the last position and the seed. So one slot that is wrong, missing, of
-   another request or out of date changes, or is caught by, everything that comes after it.
+2. The next token is drawn from the KV of the last position and the seed. So one slot that is wrong, missing,
+   of another request or out of date changes, or is caught by, everything that comes after it.
 3. An `Oracle` is the undisturbed run of one request: what every slot and every token has to be.
 4. `Engine` computes steps from the pool as it is when they begin, and again when they end: what was freed and
    written over in between shows.
@@ -163,9 +163,8 @@ class Engine:
         for index in range(num_full):
             if blocks[row.block_ids[index]] != kv[index * size : (index + 1) * size]:
                 self._wrong_kv(row, index, size)
-        if rest := start % size:
-            if blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
-                self._wrong_kv(row, num_full, rest)
+        if (rest := start % size) and blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
+            self._wrong_kv(row, num_full, rest)
         if (
             row.sample is not None
             and list(row.sample.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]
@@ -200,7 +199,7 @@ class Engine:
     def _wrong_kv(self, row: Row, index: int, num_slots: int) -> NoReturn:
         found = self._pool.blocks[row.block_ids[index]][:num_slots]
         what = "unwritten" if NOTHING in found else "torn" if TORN in found else "foreign"
-        self._violate("I5", row, f"block {row.block_ids[index]} holds {what} KV in place of the prompt's {index}th")
+        self._violate("I5", row, f"its block {index}, {row.block_ids[index]} of the pool, holds {what} KV")
 
     def _violate(self, invariant: str, row: Row, what: str) -> NoReturn:
         raise Violation(invariant, f"{self._worker}: {row.request}/{row.attempt}: {what}")

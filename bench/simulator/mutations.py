@@ -1,7 +1,7 @@
-"""Breaks one rule of the protocol at a time and lets the simulator find it: does it see what it is there to see?
+"""Breaks one rule of the protocol at a time: does the simulator find what it is there to find?
 
-Each mutation replaces methods of the live classes while its runs last. A mutation that no seed reveals means that
-the simulator is blind there, and the command fails: `python -m bench.simulator.mutations [--seeds N]`.
+Each mutation replaces methods of the live classes while its runs last. A mutation that no seed reveals means
+that the simulator is blind there, and the command fails: `python -m bench.simulator.mutations [--seeds N]`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Life of a message:
 3. When a stream is cut, or its sender dies, a prefix of what was under way still arrives and then the end,
    on each side at its own time. `close` loses nothing.
 
-One message in `CODEC_EVERY` goes through the live codec. Only `duplicate` does what TCP does not: a later message
+One message in `CODEC_EVERY` goes through the live codec. Only `duplicate` does what TCP does not: a message
 is delivered twice, at once or after the one that follows it; the protocol claims that it does not matter.
 """
 

@@ -1,8 +1,8 @@
 """One life of a process: it runs, is stopped and continued (SIGSTOP, SIGCONT), or dies with all its state.
 
 1. What a process is to do later, by itself or in one of its threads, goes through `later`.
-2. While it is stopped nothing of it runs: what came due waits, as do the messages for it (`network`). When it is
-   continued all of that happens a little later, each stream in its order, otherwise in any.
+2. While it is stopped nothing of it runs: what came due waits, as do the messages for it (`network`). When it
+   is continued all of that happens a little later, each stream in its order, otherwise in any.
 3. Dead, it does nothing any more: neither its timers nor its writes into other processes' memory.
 4. Each process has a clock of its own, with another zero. `jump` sets it forward.
 """

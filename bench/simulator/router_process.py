@@ -1,6 +1,7 @@
 """A router process: the live conductor, its clients, and links to workers that do what the live ones do.
 
-1. A worker's first message is `Register`: refused, or welcomed and fed as `WorkerJoined` (`router.worker_links`).
+1. A worker's first message is `Register`: refused, or welcomed and fed as `WorkerJoined`
+   (`router.worker_links`).
 2. Every event goes to `Conductor.handle`, its actions out in order (`router.driver`).
 3. A worker that says nothing for too long gets a second look, then its stream is closed.
 """
@@ -155,7 +156,7 @@ class RouterProcess(Process):
         self.later(in_s, self._check, link, self.now() + in_s)
 
     def _check(self, link: _Link, due: float) -> None:
-        """As `WorkerLinks`: a silent worker gets a second look, so that this process may have slept itself."""
+        """As `WorkerLinks`: a silent worker gets a second look, since this process may have slept."""
         assert link.register is not None
         if self._links.get(link.register.worker) is not link:
             return

@@ -1,7 +1,7 @@
 """What one run simulates: the cluster, its timing and its clients, all drawn from a seed or given.
 
-Pools are small, prompts take several blocks, budgets are tight: chunks, prefix sharing, preemption, full pools and
-refusals are the rule. Some runs keep the live system's times, most have shorter ones, so that more meets.
+Pools are small, prompts take several blocks, budgets are tight: chunks, shared heads, preemption, full pools
+and refusals are the rule. Some runs keep the live system's times, most have shorter ones, so that more meets.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One run: a cluster, its clients, perhaps faults; then everything must be over, and nothing left.
 
 1. Routers and workers start; clients begin once the workers have registered.
-2. Faults come at random events until the last request is submitted, then the damage is repaired: who is stopped goes
-   on, who is dead is started again, streams flow.
-3. Every request ends. After that the cluster gets quiet within `QUIET_S`: no blocks, leases, timers, counters.
+2. Faults come at random events until the last request is submitted; when the last has ended, what still lasts
+   is repaired: who is stopped goes on, streams flow. The dead are started again all along.
+3. The cluster gets quiet within `QUIET_S`: no blocks, leases, timers, counters are left.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """Everything that happens, in order. Always hashed: equal hashes are equal runs; printed only on demand."""
+    """Everything that happens, in order. Always hashed, so equal hashes are equal runs; printed on demand."""
 
     def __init__(self, queue: EventQueue, write: Callable[[str], None] | None) -> None:
         self._queue = queue

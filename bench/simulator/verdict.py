@@ -1,9 +1,9 @@
 """How a request may end, and when an error is one that the rules allow.
 
 1. Without any fault injected, a request ends with its tokens, or too large, or past its own deadline.
-2. With faults: its attempts are used up; or nothing could serve it at that moment; or it waited for a place as long
-   as it may.
-3. Never because workers that run the same protocol broke it: wrong pieces, tokens out of order, an early commit.
+2. With faults: its attempts are used up; or nothing could serve it just then; or it waited for a place as
+   long as it may.
+3. Never because workers that run the same protocol broke it: wrong pieces, tokens out of order.
 4. A wanted lease does not expire unless somebody who renews or hears of it was held up (I3).
 """
 

@@ -237,7 +237,7 @@ def test_an_edge_that_broke_under_a_writer_is_dialled_again_so_that_d_can_ask() 
 
 
 def test_closed_that_was_said_into_a_broken_stream_is_said_again() -> None:
-    """The attempt ended, and D was told, when the stream was broken already and only P did not know it yet."""
+    """The attempt ended, and D was told, when the stream was broken already and P did not know it yet."""
     one, blocks = core()
     plan = plan_of(one.handle(prefill(list(range(4))), 0.0))
     one.handle(EdgeUp(D, True), 0.0)

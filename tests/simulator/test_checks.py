@@ -18,7 +18,7 @@ from bench.simulator.verdict import Outcome, judge, judge_lifecycle
 from bench.simulator.violation import RULES, Violation
 from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.errors import ContextLengthExceeded, DeadlineExceeded, WorkerLost
-from cluster.ids import Attempt, BlockId, PieceIndex, RequestId
+from cluster.ids import Attempt, BlockId, RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece
 from cluster.request import LifecycleEvent, RequestSpec
@@ -155,7 +155,12 @@ def test_a_block_table_that_is_too_short_is_seen() -> None:
 def busy_cluster(*, in_place: bool) -> tuple[Simulation, PrefillProcess, DecodeProcess, Piece]:
     """A fault-free run, stopped when a piece is on its way to a lease that waits for it."""
     scenario = replace(
-        draw(3, num_requests=200, faults=False), in_place=in_place, num_prefill=1, num_decode=1
+        draw(3, num_requests=200, faults=False),
+        in_place=in_place,
+        num_prefill=1,
+        num_decode=1,
+        prefill_blocks=200,
+        decode_blocks=200,
     )
     simulation = Simulation(scenario)
     simulation.begin()
@@ -269,21 +274,18 @@ def test_a_client_takes_exact_tokens_only() -> None:
     seen("I8", lambda: client.deliver(NewTokens((wrong,), None)))
 
 
-def test_a_client_sees_a_doubled_a_lost_and_an_early_last_token() -> None:
-    for fault in ("doubled", "lost", "early"):
-        _, client = client_with_request()
-        client.oracle = oracle = Oracle(spec(max_tokens=4))
-        assert len(set(oracle.outputs)) == 4
-        client.num_tokens = 0
-        client.deliver(NewTokens((oracle.outputs[0],), None))
-        match fault:
-            case "doubled":
-                seen("I8", lambda: client.deliver(NewTokens((oracle.outputs[0],), None)))
-            case "lost":
-                seen("I8", lambda: client.deliver(NewTokens((oracle.outputs[2],), None)))
-            case "early":
-                early = NewTokens((oracle.outputs[1],), FinishReason.LENGTH)
-                seen("I8", lambda: client.deliver(early))
+@pytest.mark.parametrize(
+    ("index", "finish"),
+    [(0, None), (2, None), (1, FinishReason.LENGTH)],
+    ids=["doubled", "one is lost", "ends early"],
+)
+def test_a_client_sees_a_wrong_next_token(index: int, finish: FinishReason | None) -> None:
+    _, client = client_with_request()
+    client.oracle = oracle = Oracle(spec(max_tokens=4))
+    assert len(set(oracle.outputs)) == 4
+    client.num_tokens = 0
+    client.deliver(NewTokens((oracle.outputs[0],), None))
+    seen("I8", lambda: client.deliver(NewTokens((oracle.outputs[index],), finish)))
 
 
 def test_a_client_sees_what_comes_after_the_end() -> None:
