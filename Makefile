@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test test-quick check bench bench-engine bench-peers chaos clean
+.PHONY: setup serve test test-quick check bench bench-engine bench-peers chaos simulate-faults clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,10 @@ bench-peers: $(STAMP)
 # Kills, stops and drains workers of a live cluster under load; compares every stream with the undisturbed run.
 chaos: $(STAMP)
 	$(BIN)/python -m bench.chaos $(CHAOS_ARGS)
+
+# A million requests in virtual time, faults at random messages and steps; every rule of the protocol is checked.
+simulate-faults: $(STAMP)
+	$(BIN)/baton simulate --faults --seeds 2000 --requests 500 $(SIMULATE_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

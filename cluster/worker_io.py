@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.engine.batch import StepOutput, StepPlan
 from cluster.ids import BlockId, Epoch, RouterId, WorkerId
@@ -25,8 +25,7 @@ from cluster.wire.messages import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """The other end of an edge; a restarted worker is another peer."""
 
     worker: WorkerId

@@ -109,15 +109,20 @@ class AttemptTable:
 
     def begin_pieces(self, max_in_flight: int, now: float) -> list[Action]:
         """Begin pieces on every edge that has fewer than `max_in_flight` under way."""
+        actions: list[Action] = []
+        streaming: list[Handoff] = []
         in_flight: dict[Peer, int] = {}
         for attempt in self._attempts.values():
-            peer = attempt.handoff.peer
-            in_flight[peer] = in_flight.get(peer, 0) + attempt.handoff.num_in_flight
-        actions: list[Action] = []
-        for attempt in self._attempts.values():
             handoff = attempt.handoff
-            while in_flight[handoff.peer] < max_in_flight and (begun := handoff.next_piece(now)):
-                in_flight[handoff.peer] += 1
+            if handoff.state is HandoffState.STREAMING:
+                streaming.append(handoff)
+            elif handoff.state is not HandoffState.CLOSING:
+                continue  # nothing of it is under way
+            in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + handoff.num_in_flight
+        for handoff in streaming:
+            under_way = in_flight[handoff.peer]
+            while under_way < max_in_flight and (begun := handoff.next_piece(now)):
+                under_way = in_flight[handoff.peer] = under_way + 1
                 actions += begun
         return actions
 

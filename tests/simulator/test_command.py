@@ -1,0 +1,117 @@
+"""`baton simulate` as people run it, the batches beneath it, the table, and a slice of the mutation check."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.simulator import mutations
+from bench.simulator.batch import Batch, run
+from bench.simulator.broken_rules import MUTATIONS, Mutation
+from bench.simulator.cli import app
+from bench.simulator.simulation import Report
+from bench.simulator.table import Totals, render
+from cluster.cli import app as baton
+from decode_worker.core import DecodeCore
+
+runner = CliRunner()
+
+# Those that the first few seeds reveal; the others need more, see `python -m bench.simulator.mutations`.
+QUICK = {
+    "skip the attempt check",
+    "free before ack",
+    "resample token 0",
+    "lose the bitmap check",
+    "forget to renew leases",
+    "ignore KvClosed",
+    "free while a piece is sent",
+    "commit while pieces are sent",
+    "free during a step",
+    "share blocks before they are computed",
+    "share blocks across salts",
+    "forget which attempts were taken",
+    "take every row as new",
+    "resume from the prompt alone",
+    "let go without telling the workers",
+}
+
+
+def test_a_clean_batch_ends_with_0_and_a_table() -> None:
+    result = runner.invoke(app, ["--faults", "--seeds", "3", "--requests", "40", "--jobs", "1"])
+    assert result.exit_code == 0, result.output
+    assert "Every rule held." in result.output
+    assert "3 runs, 120 requests" in result.output
+    assert "all requests" in result.output
+
+
+def test_it_is_a_verb_of_baton() -> None:
+    result = runner.invoke(baton, ["simulate", "--seeds", "1", "--requests", "10", "--jobs", "1"])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_violation_prints_its_seed_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeCore, "quiet", lambda self: False)
+    result = runner.invoke(app, ["--seeds", "2", "--first-seed", "7", "--requests", "5", "--jobs", "1"])
+    assert result.exit_code == 1
+    assert "seed 7: quiet" in result.output
+    assert "again: baton simulate --seed 8 --requests 5" in result.output
+
+
+def test_one_seed_gives_the_same_hash_with_and_without_its_log() -> None:
+    options = ["--faults", "--seed", "11", "--requests", "15"]
+    plain = runner.invoke(app, options)
+    logged = runner.invoke(app, [*options, "--trace-log"])
+    assert plain.exit_code == logged.exit_code == 0
+    (line,) = [line for line in plain.output.splitlines() if line.startswith("Hash of the run")]
+    assert line in logged.output
+    assert "Reserve(request=" in logged.output
+    assert "Reserve(request=" not in plain.output
+
+
+def test_a_log_needs_a_seed() -> None:
+    assert runner.invoke(app, ["--trace-log"]).exit_code == 2
+
+
+def test_two_processes_run_the_same_runs_as_one() -> None:
+    batch = Batch(first_seed=30, num_seeds=4, num_requests=20, faults=True)
+    alone = sorted(run(batch, 1), key=lambda report: report.seed)
+    shared = sorted(run(batch, 2), key=lambda report: report.seed)
+    assert shared == alone
+    assert [report.seed for report in alone] == [30, 31, 32, 33]
+
+
+def test_the_table_counts_requests_by_fault_and_outcome() -> None:
+    totals = Totals()
+    for seed in range(2):
+        totals.add(
+            Report(
+                label=f"seed {seed}",
+                seed=seed,
+                digest=0,
+                violation="I5" if seed else None,
+                num_events=10,
+                virtual_s=1.0,
+                outcomes={"exact": 1000, "client left": 1},
+                faults={"crash decode": 2},
+                touched={"crash decode": {"exact": 5}},
+                counters={"steps": 7},
+            )
+        )
+    table = render(totals).splitlines()
+    assert table[0].split() == ["fault", "times", "requests", "hit", "exact", "client", "left"]
+    assert table[2].split() == ["crash", "decode", "4", "10", "10", "0"]
+    assert table[4].split() == ["all", "requests", "4", "2,002", "2,000", "2"]
+    assert table[-1] == "On the way: 14 steps."
+    assert [report.seed for report in totals.failures] == [1]
+
+
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.name in QUICK], ids=lambda m: m.name)
+def test_a_broken_rule_is_found(mutation: Mutation) -> None:
+    originals = [vars(patch.owner)[patch.name] for patch in mutation.patches]
+    found = mutations.find(mutation, range(15))
+    assert found is not None, mutation.name
+    assert [vars(patch.owner)[patch.name] for patch in mutation.patches] == originals
+
+
+def test_every_quick_mutation_exists() -> None:
+    assert {mutation.name for mutation in MUTATIONS} >= QUICK
