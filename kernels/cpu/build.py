@@ -108,7 +108,7 @@ def _compile_once(path: Path) -> None:
 
 def _run_compiler(output: Path) -> None:
     sources = [str(SOURCE_DIR / name) for name in SOURCES]
-    command = [_compiler(), *FLAGS, *sources, "-o", str(output)]
+    command = [compiler(), *FLAGS, *sources, "-o", str(output)]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
@@ -122,7 +122,8 @@ def _run_compiler(output: Path) -> None:
         raise BuildError(f"`{command[0]}` failed with status {result.returncode}: {first_error.strip()}")
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """The C++ compiler: `CXX`, or the first one found. Raises `BuildError`."""
     chosen = os.environ.get("CXX")
     for name in [chosen] if chosen else ["c++", "g++", "clang++"]:
         found = shutil.which(name)

@@ -7,6 +7,7 @@ block id, slot and position. What the contract calls contiguous is copied if it 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,17 +50,27 @@ def bind(library: ctypes.CDLL) -> Any:
     Raises:
         BuildError: it lacks a function, or was made for other partitions.
     """
+    bind_functions(library, SIGNATURES)
+    if library.baton_partition_size() != PARTITION_SIZE:
+        raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
+    if library.baton_num_stages() != len(STAGES):
+        raise BuildError(f"the compiled kernels have {library.baton_num_stages()} stages in a step")
+    return library
+
+
+def bind_functions(library: ctypes.CDLL, signatures: Mapping[str, str]) -> Any:
+    """The library with the types of these functions set.
+
+    Raises:
+        BuildError: it lacks one of them.
+    """
     try:
-        for name, letters in SIGNATURES.items():
+        for name, letters in signatures.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[letter] for letter in letters[:-1]]
             function.restype = _TYPES[letters[-1]]
     except AttributeError as error:
         raise BuildError(f"the compiled kernels lack a function: {error}") from error
-    if library.baton_partition_size() != PARTITION_SIZE:
-        raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
-    if library.baton_num_stages() != len(STAGES):
-        raise BuildError(f"the compiled kernels have {library.baton_num_stages()} stages in a step")
     return library
 
 
