@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from bench.roofline import ModelShape, Roofline, Work
+from cluster.engine.backends import make_backend
 from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.packed_batch import pack
@@ -37,6 +38,7 @@ from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.probe import MachineProbe
+from kernels.quantization import Quantization
 
 BLOCK_SIZE = 64
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -79,9 +81,11 @@ class Rates:
     multiply_adds_per_s: float
 
 
-def roofline(spec: ModelSpec, dtype: Dtype, rates: Rates) -> Roofline:
-    """A multiply-add counts as two operations there."""
+def roofline(spec: ModelSpec, dtype: Dtype, rates: Rates, quantization: str = "none") -> Roofline:
+    """A multiply-add counts as two operations there. The limit of arithmetic stays that of fp32 multiply-adds
+    where weights are int8: a share above 100 % says what integers gain."""
     size = TORCH_DTYPES[dtype].itemsize
+    weight_size = size if quantization == "none" else 1
     shape = ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -91,7 +95,7 @@ def roofline(spec: ModelSpec, dtype: Dtype, rates: Rates) -> Roofline:
         intermediate_size=spec.intermediate_size,
         vocab_size=spec.vocab_size,
     )
-    return Roofline(shape, size, size, rates.bytes_per_s, 2 * rates.multiply_adds_per_s)
+    return Roofline(shape, weight_size, size, rates.bytes_per_s, 2 * rates.multiply_adds_per_s)
 
 
 def work(case: Case, line: Roofline) -> Work:
@@ -155,8 +159,8 @@ def python_costs_us(spec: ModelSpec, num_blocks: int) -> dict[str, float]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     threads, dtype = arguments.threads, Dtype(arguments.dtype)
-    backend = CpuBackend(threads)
-    if not backend.is_native:
+    backend = make_backend("cpu", threads, arguments.quantization)
+    if not (isinstance(backend, CpuBackend) and backend.is_native):
         raise SystemExit("the C++ kernels did not compile here: nothing to measure (see the log)")
     prepared = prepare_model(arguments.model, dtype, backend)
     spec = prepared.spec
@@ -189,19 +193,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "threads": threads,
         "dtype": dtype.value,
+        "quantization": arguments.quantization,
         "model": prepared.name,
         "read_gb_per_s": round(best.bytes_per_s / 1e9, 1),
         "giga_multiply_adds_per_s": round(best.multiply_adds_per_s / 1e9, 1),
         "load_average": round(os.getloadavg()[0], 1),
-        "steps": [asdict(against_limit(*step, spec, dtype, best)) for step in timed],
+        "steps": [asdict(against_limit(*step, spec, dtype, best, arguments.quantization)) for step in timed],
         "python_us_at_64": python_costs_us(spec, num_blocks),
     }
 
 
 def against_limit(
-    case: Case, step_s: float, processor_s: float, spec: ModelSpec, dtype: Dtype, rates: Rates
+    case: Case,
+    step_s: float,
+    processor_s: float,
+    spec: ModelSpec,
+    dtype: Dtype,
+    rates: Rates,
+    quantization: str = "none",
 ) -> Measured:
-    line = roofline(spec, dtype, rates)
+    line = roofline(spec, dtype, rates, quantization)
     needed = work(case, line)
     memory_s, compute_s = needed.read_bytes / line.bytes_per_s, needed.flops / line.flops_per_s
     limit_s = max(memory_s, compute_s)
@@ -220,7 +231,8 @@ def against_limit(
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['model']} {result['dtype']}, {result['threads']} threads: "
+        f"{result['model']} {result['dtype']}, quantization {result['quantization']}, "
+        f"{result['threads']} threads: "
         f"reads {result['read_gb_per_s']} GB/s, {result['giga_multiply_adds_per_s']} G multiply-adds/s "
         f"(load average {result['load_average']})",
         f"{'step':<20}{'ms':>9}{'cpu ms':>9}{'tok/s':>9}{'MB':>7}{'GMAC':>8}{'limit ms':>10}"
@@ -240,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo", help="as `baton serve --model`")
     parser.add_argument("--dtype", default="bf16", choices=[dtype.value for dtype in Dtype])
+    parser.add_argument("--quantization", default="none", choices=[kind.value for kind in Quantization])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--pool-mib", type=int, default=1600, help="memory for keys and values")
     parser.add_argument("--seconds", type=float, default=1.5, help="per case; the fastest step counts")

@@ -16,6 +16,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from cluster.core_board import CoreShare
 from cluster.errors import ConfigError
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.messages import Role
@@ -24,8 +25,12 @@ MiB: Final = 1 << 20
 
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
+CpuIsaName = Literal["auto", "simd", "amx"]
+QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
 EdgeKind = Literal["auto", "shm", "gloo"]
+KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+IdleCores = Literal["lend", "keep"]
 LogFormat = Literal["text", "json"]
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
@@ -53,9 +58,24 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads_per_worker: Annotated[
         _AtLeastOne | None, Meta(description="compute threads of each worker (default: share the cores)")
     ] = None
+    idle_cores: Annotated[
+        IdleCores, Meta(description="whether a worker's cores help the others of this machine while it rests")
+    ] = "lend"
     gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
-    dtype: Annotated[DtypeName, Meta(description="numeric type of weights, activations and KV")] = "bf16"
+    dtype: Annotated[DtypeName, Meta(description="numeric type of weights and activations")] = "bf16"
+    quantization: Annotated[
+        QuantizationName,
+        Meta(description="of matrices; int8: weights and activations in int8, int8-weights: weights only"),
+    ] = "none"
+    kv_dtype: Annotated[
+        KvDtypeName,
+        Meta(description="numeric type of KV; int8: a scale per token and head; auto: as `--dtype`"),
+    ] = "auto"
     backend: Annotated[BackendName, Meta(description="kernel backend")] = "cpu"
+    cpu_isa: Annotated[
+        CpuIsaName,
+        Meta(description="instructions of matrix products; auto: the matrix unit (AMX) where there is one"),
+    ] = "auto"
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block; the same on all workers")
     ] = 32
@@ -172,8 +192,11 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     kv_address: str | None
     runtime_dir: str
     dtype: DtypeName = "bf16"
+    quantization: QuantizationName = "none"
+    kv_dtype: KvDtypeName = "auto"
     backend: BackendName = "cpu"
     num_threads: int = 1
+    core_share: CoreShare | None = None  # None: it has its threads and no more
     max_model_len: int | None = None  # None: the model's
     max_num_seqs: int = 64
     max_chunk_tokens: int = 512  # prompt tokens per step

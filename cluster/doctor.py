@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Final
 
 from cluster import preflight
-from cluster.config import ClusterConfig, num_available_cores
-from cluster.errors import BatonError
+from cluster.config import ClusterConfig, num_available_cores, threads_per_worker
+from cluster.core_board import can_share, describe_shares, share_cores
+from cluster.engine.cpu_isa import find_isa
+from cluster.errors import BatonError, ConfigError
 from cluster.kv.memory import available_bytes
 
 LIBRARIES: Final = ("torch", "ray", "transformers", "tokenizers", "fastapi", "uvicorn", "msgspec")
@@ -40,7 +42,9 @@ def run_checks() -> tuple[Check, ...]:
         _packages(),
         *(_library(name) for name in LIBRARIES),
         _cpu(),
+        _cores(config),
         _compiler(),
+        _products(),
         _memory(),
         _attempt(
             "port",
@@ -75,6 +79,16 @@ def _cpu() -> Check:
     return Check("cpu", bool(found), text, is_fatal=False)
 
 
+def _cores(config: ClusterConfig) -> Check:
+    """Which worker would own which cores, with the default settings."""
+    if not can_share():
+        return Check("cores", False, "idle cores are shared on Linux only", is_fatal=False)
+    names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
+    num_cores = num_available_cores()
+    shares = share_cores("", len(names), threads_per_worker(config, num_cores), num_cores)
+    return Check("cores", bool(shares), describe_shares(names, shares), is_fatal=False)
+
+
 def _cpu_flags(file: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     try:
         lines = file.read_text().splitlines()
@@ -88,11 +102,25 @@ def _cpu_flags(file: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     )
 
 
+def _compiler_path() -> str | None:
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
 def _compiler() -> Check:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return Check("compiler", True, path)
+    path = _compiler_path()
+    if path is not None:
+        return Check("compiler", True, path)
     return Check("compiler", False, "none: the kernels run in torch, slower; install g++", is_fatal=False)
+
+
+def _products() -> Check:
+    """The instructions of the kernels' matrix products."""
+    try:
+        choice = find_isa(_compiler_path(), os.environ)
+    except ConfigError as error:
+        return Check("products", False, str(error))
+    return Check("products", not choice.is_lost, f"{choice.isa.value}: {choice.reason}", is_fatal=False)
 
 
 def _memory() -> Check:

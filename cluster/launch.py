@@ -26,10 +26,18 @@ from cluster import preflight
 from cluster.clock import MonotonicClock
 from cluster.cluster_token import resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
+from cluster.core_board import BoardFile, can_share
 from cluster.engine.prepared_index import find_prepared
 from cluster.launch_driver import Driver, Report
 from cluster.launch_guard import Guard
-from cluster.launch_plan import ENTRIES, RoleSpec, Site, plan_roles, private_ray_environment
+from cluster.launch_plan import (
+    ENTRIES,
+    RoleSpec,
+    Site,
+    kernel_environment,
+    plan_roles,
+    private_ray_environment,
+)
 from cluster.launch_prepare import Preparation, prepare_command
 from cluster.launch_processes import become_subreaper, children, end_children
 from cluster.launch_supervisor import Finish, Supervisor
@@ -84,12 +92,15 @@ def serve(
         runtime_dir = RuntimeDir.create(config.runtime_dir)
         guard = Guard(runtime_dir.path)
         keep = children()
+        board = BoardFile() if can_share() else None
         try:
-            return _run(config, report, entries, command, runtime_dir, signals)
+            return _run(config, report, entries, command, runtime_dir, board, signals)
         finally:
             signals.on_signal = lambda: None  # the end is near and bounded: nothing may cut it short
             end_children(keep, END_GRACE_S)
             guard.close()
+            if board is not None:
+                board.close()
             runtime_dir.close()
 
 
@@ -99,12 +110,13 @@ def _run(
     entries: Mapping[str, str],
     command: Sequence[str] | None,
     runtime_dir: RuntimeDir,
+    board: BoardFile | None,
     signals: _Signals,
 ) -> Finish:
     report.phase("Ray")
     directory, give_up = _prepare(config, report, command)
     try:
-        session, specs = _start_ray(config, runtime_dir, entries)
+        session, specs = _start_ray(config, runtime_dir, board, entries)
         signals.install()  # Ray has put its own handler in place
         try:
             report.phase("model")
@@ -129,13 +141,13 @@ def _prepare(
     found = None
     if command is None:
         models = Path(config.cache_dir).expanduser() / "models"
-        found = find_prepared(config.model, config.dtype, config.backend, models)
+        found = find_prepared(config.model, config.dtype, config.backend, models, config.quantization)
     if found is not None:
         done: Future[str] = Future()
         done.set_result(str(found))
         return done, lambda: None
     preparation = Preparation(
-        command or prepare_command(config), config.cache_dir, report.progress, report.say
+        command or prepare_command(config), kernel_environment(config), report.progress, report.say
     )
     return preparation.directory, preparation.close
 
@@ -151,7 +163,7 @@ async def _drive(driver: Driver, directory: Future[str], signals: _Signals) -> F
 
 
 def _start_ray(
-    config: ClusterConfig, runtime_dir: RuntimeDir, entries: Mapping[str, str]
+    config: ClusterConfig, runtime_dir: RuntimeDir, board: BoardFile | None, entries: Mapping[str, str]
 ) -> tuple[RaySession, tuple[RoleSpec, ...]]:
     """A private Ray, or the one at `address`; and the roles as they fit it."""
     assert config.served_model_name is not None, "`check` fills it in"
@@ -164,6 +176,7 @@ def _start_ray(
             config.cluster_token_file, os.environ, runtime_dir.path / "cluster_token"
         ),
         num_cores=num_available_cores(),
+        core_board=board.path if board is not None and config.idle_cores == "lend" else None,
     )
     if config.address is None:
         auth_token = runtime_dir.path / "ray_token"
@@ -182,6 +195,7 @@ def _start_ray(
         ray_cpus=session.num_cpus,
         router_host=session.host,
         router_control_port=_free_port(session.host),
+        core_board=None,  # which workers share a machine is Ray's choice
     )
     return session, plan_roles(config, joined, entries)
 

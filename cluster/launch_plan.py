@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from cluster.config import (
     WorkerConfig,
     threads_per_worker,
 )
+from cluster.core_board import CoreShare, share_cores
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.messages import Role
 
@@ -68,6 +69,7 @@ class Site:
     log_dir: str
     cluster_token: str
     num_cores: int  # of this machine
+    core_board: str | None = None  # None: workers keep to their own threads
     ray_cpus: float | None = None  # CPUs of a Ray cluster that was joined; None: a Ray of our own
     router_host: str | None = None  # this machine's address in a joined cluster
     router_control_port: int = 0
@@ -125,23 +127,39 @@ def plan_roles(
         num_gpus=0.0,
         env=_environment(config, 1),
     )
+    shares: Sequence[CoreShare] = ()
+    if site.core_board is not None:
+        shares = share_cores(site.core_board, num_workers, num_threads, site.num_cores)
     workers = tuple(
         RoleSpec(
             name=f"{role.value}-{index}",
             entry=entries[role.value],
-            config=_worker_config(config, site, role, index, num_threads, control_address),
+            config=_worker_config(
+                config, site, role, index, num_threads, shares[number] if shares else None, control_address
+            ),
             num_cpus=num_cpus,
             num_gpus=config.gpus_per_worker,
             env=_environment(config, num_threads),
         )
-        for role, num in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
-        for index in range(num)
+        for number, (role, index) in enumerate(_workers(config))
     )
     return (router, *workers)
 
 
+def _workers(config: ClusterConfig) -> list[tuple[Role, int]]:
+    """In the order in which they are counted."""
+    numbers = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+    return [(role, index) for role, number in numbers for index in range(number)]
+
+
 def _worker_config(
-    config: ClusterConfig, site: Site, role: Role, index: int, num_threads: int, control_address: str
+    config: ClusterConfig,
+    site: Site,
+    role: Role,
+    index: int,
+    num_threads: int,
+    core_share: CoreShare | None,
+    control_address: str,
 ) -> WorkerConfig:
     name = f"{role.value}-{index}"
     is_decode = role is Role.DECODE
@@ -166,8 +184,11 @@ def _worker_config(
         kv_address=kv_address if is_decode else None,
         runtime_dir=site.runtime_dir,
         dtype=config.dtype,
+        quantization=config.quantization,
+        kv_dtype=config.kv_dtype,
         backend=config.backend,
         num_threads=num_threads,
+        core_share=core_share,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_chunk_tokens=local_chunk if is_decode else config.prefill_chunk,
@@ -185,12 +206,18 @@ def _log(config: ClusterConfig, site: Site, name: str) -> LogConfig:
 def _environment(config: ClusterConfig, num_threads: int) -> Mapping[str, str]:
     """Thread counts must be set before numeric libraries load: they read them once."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))
-    cache_dir = str(Path(config.cache_dir).expanduser())
     others = {
         # Waiting threads sleep after some microseconds instead of milliseconds: the cores are shared with
         # the other roles.
         "GOMP_SPINCOUNT": "20000",
         "TOKENIZERS_PARALLELISM": "false",
-        "BATON_CACHE_DIR": cache_dir,
     }
-    return MappingProxyType(threads | others)
+    return MappingProxyType(threads | others | kernel_environment(config))
+
+
+def kernel_environment(config: ClusterConfig) -> dict[str, str]:
+    """What the kernels read for themselves, in every process that loads them."""
+    return {
+        "BATON_CACHE_DIR": str(Path(config.cache_dir).expanduser()),
+        "BATON_CPU_ISA": config.cpu_isa,
+    }

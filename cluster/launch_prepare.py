@@ -12,9 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import IO, Final
 
 import msgspec
@@ -40,7 +39,7 @@ def prepare_command(config: ClusterConfig) -> list[str]:
     """What converts the model of `config`, or finds it converted."""
     return [
         *(sys.executable, "-m", MODULE, "--json", "--model", config.model),
-        *("--dtype", config.dtype, "--backend", config.backend),
+        *("--dtype", config.dtype, "--quantization", config.quantization, "--backend", config.backend),
     ]
 
 
@@ -48,7 +47,11 @@ class Preparation:
     """One conversion under way. `progress` and `say` are called from a thread of its own."""
 
     def __init__(
-        self, command: Sequence[str], cache_dir: str, progress: Progress, say: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        progress: Progress,
+        say: Callable[[str], None],
     ) -> None:
         self.directory: Future[str] = Future()  # or the `ModelError` why there is none
         self._progress = progress
@@ -59,7 +62,7 @@ class Preparation:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | {"BATON_CACHE_DIR": str(Path(cache_dir).expanduser())},
+            env=os.environ | environment,
         )
         assert self._process.stdout is not None
         self._thread = threading.Thread(target=self._follow, args=(self._process.stdout,), name="prepare")

@@ -49,16 +49,14 @@ def finish_reason(params: SamplingParams, output_ids: Sequence[int]) -> FinishRe
 
     EOS or a stop id wins over the length limit when both hold at the same token.
     """
-    if not output_ids:
+    num_generated = len(output_ids)
+    if num_generated == 0:
         return None
     last = output_ids[-1]
-    if len(output_ids) >= params.min_tokens and (
-        last in params.eos_token_ids or last in params.stop_token_ids
-    ):
+    is_end = last in params.eos_token_ids or last in params.stop_token_ids
+    if is_end and num_generated >= params.min_tokens:
         return FinishReason.STOP
-    if len(output_ids) >= params.max_tokens:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if num_generated >= params.max_tokens else None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

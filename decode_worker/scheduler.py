@@ -117,9 +117,11 @@ class DecodeScheduler:
         self._resume()
         rows: list[Row] = []
         step: list[tuple[Sequence, int]] = []
+        size = self._blocks.block_size
         for sequence in tuple(self._decoding):
+            room = len(sequence.block_ids) * size
             # Without blocks: preempted by an older one, a moment ago.
-            if sequence.block_ids and self._grow(sequence):
+            if room and (len(sequence.token_ids) <= room or self._grow(sequence)):
                 rows.append(sequence.row(1))
                 step.append((sequence, 1))
         self._num_decode_rows = len(rows)
@@ -175,9 +177,7 @@ class DecodeScheduler:
     # ---- blocks
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Room for the KV of the sequence's last token, by preemption if need be; False: it has to wait."""
-        if sequence.num_tokens <= len(sequence.block_ids) * self._blocks.block_size:
-            return True
+        """One more block, by preemption if need be; False: the sequence has to wait."""
         while (fresh := self._blocks.allocate(1)) is None:
             youngest = self._youngest()
             if youngest is sequence:

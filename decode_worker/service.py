@@ -32,7 +32,7 @@ async def run(
     if config.kv_address is None:
         raise ConfigError(f"decode worker `{config.worker}` was given no KV address")
     engine = await asyncio.to_thread(open_engine, config)
-    fingerprint = engine.prepared.fingerprint
+    fingerprint = engine.fingerprint
     geometry = engine.layout.to_geometry()
     kind = edge_kind(config.kv_edge)
     pool = make_pool(kind, engine.layout)
@@ -55,6 +55,11 @@ async def run(
     )
 
     def check_hello(hello: EdgeHello) -> str | None:
+        if hello.geometry.dtype != geometry.dtype:
+            return (
+                f"it keeps KV in {hello.geometry.dtype}, this worker in {geometry.dtype}: start both with "
+                "the same `--dtype` and `--kv-dtype`"
+            )
         if hello.fingerprint != fingerprint:
             return "it runs another model, dtype, backend or instruction set: bits would differ"
         if hello.kind != config.kv_edge:

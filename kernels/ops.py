@@ -9,20 +9,42 @@ Every backend keeps two promises:
 
 Activations are `[num_tokens, ...]`, contiguous, of the model's dtype (fp32 or bf16); sums are carried
 in fp32.
+
+Keys and values live in a pool `[num_blocks, num_layers, 2, block_size, kv_heads, row_size]`, K before V. A
+row holds one token's `head_dim` elements of one head: of the model's dtype, or in int8, quantized from these
+elements alone: scale = max(absmax / 127, 2^-126), value = x / scale rounded to even, with the scale in the
+row's last `KV_SCALE_BYTES`. A row with an element that is not finite gets the scale NaN and zeros, so what is
+broken shows. The scale is fp32, so that any finite key has one, as near as 24 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.quantization import Quantization
+
 PARTITION_SIZE = 128  # key positions reduced at a time; a multiple of every supported block size
 
+KV_SCALE_BYTES = 4  # fp32, behind the values of each row of an int8 pool
+MAXIMA_BLOCK = 64  # logits of a row, one after another, that `StepResult.maxima` has one number for
+
 PackedWeight = NewType("PackedWeight", object)  # opaque to the model; made by `pack_linear` only
+
+
+def row_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements a pool of `dtype` keeps of one token and head: `head_dim`, in int8 a scale's bytes too."""
+    return head_dim + KV_SCALE_BYTES if dtype is torch.int8 else head_dim
+
+
+def pool_head_dim(pool: Tensor) -> int:
+    """`head_dim` of the model whose keys and values `pool` [..., row_size] keeps."""
+    size: int = pool.shape[-1]
+    return size - KV_SCALE_BYTES if pool.dtype is torch.int8 else size
 
 
 class AttentionMeta(Protocol):
@@ -88,6 +110,7 @@ class StepResult:
     hidden: Tensor  # [num_tokens, hidden_size] after the last layer, before the final norm
     logits: Tensor  # fp32 [num_logit_rows, vocab_size]
     best: Tensor  # int64 [num_logit_rows]: the first largest logit of a row, or its first NaN
+    maxima: Tensor | None = None  # fp32 [num_logit_rows, blocks]: the largest logit of each `MAXIMA_BLOCK`
 
 
 class FusedForward(Protocol):
@@ -96,11 +119,84 @@ class FusedForward(Protocol):
     def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult: ...
 
 
+class SamplingParameters(Protocol):
+    """How a request wants its tokens chosen; they never change. What they mean is the engine's to say."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Sequence[tuple[int, float]]: ...
+    @property
+    def allowed_token_ids(self) -> Sequence[int]: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+    @property
+    def bad_words_ids(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def num_logprobs(self) -> int | None: ...
+
+
+class SamplingRequest(Protocol):
+    """A request that is due a token; of `output_ids` only the end changes, by growing."""
+
+    @property
+    def params(self) -> SamplingParameters: ...
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+    @property
+    def output_ids(self) -> Sequence[int]: ...
+
+
+class TokenDetail(NamedTuple):
+    """Log-probabilities that a row asked for."""
+
+    row: int
+    logprob: float  # of its token
+    top_logprobs: tuple[tuple[int, float], ...]  # (token id, log-probability), best first
+
+
+class ChosenTokens(NamedTuple):
+    tokens: list[int]  # one per row
+    details: list[TokenDetail]  # of the rows that asked, in order
+    num_broken: int  # rows with a NaN or +infinity among their logits
+
+
+class FusedSampler(Protocol):
+    """Chooses the tokens of all rows in one call. One thread at a time."""
+
+    largest_vocabulary: int  # it refuses larger ones
+
+    def __call__(
+        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
+    ) -> ChosenTokens:
+        """For each row of logits its request, and the position in its sequence of the token to choose."""
+        ...
+
+
 class Backend(Protocol):
-    """One implementation of all operations on one device."""
+    """One implementation of all operations on one device, made for one quantization of the matrices."""
 
     name: str
     device: torch.device
+    quantization: Quantization  # of the weights that `pack_linear` makes
 
     def pack_linear(self, weight: Tensor) -> Any:
         """weight [out, in] → whatever `linear` wants. Done once per weight; may return a tensor that is
@@ -109,11 +205,17 @@ class Backend(Protocol):
 
     @property
     def packed_layout(self) -> str:
-        """Names the format `pack_linear` returns, e.g. "rows", "vnni2x16": part of the cache key."""
+        """Names the format `pack_linear` returns, quantization included, e.g. "rows", "quads16-int8": part
+        of the cache key."""
         ...
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
-        """y[m, n] = Σ_k x[m, k]·w[n, k] + b[n]. x [num_tokens, in] → [num_tokens, out], x's dtype."""
+        """y[m, n] = Σ_k x[m, k]·w[n, k] + b[n]. x [num_tokens, in] → [num_tokens, out], x's dtype.
+
+        With int8 weights (see `kernels.quantization`), rounded once to x's dtype where two types meet:
+        `INT8`: q, s = quantize_rows(x); y = fp32(Σ_k q[m, k]·p[n, k]) · (s[m]·scale[n]) + b[n].
+        `INT8_WEIGHTS`: y = (Σ_k x[m, k]·p[n, k]) · scale[n] + b[n].
+        """
         ...
 
     def linear_fp32(self, x: Tensor, packed: Any) -> Tensor:
@@ -136,8 +238,8 @@ class Backend(Protocol):
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        """Scatter k, v [num_tokens, kv_heads, head_dim] into pool
-        [num_blocks, num_layers, 2, block_size, kv_heads, head_dim] at `layer` and the given slots."""
+        """Scatter k, v [num_tokens, kv_heads, head_dim] into `pool` at `layer` and the given slots, quantized
+        where the pool is int8."""
         ...
 
     def paged_attention(
@@ -153,4 +255,9 @@ class Backend(Protocol):
     ) -> FusedForward | None:
         """The whole decoder as one call, equal bit for bit to this backend's operations one by one; None
         where the backend has none."""
+        ...
+
+    def make_sampler(self) -> FusedSampler | None:
+        """A sampler of its own for a caller, equal bit for bit to the engine's definition; None where the
+        backend has none."""
         ...

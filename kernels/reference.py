@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.ops import KV_SCALE_BYTES, PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.quantization import Quantization, quantize_rows, quantize_weight
 
 ROW_TILE = 16  # rows of one matrix product; missing rows are zeros
 PAD_MULTIPLE = 64  # in and out features are padded to this: ragged sizes take ragged code paths
+INTEGER_COLUMNS = 4096  # of an integer product at a time: it is carried in fp64, which is exact and large
+SCALE_BYTES = 4
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -27,25 +30,45 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 class ReferenceBackend:
-    """`kernels.ops.Backend` in plain torch; weights stay in their published layout."""
+    """`kernels.ops.Backend` in plain torch; weights stay in their published layout. An int8 weight is rows of
+    int8, each followed by the bytes of its fp32 scale."""
 
     name = "reference"
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", quantization: Quantization = Quantization.NONE
+    ) -> None:
         self.device = torch.device(device)
+        self.quantization = quantization
 
     @property
     def packed_layout(self) -> str:
-        return "rows"
+        return "rows" if self.quantization is Quantization.NONE else f"rows-{self.quantization.value}"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
-        return weight.to(self.device).contiguous()
+        weight = weight.to(self.device)
+        if self.quantization is Quantization.NONE:
+            return weight.contiguous()
+        values, scales = quantize_weight(weight, self.quantization)
+        return torch.cat([values, scales[:, None].view(torch.int8)], dim=1)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-        return tiled_linear(x, packed, bias).to(x.dtype)
+        return self._linear(x, packed, bias).to(x.dtype)
 
     def linear_fp32(self, x: Tensor, packed: Tensor) -> Tensor:
-        return tiled_linear(x, packed, None)
+        return self._linear(x, packed, None)
+
+    def _linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        if packed.dtype is not torch.int8:
+            return tiled_linear(x, packed, bias)
+        values = packed[:, :-SCALE_BYTES]
+        scales = packed[:, -SCALE_BYTES:].reshape(-1).clone().view(torch.float32)
+        if self.quantization is Quantization.INT8:
+            rows, row_scales = quantize_rows(x)
+            y = integer_product(rows, values) * (row_scales[:, None] * scales)
+        else:
+            y = tiled_linear(x, values, None) * scales
+        return y + bias.float() if bias is not None else y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         mean_square = x.double().square().mean(dim=-1, keepdim=True).float()
@@ -64,6 +87,8 @@ class ReferenceBackend:
         return (silu * up.float()).to(gate_up.dtype)
 
     def write_kv(self, k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
+        if pool.dtype is torch.int8:
+            k, v = quantize_kv(k), quantize_kv(v)
         block_size = pool.shape[3]
         blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
         pool[blocks, layer, 0, offsets] = k
@@ -85,6 +110,9 @@ class ReferenceBackend:
     def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> None:
         return None
 
+    def make_sampler(self) -> None:
+        return None
+
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [num_tokens, in]·weight [out, in]ᵀ + bias [out] → fp32 [num_tokens, out]."""
@@ -102,17 +130,41 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (out + bias.float() if bias is not None else out).contiguous()
 
 
+def integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """int8 [num_tokens, in]·int8 [out, in]ᵀ → fp32 [num_tokens, out], the exact integer rounded once."""
+    rows = x.double()
+    parts = [(rows @ part.double().t()).float() for part in weight.split(INTEGER_COLUMNS)]
+    return torch.cat(parts, dim=1)
+
+
+def quantize_kv(x: Tensor) -> Tensor:
+    """x [..., head_dim] → int8 [..., head_dim + KV_SCALE_BYTES], see `kernels.ops`."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    scale = (largest.double() / 127).float().clamp_min(torch.finfo(torch.float32).tiny)
+    scale = scale.where(largest.isfinite(), torch.nan)
+    values = (wide / scale).round().nan_to_num(0.0).to(torch.int8)
+    return torch.cat([values, scale.view(torch.int8)], dim=-1)
+
+
+def dequantize_kv(rows: Tensor) -> Tensor:
+    """What `quantize_kv` returned → fp32 [..., head_dim]."""
+    values, scale = rows.tensor_split([-KV_SCALE_BYTES], dim=-1)
+    return values.float() * scale.contiguous().view(torch.float32)
+
+
 def gather_kv(pool: Tensor, layer: int, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
     """One sequence's keys and values, fp32 [partitions, kv_heads, PARTITION_SIZE, head_dim]; what lies
     past the context is zero, whatever the pool holds there."""
-    block_size, num_kv_heads, head_dim = pool.shape[3:]
+    block_size, num_kv_heads, row_size = pool.shape[3:]
     blocks = block_table[: _round_up(context_len, block_size) // block_size].long()
     padding = _round_up(context_len, PARTITION_SIZE) - context_len
 
     def partitions(which: int) -> Tensor:
-        rows = pool[blocks, layer, which].reshape(-1, num_kv_heads, head_dim)[:context_len].float()
-        padded = functional.pad(rows, (0, 0, 0, 0, 0, padding))
-        return padded.view(-1, PARTITION_SIZE, num_kv_heads, head_dim).transpose(1, 2).contiguous()
+        rows = pool[blocks, layer, which].reshape(-1, num_kv_heads, row_size)[:context_len]
+        wide = dequantize_kv(rows) if pool.dtype is torch.int8 else rows.float()
+        padded = functional.pad(wide, (0, 0, 0, 0, 0, padding))
+        return padded.view(-1, PARTITION_SIZE, num_kv_heads, wide.shape[-1]).transpose(1, 2).contiguous()
 
     return partitions(0), partitions(1)
 

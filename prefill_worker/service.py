@@ -30,7 +30,7 @@ async def run(
     engine = await asyncio.to_thread(open_engine, config)
     geometry = engine.layout.to_geometry()
     pool = KVPool.private(engine.layout)
-    blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.prepared.fingerprint)
+    blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)
     core = PrefillCore(
         PrefillConfig(block_bytes=engine.layout.bytes_per_block, max_step_tokens=config.max_chunk_tokens),
         blocks,
@@ -47,7 +47,7 @@ async def run(
         worker=config.worker,
         epoch=config.epoch,
         pid=os.getpid(),
-        fingerprint=engine.prepared.fingerprint,
+        fingerprint=engine.fingerprint,
         kind=config.kv_edge,
         geometry=geometry,
     )
@@ -70,7 +70,7 @@ async def run(
         epoch=config.epoch,
         pid=os.getpid(),
         model=config.served_model_name,
-        fingerprint=engine.prepared.fingerprint,
+        fingerprint=engine.fingerprint,
         max_model_len=engine.max_model_len,
         max_num_seqs=config.max_num_seqs,
         geometry=geometry,

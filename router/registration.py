@@ -26,6 +26,12 @@ def refusal(
     if register.max_num_seqs < 1 or register.max_model_len < 1 or register.geometry.num_blocks < 1:
         return f"worker {register.worker} has no room for a single sequence"
     for other in present:
+        kept, others = register.geometry.dtype, other.geometry.dtype
+        if other.worker != register.worker and kept != others:
+            return (
+                f"{register.worker} keeps KV in {kept}, {other.worker} in {others}: their tokens would not "
+                "be equal; start all workers with the same `--dtype` and `--kv-dtype`"
+            )
         if other.worker == register.worker:
             if other.role is not register.role:
                 return f"{register.worker} is a {other.role.value} worker here, not {register.role.value}"

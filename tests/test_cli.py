@@ -203,9 +203,19 @@ def test_doctor_looks_at_this_machine() -> None:
     assert checks["python"].is_ok
     assert checks["packages"].is_ok
     assert checks["torch"].is_ok
-    assert {"cpu", "compiler", "memory", "port", "demo model"} <= set(checks)
+    assert {"cpu", "compiler", "products", "memory", "port", "demo model"} <= set(checks)
     result = run("doctor")
     assert result.exit_code == int(any(check.is_fatal and not check.is_ok for check in checks.values()))
+
+
+def test_doctor_says_which_instructions_products_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CPU_ISA", "simd")
+    checks = {check.name: check for check in doctor.run_checks()}
+    assert (checks["products"].is_ok, checks["products"].finding) == (True, "simd: BATON_CPU_ISA is simd")
+    monkeypatch.setenv("BATON_CPU_ISA", "sse")
+    checks = {check.name: check for check in doctor.run_checks()}
+    assert checks["products"].is_fatal
+    assert checks["products"].finding == "BATON_CPU_ISA is `sse`; use auto, simd or amx"
 
 
 def test_progress_shows_phases_with_seconds_and_gigabytes() -> None:

@@ -133,6 +133,8 @@ def test_variables_that_kubernetes_injects_for_a_service_called_baton_are_no_set
         ("port", ""),
         ("decode", "0"),
         ("dtype", "int8"),
+        ("quantization", "int4"),
+        ("kv_dtype", "fp8"),
         ("block_size", "7"),
         ("kv_edge", "carrier-pigeon"),
         ("prefill_kv_bytes", "12 parsecs"),
@@ -149,6 +151,15 @@ def test_bad_values_name_the_flag_the_value_and_its_origin(name: str, value: str
         resolve_config({name: value}, {})
     assert str(raised.value).startswith(f"{flag}: expected ")
     assert f"got `{value}` (from {flag})" in str(raised.value)
+
+
+def test_a_quantization_that_does_not_exist_is_answered_with_the_choices() -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve_config({}, {"BATON_QUANTIZATION": "q8_0"})
+    assert str(raised.value) == (
+        "--quantization: expected one of int8, int8-weights, none, got `q8_0` "
+        "(from environment BATON_QUANTIZATION)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,14 +11,17 @@ from hypothesis import strategies as st
 from cluster.config import (
     KV_ADDRESS_BY_ROUTE,
     ClusterConfig,
+    QuantizationName,
     RouterConfig,
     WorkerConfig,
     dump_config,
     load_config,
 )
-from cluster.launch_plan import Site, plan_roles
+from cluster.launch_plan import Site, kernel_environment, plan_roles
+from cluster.launch_prepare import prepare_command
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.messages import Role
+from kernels.quantization import Quantization
 
 SITE = Site(
     served_model_name="m",
@@ -94,6 +98,12 @@ def test_without_prefill_workers_decode_takes_larger_chunks() -> None:
     assert decode.config.max_chunk_tokens == 16
 
 
+def test_every_worker_keeps_kv_as_asked() -> None:
+    for asked in ("auto", "int8"):
+        _, *workers = plan_roles(ClusterConfig(kv_dtype=asked, dtype="fp32"), SITE)  # type: ignore[arg-type]
+        assert {worker.config.kv_dtype for worker in workers} == {asked}  # type: ignore[union-attr]
+
+
 def test_a_start_sets_what_was_not_known_before() -> None:
     router, prefill, _ = plan_roles(ClusterConfig(), SITE)
     started = router.started(4, "/prepared").config
@@ -108,3 +118,37 @@ def test_no_argument_or_environment_carries_the_token() -> None:
     for spec in plan_roles(ClusterConfig(), SITE):
         assert SITE.cluster_token not in repr(spec)
         assert SITE.cluster_token not in spec.env.values()
+
+
+def test_kernels_hear_which_instructions_to_use_in_every_process() -> None:
+    config = ClusterConfig(cpu_isa="simd")
+    assert kernel_environment(config)["BATON_CPU_ISA"] == "simd"
+    for spec in plan_roles(config, SITE):
+        assert spec.env.items() >= kernel_environment(config).items()
+
+
+def test_every_worker_and_the_preparation_hear_of_the_quantization() -> None:
+    config = ClusterConfig(quantization="int8", prefill=1, decode=2)
+    workers = [spec.config for spec in plan_roles(config, SITE) if isinstance(spec.config, WorkerConfig)]
+    assert [worker.quantization for worker in workers] == ["int8"] * 3
+    command = prepare_command(config)
+    assert command[command.index("--quantization") + 1] == "int8"
+
+
+def test_settings_spell_quantizations_as_the_kernels_do() -> None:
+    assert get_args(QuantizationName) == tuple(Quantization)
+
+
+def test_workers_share_cores_where_there_is_a_board() -> None:
+    site = dataclasses.replace(SITE, core_board="/proc/1/fd/9")
+    workers = [spec.config for spec in plan_roles(ClusterConfig(), site)[1:]]
+    assert all(isinstance(worker, WorkerConfig) for worker in workers)
+    shares = [worker.core_share for worker in workers if isinstance(worker, WorkerConfig)]
+    assert [(share.worker, share.own, share.lent) for share in shares if share] == [
+        (0, (0,), (1,)),
+        (1, (1,), (0,)),
+    ]
+    assert {share.board for share in shares if share} == {"/proc/1/fd/9"}
+    for spec in plan_roles(ClusterConfig(prefill=0), site)[1:]:  # it has both cores already
+        assert isinstance(spec.config, WorkerConfig)
+        assert spec.config.core_share is None

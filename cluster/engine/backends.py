@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+
+from cluster.core_board import CoreShare, describe_share
 from cluster.errors import ConfigError
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import library_path
+from kernels.cpu.core_board import LentCore, Seat
+from kernels.cpu.isa import IsaError
 from kernels.ops import Backend
+from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 
+logger = logging.getLogger(__name__)
+
 NAMES = ("cpu", "reference")
+QUANTIZATIONS: dict[str, tuple[Quantization, ...]] = {  # by backend
+    "cpu": tuple(Quantization),
+    "reference": tuple(Quantization),
+}
 
 
 def must_compile(name: str) -> bool:
@@ -16,14 +28,56 @@ def must_compile(name: str) -> bool:
     return name == "cpu" and not library_path().exists()
 
 
-def make_backend(name: str, num_threads: int) -> Backend:
-    """The backend called `name`, computing on `num_threads` threads.
+def make_backend(
+    name: str,
+    num_threads: int,
+    quantization: str = Quantization.NONE.value,
+    share: CoreShare | None = None,
+) -> Backend:
+    """The backend called `name`, computing on `num_threads` threads, packing matrices as `quantization` says;
+    with `share`, on more threads while others rest.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, it does not compute with that quantization, or not with
+            the instructions that `BATON_CPU_ISA` demands.
     """
-    if name == "cpu":
-        return CpuBackend(num_threads)
+    if name not in QUANTIZATIONS:
+        raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
+    chosen = find_quantization(name, quantization)
     if name == "reference":
-        return ReferenceBackend("cpu")
-    raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
+        return ReferenceBackend("cpu", chosen)
+    try:
+        if share is None:
+            return CpuBackend(num_threads, chosen)
+        return _sharing_backend(num_threads, chosen, share)
+    except IsaError as error:
+        raise ConfigError(str(error)) from error
+
+
+def find_quantization(backend: str, name: str) -> Quantization:
+    """
+    Raises:
+        ConfigError: there is none of that name, or the backend does not have it.
+    """
+    if name not in list(Quantization):
+        raise ConfigError(f"unknown quantization `{name}`; use {' or '.join(Quantization)}")
+    supported = QUANTIZATIONS[backend]
+    if name not in supported:
+        raise ConfigError(
+            f"the {backend} backend does not compute with quantization `{name}`; use {' or '.join(supported)}"
+        )
+    return Quantization(name)
+
+
+def _sharing_backend(num_threads: int, quantization: Quantization, share: CoreShare) -> Backend:
+    lent = tuple(LentCore(core, share.owners[core]) for core in share.lent)
+    try:
+        backend = CpuBackend(
+            num_threads, quantization, Seat(board=share.board, worker=share.worker, lent=lent)
+        )
+    except OSError as error:  # costs speed only
+        logger.warning("idle cores are not shared: %s", error)
+        return CpuBackend(num_threads, quantization)
+    if backend.board is not None:
+        logger.info("this worker %s", describe_share(share))
+    return backend

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
 
@@ -19,18 +21,19 @@ class SampleSpec:
 
     params: SamplingParams
     prompt_ids: Sequence[int]  # the client's prompt
-    output_ids: Sequence[int]  # tokens generated so far, not changed while the step runs
+    output_ids: Sequence[int]  # tokens generated so far: grows at its end, between steps only
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):  # made for every row of every step: cheaper than a dataclass
     """One sequence's share of a step: tokens at positions [start, start + len(token_ids))."""
 
     request: RequestId
     attempt: Attempt
     token_ids: Sequence[int]
     start: int
-    block_ids: Sequence[BlockId]  # block table covering at least [0, start + len(token_ids))
+    block_ids: Sequence[
+        BlockId
+    ]  # covers at least [0, start + len(token_ids)); grows at its end, between steps
     sample: SampleSpec | None  # None: a chunk that does not reach the end of its prompt
 
 

@@ -74,8 +74,7 @@ class Decoder:
     def hidden(self, batch: PackedBatch, pool: Tensor) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the last layer, before the final norm.
 
-        Writes keys and values of the batch's tokens to `pool`
-        [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+        Writes keys and values of the batch's tokens to `pool`, laid out as `kernels.ops` says.
         """
         x = functional.embedding(batch.tokens, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):

@@ -99,21 +99,6 @@ class ModelSpec:
         """Bytes of one block of the pool: keys and values of `block_size` tokens in all layers."""
         return self.num_layers * 2 * block_size * self.kv_size * dtype.num_bytes
 
-    def num_kv_blocks(self, budget_bytes: int, block_size: int, dtype: Dtype) -> int:
-        """Blocks that fit into `budget_bytes`.
-
-        Raises:
-            ModelError: not even one does.
-        """
-        block_bytes = self.kv_block_bytes(block_size, dtype)
-        num_blocks = budget_bytes // block_bytes
-        if num_blocks < 1:
-            raise ModelError(
-                f"a KV pool of {budget_bytes} bytes holds no block: one block of {block_size} tokens "
-                f"takes {block_bytes} bytes in {dtype.value}"
-            )
-        return num_blocks
-
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], source: str) -> ModelSpec:
         """`config`: the parsed config.json. `source`: its path, for messages.

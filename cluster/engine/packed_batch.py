@@ -1,78 +1,152 @@
-"""A step plan as tensors: all rows' tokens one after another, without padding."""
+"""A step plan as tensors: all rows' tokens one after another, without padding.
+
+1. `Packer.pack` checks every row, then writes into arrays that grow by doubling and are used again and again.
+2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
+3. The tensors are views of those arrays. While the numbers of rows and tokens stay the same, so do the views.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.engine.batch import Row
+from cluster.engine.block_tables import BlockTables
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """Also what attention needs to know (`kernels.ops.AttentionMeta`). Made by `pack`, then only read."""
+    """Also what attention needs to know (`kernels.ops.AttentionMeta`). Made by a `Packer`, then only read."""
 
     tokens: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     query_starts: Tensor  # [num_seqs + 1] int32
     context_lens: Tensor  # [num_seqs] int32
-    block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
+    block_tables: Tensor  # [num_seqs, max_blocks] int32: all blocks a row has, padded with 0
     slot_mapping: Tensor  # [num_tokens] int64
     logit_rows: Tensor  # [num_samples] int64: last token of each row that samples
 
 
+class Packer:
+    """Owns the memory of the batch of one runner. A batch is overwritten by the next one."""
+
+    def __init__(self, block_size: int, max_model_len: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._device = device
+        self._tables = BlockTables()
+        self._batch: PackedBatch | None = None  # views for the sizes and the table below
+        self._sizes = (0, 0, 0)  # rows, tokens, samples
+        self._table: NDArray[np.int32] | None = None
+        self._per_row = _RowArrays(8)
+        self._per_token = _TokenArrays(64)
+
+    def pack(self, rows: Sequence[Row]) -> PackedBatch:
+        """`rows` is not empty. Of a list of blocks that was packed before, only what was appended is read.
+
+        Raises:
+            ValueError: a row without tokens, past `max_model_len`, or whose block table does not cover it.
+        """
+        num_rows = len(rows)
+        token_lists = [row.token_ids for row in rows]
+        block_lists = [row.block_ids for row in rows]
+        num_blocks = [len(blocks) for blocks in block_lists]
+        if num_rows > len(self._per_row.starts):
+            self._per_row, self._batch = _RowArrays(2 * num_rows), None
+        per_row = self._per_row
+        starts, lengths = per_row.starts[:num_rows], per_row.lengths[:num_rows]
+        starts[:] = [row.start for row in rows]
+        lengths[:] = [len(tokens) for tokens in token_lists]
+        context_lens = np.add(starts, lengths, out=per_row.context_lens[:num_rows])
+        self._check(rows, lengths, context_lens, num_blocks)
+
+        table = self._tables.update(block_lists, num_blocks)
+        query_ends = np.cumsum(lengths, out=per_row.query_starts[1 : num_rows + 1])
+        num_tokens = int(query_ends[-1])
+        if num_tokens > len(self._per_token.tokens):
+            self._per_token, self._batch = _TokenArrays(2 * num_tokens), None
+        self._per_token.tokens[:num_tokens] = list(chain.from_iterable(token_lists))
+        positions = self._per_token.positions[:num_tokens]
+        if num_tokens == num_rows:  # one token each
+            row_of_token = per_row.indices[:num_rows]
+            positions[:] = starts
+        else:
+            row_of_token = np.repeat(per_row.indices[:num_rows], lengths)
+            # token t of row r stands at starts[r] + (t - query_starts[r])
+            offsets = (starts - per_row.query_starts[:num_rows])[row_of_token]
+            np.add(np.arange(num_tokens), offsets, out=positions)
+        blocks, within = np.divmod(positions, self._block_size)
+        np.multiply(table[row_of_token, blocks], self._block_size, out=blocks)
+        np.add(blocks, within, out=self._per_token.slots[:num_tokens])
+
+        samples = [index for index, row in enumerate(rows) if row.sample is not None]
+        num_samples = len(samples)
+        ends = query_ends if num_samples == num_rows else query_ends[samples]
+        np.subtract(ends, 1, out=per_row.logit_rows[:num_samples])
+        return self._views((num_rows, num_tokens, num_samples), table)
+
+    def _check(
+        self,
+        rows: Sequence[Row],
+        lengths: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        num_blocks: list[int],
+    ) -> None:
+        short = np.array(num_blocks) * self._block_size < context_lens
+        bad = short | (lengths == 0) | (context_lens > self._max_model_len)
+        if bad.any():
+            _refuse(rows[int(bad.argmax())], self._block_size, self._max_model_len)
+
+    def _views(self, sizes: tuple[int, int, int], table: NDArray[np.int32]) -> PackedBatch:
+        if self._batch is not None and sizes == self._sizes and table is self._table:
+            return self._batch
+        num_rows, num_tokens, num_samples = sizes
+        per_row, per_token = self._per_row, self._per_token
+
+        def tensor(array: NDArray[np.int64] | NDArray[np.int32], size: int) -> Tensor:
+            return torch.from_numpy(array[:size]).to(self._device)
+
+        batch = PackedBatch(
+            tokens=tensor(per_token.tokens, num_tokens),
+            positions=tensor(per_token.positions, num_tokens),
+            query_starts=tensor(per_row.query_starts, num_rows + 1),
+            context_lens=tensor(per_row.context_lens, num_rows),
+            block_tables=tensor(table, num_rows),
+            slot_mapping=tensor(per_token.slots, num_tokens),
+            logit_rows=tensor(per_row.logit_rows, num_samples),
+        )
+        if self._device.type == "cpu":  # elsewhere they are copies
+            self._batch, self._sizes, self._table = batch, sizes, table
+        return batch
+
+
+class _RowArrays:
+    def __init__(self, num_rows: int) -> None:
+        self.starts = np.empty(num_rows, np.int32)
+        self.lengths = np.empty(num_rows, np.int32)
+        self.context_lens = np.empty(num_rows, np.int32)
+        self.query_starts = np.zeros(num_rows + 1, np.int32)
+        self.logit_rows = np.empty(num_rows, np.int64)
+        self.indices = np.arange(num_rows)
+
+
+class _TokenArrays:
+    def __init__(self, num_tokens: int) -> None:
+        self.tokens = np.empty(num_tokens, np.int64)
+        self.positions = np.empty(num_tokens, np.int64)
+        self.slots = np.empty(num_tokens, np.int64)
+
+
 def pack(rows: Sequence[Row], block_size: int, max_model_len: int, device: torch.device) -> PackedBatch:
-    """`rows` is not empty.
-
-    Raises:
-        ValueError: a row without tokens, past `max_model_len`, or whose block table does not cover it.
-    """
-    lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
-    starts = np.array([row.start for row in rows], dtype=np.int32)
-    num_blocks = np.array([len(row.block_ids) for row in rows], dtype=np.int32)
-    context_lens = starts + lengths
-    query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=query_starts[1:])
-    blocks_needed = -(-context_lens // block_size)
-    bad = (lengths == 0) | (context_lens > max_model_len) | (num_blocks < blocks_needed)
-    if bad.any():
-        _refuse(rows[int(bad.argmax())], block_size, max_model_len)
-
-    needed = blocks_needed.tolist()
-    block_ids = chain.from_iterable(
-        islice(row.block_ids, count) for row, count in zip(rows, needed, strict=True)
-    )
-    block_tables = np.zeros((len(rows), max(needed)), dtype=np.int32)
-    filled = np.arange(block_tables.shape[1], dtype=np.int32) < blocks_needed[:, None]
-    block_tables[filled] = np.fromiter(block_ids, dtype=np.int32, count=sum(needed))
-    row_of_token = np.repeat(np.arange(len(rows)), lengths)
-    # token t of row r stands at starts[r] + (t - query_starts[r])
-    positions = np.arange(query_starts[-1], dtype=np.int64) + (starts - query_starts[:-1])[row_of_token]
-    blocks = block_tables[row_of_token, positions // block_size].astype(np.int64)
-    slot_mapping = blocks * block_size + positions % block_size
-    token_ids = chain.from_iterable(row.token_ids for row in rows)
-    tokens = np.fromiter(token_ids, dtype=np.int64, count=query_starts[-1])
-    samples = [index for index, row in enumerate(rows) if row.sample is not None]
-    logit_rows = query_starts[1:][samples].astype(np.int64) - 1
-
-    def tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.int64 | np.int32]]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return PackedBatch(
-        tokens=tensor(tokens),
-        positions=tensor(positions),
-        query_starts=tensor(query_starts),
-        context_lens=tensor(context_lens),
-        block_tables=tensor(block_tables),
-        slot_mapping=tensor(slot_mapping),
-        logit_rows=tensor(logit_rows),
-    )
+    """One batch with memory of its own; otherwise as `Packer.pack`."""
+    return Packer(block_size, max_model_len, device).pack(rows)
 
 
 def _refuse(row: Row, block_size: int, max_model_len: int) -> NoReturn:

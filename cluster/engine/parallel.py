@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.engine.model_spec import Dtype, ModelSpec
+from cluster.engine.model_spec import ModelSpec
 from cluster.errors import ConfigError
 from cluster.wire.messages import KVGeometry
 
@@ -38,9 +38,10 @@ SINGLE_RANK = ParallelConfig()
 
 
 def kv_geometry(
-    spec: ModelSpec, parallel: ParallelConfig, *, num_blocks: int, block_size: int, dtype: Dtype
+    spec: ModelSpec, parallel: ParallelConfig, *, num_blocks: int, block_size: int, dtype: str
 ) -> KVGeometry:
-    """The shape of this rank's KV pool, as it travels in `Register` and `EdgeHello`."""
+    """The shape of this rank's KV pool, as it travels in `Register` and `EdgeHello`; `dtype` as it is spelled
+    there."""
     layers_per_stage = spec.num_layers // parallel.pipeline_size
     heads_per_rank = spec.num_kv_heads // parallel.tensor_size
     return KVGeometry(
@@ -51,5 +52,5 @@ def kv_geometry(
         head_dim=spec.head_dim,
         block_size=block_size,
         num_blocks=num_blocks,
-        dtype=dtype.wire_name,
+        dtype=dtype,
     )

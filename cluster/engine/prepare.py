@@ -1,7 +1,7 @@
 """Convert a model once into the weight cache; afterwards a start maps it in milliseconds.
 
 1. `resolve_model` says what the path is; the cache key is the identity of its files, dtype, backend and
-   layout.
+   layout, which names the quantization of the matrices.
 2. A directory of that key is complete (it appears by rename): open it and be done.
 3. Otherwise take the key's lock, so that one process converts while others wait; look again.
 4. Open the source, check every tensor against the spec, write tokenizer files, config and packed weights
@@ -33,16 +33,18 @@ from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.prepared_index import note_prepared
 from cluster.engine.prepared_model import FORMAT_VERSION, MANIFEST, PreparedModel, read_json
 from cluster.engine.weights import WeightSource, check_weights
-from cluster.engine.weights_file import write_weights
+from cluster.engine.weights_file import DATA, write_weights
 from cluster.engine.weights_pack import packed_tensors
 from cluster.errors import BatonError, ModelError
 from cluster.progress import ConversionProgress
 from kernels.ops import Backend
+from kernels.quantization import Quantization
 
 Progress = Callable[[str, int, int], None]  # phase ("": it ended), bytes done, bytes in all (0: not known)
 
 CACHE_VARIABLE = "BATON_CACHE_DIR"
 LOCK_TIMEOUT_S = 3600.0
+logger = logging.getLogger(__name__)
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -62,7 +64,9 @@ def prepare_model(
     """
     source = resolve_model(model)
     root = cache_dir or default_cache_dir()
-    target = root / f"{source.name}-{dtype.value}-{_cache_key(source, dtype, backend)}"
+    quantization = backend.quantization.value
+    numbers = dtype.value if quantization == "none" else f"{dtype.value}-{quantization}"
+    target = root / f"{source.name}-{numbers}-{_cache_key(source, dtype, backend)}"
     runtime = numeric_runtime(backend)
     try:
         if not (target / MANIFEST).is_file():
@@ -78,7 +82,7 @@ def prepare_model(
     except OSError as error:
         raise ModelError(f"cannot write the weight cache {root}: {error}") from error
     prepared = PreparedModel.open(target, runtime)
-    note_prepared(source, dtype.value, backend.name, target)
+    note_prepared(source, dtype.value, backend.name, target, quantization)
     return prepared
 
 
@@ -125,10 +129,20 @@ def _convert(source: ModelSource, dtype: Dtype, backend: Backend, target: Path, 
             "dtype": dtype.value,
             "backend": backend.name,
             "layout": backend.packed_layout,
+            "quantization": backend.quantization.value,
             "weights_digest": digest,
         }
         _write_json(temporary / MANIFEST, manifest)
         temporary.rename(target)
+        if backend.quantization is not Quantization.NONE:
+            stored_bytes = (target / DATA).stat().st_size
+            logger.info(
+                "%s: matrices quantized to %s, embedding rows and norms in %s: %.0f MB",
+                source.name,
+                backend.quantization.value,
+                dtype.value,
+                stored_bytes / 1e6,
+            )
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -217,6 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", required=True, help="directory, .gguf file or `demo`")
     parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default=Dtype.BF16.value)
+    parser.add_argument(
+        "--quantization", choices=[kind.value for kind in Quantization], default=Quantization.NONE.value
+    )
     parser.add_argument("--backend", choices=NAMES, default=NAMES[0])
     parser.add_argument("--threads", type=int, default=1, help="compute threads for packing")
     parser.add_argument("--json", action="store_true", help="machine-readable lines on standard output")
@@ -229,10 +246,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
         if must_compile(options.backend):
             progress("compiling the kernels", 0, 0)
-            backend = make_backend(options.backend, options.threads)
+            backend = make_backend(options.backend, options.threads, options.quantization)
             progress("", 0, 0)
         else:
-            backend = make_backend(options.backend, options.threads)
+            backend = make_backend(options.backend, options.threads, options.quantization)
         return prepare_model(options.model, Dtype(options.dtype), backend, progress)
 
     notices = _Notices(tell)

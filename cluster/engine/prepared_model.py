@@ -11,7 +11,7 @@ from typing import Any
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.errors import ModelError
 
-FORMAT_VERSION = 1  # of the cache directory; a change makes every model convert again
+FORMAT_VERSION = 2  # of the cache directory; a change makes every model convert again
 MANIFEST = "baton.json"
 
 
@@ -20,13 +20,14 @@ class PreparedModel:
     """`directory` holds config.json, generation_config.json, the tokenizer's files and the packed weights.
 
     Equal fingerprints give equal bits: it covers the weights' content, the spec, dtype, backend, packed
-    layout, and the numeric runtime (torch version and instruction set).
+    layout (which names the quantization), and the numeric runtime (torch version and instruction set).
     """
 
     directory: Path
     name: str
     spec: ModelSpec
     dtype: Dtype
+    quantization: str  # of the matrices: "none", "int8", ...
     fingerprint: str
     eos_token_ids: tuple[int, ...]
 
@@ -45,7 +46,8 @@ class PreparedModel:
         config = read_json(directory / "config.json")
         spec = ModelSpec.from_hf_config(config, str(directory / "config.json"))
         identity = [
-            manifest[key] for key in ("format_version", "weights_digest", "dtype", "backend", "layout")
+            manifest[key]
+            for key in ("format_version", "weights_digest", "dtype", "quantization", "backend", "layout")
         ]
         facts = json.dumps([*identity, runtime, config], sort_keys=True)
         return cls(
@@ -53,6 +55,7 @@ class PreparedModel:
             name=manifest["name"],
             spec=spec,
             dtype=Dtype(manifest["dtype"]),
+            quantization=manifest["quantization"],
             fingerprint=hashlib.blake2b(facts.encode(), digest_size=16).hexdigest(),
             eos_token_ids=spec.eos_token_ids,
         )

@@ -25,7 +25,7 @@ from cluster.engine.selection import Row
 from cluster.sampling import SamplingParams
 
 _NEG_INF = np.float32(-np.inf)
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def is_neutral(params: SamplingParams, num_generated: int) -> bool:
@@ -70,7 +70,7 @@ def make_finite(scores: Row) -> bool:
     peak = scores.max(initial=_NEG_INF)  # NaN, if there is one
     if peak < np.inf:
         return False
-    np.nan_to_num(scores, copy=False, nan=-np.inf, posinf=_LARGEST, neginf=-np.inf)
+    np.nan_to_num(scores, copy=False, nan=-np.inf, posinf=LARGEST, neginf=-np.inf)
     return True
 
 
@@ -79,12 +79,12 @@ def _penalize(scores: Row, spec: SampleSpec) -> None:
     if params.repetition_penalty != 1.0:
         penalty = np.float32(params.repetition_penalty)
         seen = np.concatenate([_as_ids(spec.prompt_ids), _as_ids(spec.output_ids)])
-        seen = seen[seen < len(scores)]
+        seen = seen[(seen >= 0) & (seen < len(scores))]
         values = scores[seen]  # an id seen twice is read twice and written twice, with one value
         scores[seen] = np.where(values > 0, values / penalty, values * penalty)
     if params.frequency_penalty or params.presence_penalty:
         ids, counts = np.unique(_as_ids(spec.output_ids), return_counts=True)
-        known = ids < len(scores)
+        known = (ids >= 0) & (ids < len(scores))
         ids, counts = ids[known], counts[known]
         scores[ids] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
         scores[ids] -= np.float32(params.presence_penalty)

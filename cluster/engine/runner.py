@@ -14,14 +14,14 @@ from torch import Tensor
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine.load import load_decoder
-from cluster.engine.packed_batch import PackedBatch, pack
+from cluster.engine.packed_batch import PackedBatch, Packer
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
 from cluster.engine.prepared_model import PreparedModel
-from cluster.engine.sampler import sample
+from cluster.engine.token_choice import TokenChooser
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
-from kernels.ops import Backend
+from kernels.ops import Backend, row_size
 
 
 class ModelRunner:
@@ -35,7 +35,7 @@ class ModelRunner:
         max_model_len: int | None = None,
         parallel: ParallelConfig = SINGLE_RANK,
     ) -> None:
-        """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] of the prepared dtype.
+        """`pool`: as `kernels.ops` lays it out, of the prepared dtype or int8.
 
         Raises:
             ModelError: see `load_decoder`.
@@ -44,11 +44,13 @@ class ModelRunner:
         spec = prepared.spec
         self.decoder = load_decoder(prepared, backend, max_model_len, parallel)
         self.max_model_len = self.decoder.max_model_len
-        expected = (spec.num_layers, 2, spec.num_kv_heads, spec.head_dim)
-        if (*pool.shape[1:3], *pool.shape[4:]) != expected or pool.dtype != TORCH_DTYPES[prepared.dtype]:
+        expected = (spec.num_layers, 2, spec.num_kv_heads, row_size(spec.head_dim, pool.dtype))
+        dtypes = (TORCH_DTYPES[prepared.dtype], torch.int8)
+        if (*pool.shape[1:3], *pool.shape[4:]) != expected or pool.dtype not in dtypes:
             raise ValueError(f"KV pool of {list(pool.shape)} {pool.dtype} does not fit {prepared.name}")
         self._pool = pool
-        self._device = backend.device
+        self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
+        self._choose = TokenChooser(backend, spec.vocab_size)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step.
@@ -58,7 +60,7 @@ class ModelRunner:
         """
         started_s = time.perf_counter()
         with torch.inference_mode():
-            batch = self._pack(plan) if plan.rows else None
+            batch = self._packer.pack(plan.rows) if plan.rows else None
             for source, destination in plan.copies:
                 self._pool[destination].copy_(self._pool[source])
             sampled = iter(self._compute(batch, plan.rows) if batch is not None else ())
@@ -85,13 +87,10 @@ class ModelRunner:
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
 
-    def _pack(self, plan: StepPlan) -> PackedBatch:
-        return pack(plan.rows, self._pool.shape[3], self.max_model_len, self._device)
-
     def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
         result = self.decoder.forward(batch, self._pool)
         specs = [row.sample for row in rows if row.sample is not None]
         if not specs:
             return []
         positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
-        return sample(result.logits, specs, positions, result.best.tolist())
+        return self._choose(result, specs, positions)

@@ -25,8 +25,8 @@ import numpy as np
 
 from cluster.engine.batch import SampleSpec
 from cluster.engine.philox import uniform
-from cluster.engine.processors import is_neutral, make_finite, process
-from cluster.engine.selection import Row, draw, largest, nucleus, total
+from cluster.engine.processors import LARGEST, is_neutral, make_finite, process
+from cluster.engine.selection import Row, draw, largest, nucleus, total, weigh
 from cluster.sampling import SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def sample(
     if best_ids is None:
         best_ids = rows.argmax(axis=1).tolist() if len(rows) else ()
     peaks = rows[np.arange(len(rows)), best_ids].tolist()
-    scratch = _Scratch(rows.shape[1])
     num_broken = 0
     outputs = []
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -64,18 +63,10 @@ def sample(
                 row = row.copy()
                 num_broken += make_finite(row)
                 best = int(row.argmax())
-            outputs.append(_sample_row(row, best, spec, position, scratch))
+            outputs.append(_sample_row(row, best, spec, position))
     if num_broken:
         _logger.error("NaN or +inf in the logits of %d of %d rows", num_broken, len(rows))
     return outputs
-
-
-class _Scratch:
-    """Two rows of memory for one call: fresh pages for every row would cost more than the arithmetic."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.scores: Row = np.empty(vocab_size, np.float32)
-        self.weights: Row = np.empty(vocab_size, np.float32)
 
 
 def _is_plain_greedy(spec: SampleSpec) -> bool:
@@ -88,13 +79,12 @@ def _is_plain_greedy(spec: SampleSpec) -> bool:
     )
 
 
-def _sample_row(row: Row, best: int, spec: SampleSpec, position: int, scratch: _Scratch) -> TokenOutput:
+def _sample_row(row: Row, best: int, spec: SampleSpec, position: int) -> TokenOutput:
     """`best` is the id of the row's largest logit."""
     params = spec.params
     scores = row
     if not is_neutral(params, len(spec.output_ids)):
-        scores = scratch.scores
-        np.copyto(scores, row)
+        scores = row.copy()
         process(scores, spec)
         best = int(scores.argmax())
     if scores[best] == -np.inf:
@@ -102,48 +92,38 @@ def _sample_row(row: Row, best: int, spec: SampleSpec, position: int, scratch: _
     elif params.temperature < GREEDY_TEMPERATURE:
         token_id = best
     else:
-        token_id = _draw_token(scores, scores[best], params, uniform(params.seed, position), scratch)
+        token_id = _draw_token(scores, scores[best], params, uniform(params.seed, position))
     if params.num_logprobs is None:
         return TokenOutput(token_id)
-    return _with_logprobs(row, token_id, params.num_logprobs, scratch)
+    return _with_logprobs(row, token_id, params.num_logprobs)
 
 
-def _draw_token(scores: Row, peak: np.float32, params: SamplingParams, u: float, scratch: _Scratch) -> int:
+def _draw_token(scores: Row, peak: np.float32, params: SamplingParams, u: float) -> int:
     """Temperature, top-k, top-p, min-p, draw. `peak` is the largest score, and finite."""
-    temperature = np.float32(params.temperature)
-    ids = None  # what is left, by falling weight; None: everything
+    ids = None  # what is left, in order of score; None: everything
     if 0 < params.top_k < len(scores):
         ids = largest(scores, params.top_k)
         scores = scores[ids]
-    weights = _weights(scores, peak, temperature, scratch)
+    weights = weigh(scores, peak, np.float32(min(params.temperature, LARGEST)))
     if params.top_p < 1.0:
-        kept = nucleus(weights, params.top_p)
+        kept = nucleus(scores, weights, params.top_p)
         ids = kept if ids is None else ids[kept]
         weights = weights[kept]
     if params.min_p > 0.0:
-        weights[weights < np.float32(params.min_p)] = 0.0
+        weights[weights < np.float32(min(params.min_p, 1.0))] = 0.0
     if ids is None:
         return draw(weights, u)
     by_id = ids.argsort()
     return int(ids[by_id[draw(weights[by_id], u)]])
 
 
-def _weights(scores: Row, peak: np.float32, temperature: np.float32, scratch: _Scratch) -> Row:
-    """exp((score - peak) / temperature) in scratch memory: unnormalized probabilities, 1 at the peak."""
-    weights = scratch.weights[: len(scores)]
-    np.subtract(scores, peak, out=weights)
-    if temperature != 1.0:
-        np.divide(weights, temperature, out=weights)
-    return np.exp(weights, out=weights)
-
-
-def _with_logprobs(row: Row, token_id: int, num_best: int, scratch: _Scratch) -> TokenOutput:
+def _with_logprobs(row: Row, token_id: int, num_best: int) -> TokenOutput:
     """Log-softmax of the raw row at the chosen token and the `num_best` most probable ones."""
     peak = row.max()
     if peak == -np.inf:
         best = tuple((index, LOGPROB_FLOOR) for index in range(min(num_best, len(row))))
         return TokenOutput(token_id, LOGPROB_FLOOR, best)
-    log_total = np.float32(math.log(total(_weights(row, peak, np.float32(1.0), scratch))))
+    log_total = np.float32(math.log(total(weigh(row, peak, np.float32(1.0)))))
 
     def logprob(index: int) -> float:
         return max(float(row[index] - peak - log_total), LOGPROB_FLOOR)

@@ -1,15 +1,19 @@
-"""Choosing ids from one row of numbers: the largest few, a nucleus, a draw. NumPy on one row at a time.
+"""Choosing ids from one row of numbers: weights, the largest few, a nucleus, a draw. NumPy, row by row.
 
-Every function is a fixed sequence of operations on one contiguous row, on one thread, so its bits depend on
-that row alone. The vocabulary is not sorted: the largest few are found through the maxima of lanes, which
-reads the row twice, and a nucleus is widened step by step until it holds enough mass.
+This is the definition; `kernels/cpu/sampling.cpp` computes the same bits. Two choices make that possible on
+any machine, in any order, with any vector width:
 
-Order everywhere: larger number first, among equal numbers the lower id first.
+1. `weigh` is a polynomial of single multiplications and additions (no library's exponential, nothing fused).
+2. Weights are multiples of 2^-34, so sums of up to `MAX_EXACT_SIZE` of them are exact in fp64. A weight is in
+   [0, 1] with the largest at 1: what the grid loses is less than fp32 sums would.
+
+The vocabulary is not sorted: the largest few are found through the maxima of lanes, which reads the row
+twice, and a nucleus is widened step by step until it holds enough mass.
+
+Order everywhere: larger score first, among equal scores the lower id first.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +21,58 @@ from numpy.typing import NDArray
 Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
-_BLOCK = 64  # numbers per lane and per block
+MAX_EXACT_SIZE = 1 << 19  # numbers in [0, 1] on a grid of 2^-34: their sum stays below 2^53 steps
+_LANE = 64  # numbers per lane
 _NUCLEUS_WIDTHS = (64, 512, 4096)  # tried in turn before the whole row
+
+_LOWEST = np.float32(-25.0)  # e^-25 is less than half a step of the grid
+_LOG2_E = np.float32(1.44269504088896341)
+_TO_INTEGER = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(2.12194440e-4)  # ln 2 = high - low
+_TERMS = tuple(  # Cephes' expf: (e^r - 1 - r) / r^2 for |r| <= ln2 / 2
+    np.float32(term)
+    for term in (
+        1.9875691500e-4,
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    )
+)
+_TO_GRID = np.float32(2.0**-11)  # what is below, plus this, is a multiple of 2^-34
+
+
+def weigh(scores: Row, peak: np.float32, temperature: np.float32) -> Row:
+    """exp((score - peak) · 1/temperature), rounded to a multiple of 2^-34: unnormalized probabilities.
+
+    `peak` is finite and at least every score; `temperature` is positive and finite; -inf weighs 0.
+    """
+    x = (scores - peak) * (np.float32(1.0) / temperature)
+    np.maximum(x, _LOWEST, out=x)
+    shifted = x * _LOG2_E
+    np.add(shifted, _TO_INTEGER, out=shifted)
+    n = shifted - _TO_INTEGER
+    np.subtract(x, n * _LN2_HIGH, out=x)
+    np.add(x, n * _LN2_LOW, out=x)
+    result = np.full_like(x, _TERMS[0])
+    for term in _TERMS[1:]:
+        np.multiply(result, x, out=result)
+        np.add(result, term, out=result)
+    np.multiply(result, x * x, out=result)
+    np.add(result, x, out=result)
+    np.add(result, np.float32(1.0), out=result)
+    exponents = result.view(np.int32)
+    np.add(exponents, (shifted.view(np.int32) - _TO_INTEGER.view(np.int32)) << 23, out=exponents)
+    on_grid = result + _TO_GRID
+    np.subtract(on_grid, _TO_GRID, out=on_grid)
+    np.copyto(result, on_grid, where=result < _TO_GRID)
+    return result
+
+
+def total(weights: Row) -> float:
+    """The sum of weights from `weigh`; exact."""
+    return float(weights.sum(dtype=np.float64))
 
 
 def largest(row: Row, count: int) -> Ids:
@@ -33,11 +87,10 @@ def largest(row: Row, count: int) -> Ids:
 
 def _floor_of_largest(row: Row, count: int) -> np.float32:
     """A number that at least `count` numbers of the row reach, close to the `count`-th largest."""
-    lanes = _lanes(row)
-    num_lanes = lanes.shape[1]
+    num_lanes = len(row) // _LANE
     if count < num_lanes - num_lanes // 8:
         # `count` lanes have a maximum of at least this, so `count` numbers do.
-        row = lanes.max(axis=0)
+        row = row[: num_lanes * _LANE].reshape(_LANE, num_lanes).max(axis=0)
     floor: np.float32 = np.partition(row, len(row) - count)[len(row) - count]
     return floor
 
@@ -51,56 +104,26 @@ def _in_order(values: Row, ids: Ids) -> Ids:
     return keys & 0xFFFFFFFF
 
 
-def nucleus(weights: Row, mass: float) -> Ids:
-    """Ids, in order, of the fewest largest weights whose sum reaches `mass` of the total; at least one.
+def nucleus(scores: Row, weights: Row, mass: float) -> Ids:
+    """Ids, in order of score, of the fewest first ones whose weights reach `mass` of the total; at least one.
 
-    `weights` are non-negative with a positive total. Sums of the kept are in fp64, in order.
+    `weights` are those of `scores`, with a positive total; `mass` is below 1.
     """
     target = mass * total(weights)
-    for width in (*_NUCLEUS_WIDTHS, len(weights)):
-        ids = largest(weights, width)
+    for width in (*_NUCLEUS_WIDTHS, len(scores)):
+        ids = largest(scores, width)
         reached = np.cumsum(weights[ids], dtype=np.float64) >= target
         if reached[-1]:
-            return ids[: int(reached.argmax()) + 1]
-        if width >= len(weights):
             break
-    return ids  # rounding: a target of about everything is not reached by summing in this order
-
-
-def total(weights: Row) -> float:
-    """The sum of a row: lanes of 64 in fp32, then over lanes and the rest in fp64."""
-    lanes = _lanes(weights)
-    rest = weights[lanes.size :]
-    return float(lanes.sum(axis=0).sum(dtype=np.float64) + rest.sum(dtype=np.float64))
+    return ids[: int(reached.argmax()) + 1] if reached[-1] else ids
 
 
 def draw(weights: Row, u: float) -> int:
     """The index i whose share of the running sum, in index order, holds `u` times the total (inverse CDF).
 
-    `u` in [0, 1); `weights` are non-negative with a positive total. An index of weight 0 is never drawn.
+    `u` in [0, 1); `weights` have a positive total. An index of weight 0 is never drawn.
     """
-    num_blocks = len(weights) // _BLOCK
-    sums = np.append(
-        weights[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).sum(axis=1),
-        weights[num_blocks * _BLOCK :].sum(),
-    )
-    upto = np.cumsum(sums, dtype=np.float64)
-    threshold = u * float(upto[-1])
-    block = _first_above(upto, threshold, sums)
-    inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
-    before = float(upto[block - 1]) if block else 0.0
-    return block * _BLOCK + _first_above(np.cumsum(inside, dtype=np.float64), threshold - before, inside)
-
-
-def _first_above(upto: NDArray[np.float64], threshold: float, weights: NDArray[Any]) -> int:
-    """The first index whose running sum exceeds the threshold; where rounding leaves none, the last index
-    with any weight."""
-    index = int(np.searchsorted(upto, threshold, side="right"))
+    upto = np.cumsum(weights, dtype=np.float64)
+    index = int(np.searchsorted(upto, u * float(upto[-1]), side="right"))
+    # `u` times the total may round to the total
     return index if index < len(upto) else int(np.flatnonzero(weights)[-1])
-
-
-def _lanes(row: Row) -> Row:
-    """[64, num_lanes] view of all but the last few numbers: lane j holds ids j, j + num_lanes, ... Reducing
-    over axis 0 runs over whole vectors, several times faster than over consecutive blocks."""
-    num_lanes = len(row) // _BLOCK
-    return row[: num_lanes * _BLOCK].reshape(_BLOCK, num_lanes)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.weights import EMBEDDING, FINAL_NORM, LM_HEAD, TORCH_DTYPES, WeightSource, layer_name
+from cluster.errors import ModelError
 from kernels.ops import Backend, DecoderWeights, LayerWeights
 
 _MATRICES = {
@@ -48,7 +49,7 @@ def packed_tensors(
     from the source. A tied head that `pack_linear` makes from the embedding without a copy is left out.
 
     Raises:
-        ModelError: the source's data cannot be read.
+        ModelError: the source's data cannot be read, or the backend cannot pack it.
     """
 
     def read(*names: str) -> Tensor:
@@ -59,7 +60,10 @@ def packed_tensors(
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
     def matrix(name: str, weight: Tensor) -> StoredTensor:
-        packed = backend.pack_linear(weight)
+        try:
+            packed = backend.pack_linear(weight)
+        except ValueError as error:
+            raise ModelError(f"{name} cannot be packed: {error}") from error
         if isinstance(packed, Tensor):
             return StoredTensor(name, packed)
         return StoredTensor(name, weight, unpacked=True)

@@ -1,22 +1,24 @@
 """What a worker needs of the engine before it can say who it is: model, backend, KV layout, runner.
 
 1. `open_engine` finds or converts the model and builds the backend (seconds, off the event loop).
-2. The role sizes its pool from `layout` and registers with `fingerprint`.
+2. The role makes its pool of `layout` and registers with `fingerprint`.
 3. `make_runner` maps the weights and warms up; it runs on the engine thread.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from cluster.config import WorkerConfig
 from cluster.engine.backends import make_backend
-from cluster.engine.batch import Runner
+from cluster.engine.batch import Runner, StepOutput, StepPlan
 from cluster.engine.model_spec import Dtype
 from cluster.engine.parallel import SINGLE_RANK, kv_geometry
 from cluster.engine.prepare import prepare_model
@@ -24,6 +26,8 @@ from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigError
 from cluster.kv.layout import KVLayout
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.core_board import CoreBoard
 from kernels.ops import Backend
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,13 @@ class WorkerEngine:
     layout: KVLayout
     max_model_len: int
     num_threads: int
+    board: CoreBoard | None  # where others see that this worker computes
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's, and how KV is kept where not as the model computes: equal ones give equal bits."""
+        model, kept = self.prepared.fingerprint, self.layout.dtype
+        return model if kept == self.prepared.dtype.wire_name else f"{model}-kv-{kept}"
 
     def make_runner(self, pool: torch.Tensor) -> Callable[[], Runner]:
         """A function for the engine thread: thread-local compute settings are made there."""
@@ -45,18 +56,34 @@ class WorkerEngine:
         def make() -> Runner:
             torch.set_num_threads(self.num_threads)
             started_s = time.perf_counter()
-            runner = ModelRunner(self.prepared, pool, self.backend, self.max_model_len)
-            loaded_s = time.perf_counter()
-            runner.warm_up()
+            with _busy(self.board):
+                runner = ModelRunner(self.prepared, pool, self.backend, self.max_model_len)
+                loaded_s = time.perf_counter()
+                runner.warm_up()
             logger.info(
                 "model `%s` loaded in %.2f s, warmed up in %.2f s",
                 self.prepared.name,
                 loaded_s - started_s,
                 time.perf_counter() - loaded_s,
             )
-            return runner
+            return _AtTheBoard(runner, self.board)
 
         return make
+
+
+class _AtTheBoard:
+    """A runner whose cores are lent between its steps."""
+
+    def __init__(self, runner: Runner, board: CoreBoard | None) -> None:
+        self._runner, self._board = runner, board
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        with _busy(self._board):
+            return self._runner.run(plan)
+
+
+def _busy(board: CoreBoard | None) -> AbstractContextManager[None]:
+    return nullcontext() if board is None else board.step()
 
 
 def open_engine(config: WorkerConfig) -> WorkerEngine:
@@ -67,25 +94,31 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
         ConfigError: the pool is too small for a single sequence of two blocks.
     """
     torch.set_num_threads(config.num_threads)
-    backend = make_backend(config.backend, config.num_threads)
+    backend = make_backend(config.backend, config.num_threads, config.quantization, config.core_share)
     dtype = Dtype(config.dtype)
     prepared = prepare_model(config.model, dtype, backend)
     spec = prepared.spec
-    block_bytes = spec.kv_block_bytes(config.block_size, dtype)
-    num_blocks = config.kv_bytes // block_bytes
+    layout = KVLayout.from_geometry(
+        kv_geometry(
+            spec,
+            SINGLE_RANK,
+            num_blocks=1,
+            block_size=config.block_size,
+            dtype=dtype.wire_name if config.kv_dtype == "auto" else config.kv_dtype,
+        )
+    )
+    num_blocks = config.kv_bytes // layout.bytes_per_block
     if num_blocks < 2:
         raise ConfigError(
             f"KV memory of {config.kv_bytes >> 20} MiB holds {num_blocks} blocks of "
-            f"{block_bytes / 2**20:.1f} MiB; "
-            "give workers of this role more, or use a smaller block size"
+            f"{layout.bytes_per_block / 2**20:.1f} MiB; "
+            "give workers of this role more, or use a smaller block size or `--kv-dtype int8`"
         )
-    geometry = kv_geometry(
-        spec, SINGLE_RANK, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype
-    )
     return WorkerEngine(
         prepared=prepared,
         backend=backend,
-        layout=KVLayout.from_geometry(geometry),
+        layout=dataclasses.replace(layout, num_blocks=num_blocks),
         max_model_len=config.max_model_len or spec.max_context_len,
         num_threads=config.num_threads,
+        board=backend.board if isinstance(backend, CpuBackend) else None,
     )

@@ -24,7 +24,7 @@ MAX_COPY_BYTES = 8 * 2**20  # between two looks at `stopped`
 
 
 class BlockRegion:
-    """A view `[num_blocks, num_layers, 2, block_size, num_heads, head_dim]`; keeps its memory alive."""
+    """A view `[num_blocks, num_layers, 2, block_size, num_heads, row_size]`; keeps its memory alive."""
 
     def __init__(self, blocks: Tensor) -> None:
         self.blocks = blocks

@@ -8,8 +8,10 @@
 3. An edge's layers and heads cut a view out of both ranks' pools (`local_range`), and blocks are copied
    from the one view into the other.
 
-Pools are block-major: `[num_blocks, num_layers, 2, block_size, num_heads, head_dim]`, K before V, so all of a
-block lies together. Pure: no torch.
+Pools are block-major: `[num_blocks, num_layers, 2, block_size, num_heads, row_size]`, K before V, so all of
+a block lies together. A row is what one head keeps of one token: `head_dim` elements, and in int8 the scale
+they share behind them. A scale never lies apart from its values: whatever moves rows moves scales.
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import msgspec
 from cluster.errors import ConfigError, EdgeError
 from cluster.wire.messages import KVGeometry
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
+SCALE_BYTES = {"int8": 4}  # an fp32 behind each row; as `kernels.ops.row_size` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,13 @@ class KVLayout:
         )
 
     @property
+    def row_size(self) -> int:
+        """Elements of one token and head."""
+        return self.head_dim + SCALE_BYTES.get(self.dtype, 0)
+
+    @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        return (len(self.layers), 2, self.block_size, len(self.heads), self.head_dim)
+        return (len(self.layers), 2, self.block_size, len(self.heads), self.row_size)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -112,7 +120,7 @@ class LayoutEdge(NamedTuple):
 
     def block_shape(self, layout: KVLayout) -> tuple[int, int, int, int, int]:
         """Shape of the part of a block that this edge carries."""
-        return (len(self.layers), 2, layout.block_size, len(self.heads), layout.head_dim)
+        return (len(self.layers), 2, layout.block_size, len(self.heads), layout.row_size)
 
 
 def local_range(part: range, whole: range) -> slice:

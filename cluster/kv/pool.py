@@ -32,7 +32,7 @@ from cluster.kv.layout import KVLayout
 from cluster.kv.memory import check_available
 from cluster.wire.messages import KVGeometry
 
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
 
 HEADER_BYTES = mmap.PAGESIZE
 _HEADER = struct.Struct("<8s16sI")  # magic, nonce, length of the geometry that follows (MessagePack)
@@ -44,7 +44,7 @@ _ADVICE = "lower the number of KV blocks (or use a smaller model or dtype)"
 class KVPool:
     """A pool tensor and the memory under it.
 
-    `tensor` is `[num_blocks, num_layers, 2, block_size, num_heads, head_dim]`, contiguous. The memory is
+    `tensor` is `[num_blocks, num_layers, 2, block_size, num_heads, row_size]`, contiguous. The memory is
     unmapped when the pool is closed *and* the last tensor that views it is gone.
     """
 

@@ -64,7 +64,7 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_dim: int
     block_size: int
     num_blocks: int
-    dtype: str  # "bfloat16" | "float32"
+    dtype: str  # "bfloat16" | "float32" | "int8"
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

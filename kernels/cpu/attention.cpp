@@ -3,18 +3,18 @@
 // The work is cut into items (sequence, some KV heads, tile of queries) and shared out over threads. For each of
 // its KV heads an item has `rows` = queries x query heads of the group, in position order. It walks the
 // partitions of its sequence from position 0:
-// 1. keys, a short run within a block at a time, meet every row that sees the partition: scores. Where rows are many,
-//    the partition's keys are first laid out so that a vector holds several keys;
+// 1. keys, a chunk at a time, meet every row that sees them: scores. A few rows read them in place, for many they are
+//    packed to an fp32 panel first. What is asked of memory meanwhile is told at `Ahead`;
 // 2. each row's scores past its own position become -inf; max, exp and sum over the whole partition;
 // 3. values, likewise: the partition's weighted sum;
 // 4. the row's running (max, sum, accumulator) is rescaled and takes the partition in. A row that does not see
 //    a partition skips it.
-// A decode item takes all KV heads, so that a block is read from memory as one stretch; a prefill item takes one,
-// and widens its keys and values to fp32 once for all rows.
+// A decode item takes all KV heads, so that a block is read from memory as one stretch, and each KV head once for its
+// whole group of query heads; a prefill item takes one, and many rows share what is packed.
 //
-// Orders that make the bits: a score is one chain over head_dim per lane and a fixed tree over lanes; a
-// partition's sum is one chain per lane over the partition and the same tree; its weighted sum is one chain in
-// key order per element. None depends on the item, so a decode step and a prefill chunk agree.
+// Orders that make the bits: a score is one chain over head_dim, times the key's factor (the softmax scale, and in int8
+// the key's own); a partition's sum is one chain per lane over the partition and a fixed tree over lanes; its weighted
+// sum is one chain in key order per element. None depends on the item, so a decode step and a prefill chunk agree.
 #include "attention.h"
 
 #include "attention_tiles.h"
@@ -24,100 +24,132 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kRun = 32;           // keys or values widened at a time: they stay in L1
-constexpr int64_t kDirectRun = 8;      // keys or values taken at a time where they are read in place
-constexpr int64_t kAhead = 16;         // keys or values asked for ahead of use
-constexpr int64_t kTileRows = 96;      // about as many rows of one KV head share what is widened
+constexpr int64_t kTileRows = 192;     // about as many rows of one KV head share what is packed
+constexpr int64_t kFewKeys = 2 * kGroup;  // a chunk where rows are few; else a whole partition
 constexpr int64_t kDecodeQueries = 4;  // up to as many queries of a sequence are taken for all KV heads at once
+constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kLine = 64;
 
 // One sequence's keys (`which` 0) and values (1), found through its block table.
-template <typename T>
 struct Pages {
-    const T* pool;
+    const char* pool;
     const int32_t* block_table;
     const Shape& shape;
 
-    // Positions from `position` to the end of its block or `end`, `most` at most.
-    int64_t run_length(int64_t position, int64_t end, int64_t most) const {
-        return std::min({most, shape.block_size - position % shape.block_size, end - position});
+    const char* token(int64_t position, int64_t which) const {
+        const int64_t block_size = shape.kv.block_size;
+        const int64_t slot = block_table[position / block_size] * block_size + position % block_size;
+        return pool + shape.kv.offset(slot, shape.layer, which);
     }
-    Run<T> run(int64_t position, int64_t which, int64_t head) const {
-        const int64_t stride = shape.num_kv_heads * shape.head_dim;
-        const int64_t block = block_table[position / shape.block_size], offset = position % shape.block_size;
-        const int64_t half = (block * shape.num_layers + shape.layer) * 2 + which;
-        return {pool + (half * shape.block_size + offset) * stride + head * shape.head_dim, stride};
-    }
-    // Blocks lie anywhere, where no hardware prefetcher looks: rows are asked for by name, a few at a time, for
-    // a request that finds too many others waiting is lost.
-    void prefetch(int64_t position, int64_t count, int64_t which, int64_t head) const {
-        Run<T> next = run(position, which, head);
-        const int64_t row_bytes = shape.head_dim * int64_t(sizeof(T));
-        for (int64_t j = run_length(position, position + count, count); j > 0; --j, next.rows += next.stride)
-            for (int64_t byte = 0; byte < row_bytes; byte += 64)
-                baton::prefetch(reinterpret_cast<const char*>(next.rows) + byte);
+    // Positions from `position` to the end of its block or to `end`.
+    int64_t run_length(int64_t position, int64_t end) const {
+        return std::min(shape.kv.block_size - position % shape.kv.block_size, end - position);
     }
 };
 
-template <typename T>
-Run<float> widen(Run<T> run, int64_t count, const Shape& shape, float* wide) {
-    for (int64_t j = 0; j < count; ++j)
-        for (int64_t d = 0; d < shape.padded_dim; d += kWidth)
-            store(wide + j * shape.padded_dim + d, load_partial(run.rows + j * run.stride + d, shape.head_dim - d));
-    return {wide, shape.padded_dim};
-}
+// Asks memory for rows some bytes before they are used, in the order of use: blocks lie anywhere, where no hardware
+// prefetcher looks. Keys of a partition, its values, the next keys; of each token, the item's heads.
+class Ahead {
+public:
+    Ahead(const Pages& pages, const Item& item, int64_t end)
+        : pages_(pages), first_byte_(item.first_head * pages.shape.kv.row_bytes),
+          num_bytes_(item.num_heads * pages.shape.kv.row_bytes), end_(end) {
+        begin_half();
+        advance(kAheadBytes);
+    }
+
+    // `bytes` were used.
+    void advance(int64_t bytes) {
+        for (credit_ += bytes; credit_ >= num_bytes_ && start_ < end_; credit_ -= num_bytes_) next();
+    }
+
+private:
+    void next() {
+        if (left_ == 0) {
+            left_ = pages_.run_length(position_, half_end_);
+            token_ = pages_.token(position_, which_) + first_byte_;
+            position_ += left_;
+        }
+        const char* const token_end = token_ + num_bytes_;
+        if (asked_ < token_ || asked_ > token_end) asked_ = token_ - reinterpret_cast<uintptr_t>(token_) % kLine;
+        for (; asked_ < token_end; asked_ += kLine) prefetch(asked_);
+        token_ += pages_.shape.kv.token_bytes();
+        if (--left_ == 0 && position_ == half_end_) {
+            start_ += which_ == 1 ? kPartition : 0;
+            which_ = 1 - which_;
+            if (start_ < end_) begin_half();
+        }
+    }
+
+    void begin_half() {
+        position_ = start_;
+        half_end_ = std::min(start_ + kPartition, end_);
+    }
+
+    const Pages& pages_;
+    const int64_t first_byte_, num_bytes_, end_;
+    int64_t start_ = 0, which_ = 0, position_ = 0, half_end_ = 0;  // of the partition; in its keys or values
+    int64_t left_ = 0, credit_ = 0;                                // tokens of the run; bytes used, not yet asked for
+    const char *token_ = nullptr, *asked_ = nullptr;
+};
 
 // One KV head's share of an item: its rows and what they have accumulated so far.
 struct HeadState {
-    float *keys;                       // of a partition, in groups; unused where keys are read in place
-    float *q, *accumulator, *partial;  // [rows, padded_dim]
+    float *q, *accumulator, *partial;  // [rows, dim]
     float *scores;                     // [rows, kPartition]
     float *running_max, *running_sum;  // [rows]
 
-    static int64_t num_floats(int64_t num_rows, int64_t dim, bool direct) {
-        return (direct ? 0 : kPartition * dim) + num_rows * (3 * dim + kPartition + 2);
+    static int64_t num_floats(int64_t num_rows, int64_t dim) {
+        return ceil_div(num_rows * (3 * dim + kPartition + 2), 16) * 16;
     }
 
-    HeadState(float* memory, int64_t num_rows, int64_t dim, bool direct)
-        : keys(memory), q(memory + (direct ? 0 : kPartition * dim)), accumulator(q + num_rows * dim), partial(accumulator + num_rows * dim),
+    HeadState(float* memory, int64_t num_rows, int64_t dim)
+        : q(memory), accumulator(q + num_rows * dim), partial(accumulator + num_rows * dim),
           scores(partial + num_rows * dim), running_max(scores + num_rows * kPartition),
           running_sum(running_max + num_rows) {
-        std::fill(keys, q, 0.0f);
         std::fill(accumulator, accumulator + num_rows * dim, 0.0f);
         std::fill(running_max, running_max + num_rows, -kInfinity);
         std::fill(running_sum, running_sum + num_rows, 0.0f);
     }
 };
 
-template <typename T>
+template <typename T, typename Kv>
 class Attention {
 public:
-    Attention(const Item& item, const Shape& shape, const Pages<T>& pages, int64_t first_position)
-        : item_(item), shape_(shape), pages_(pages), dim_(shape.padded_dim), rows_(item.num_queries * shape.group),
-          first_position_(first_position), end_(first_position + item.num_queries),
-          direct_(rows_ <= 4 && shape.head_dim == shape.padded_dim) {
+    Attention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position)
+        : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim), dim_(ceil_div(head_dim_, kGroup) * kGroup),
+          rows_(item.num_queries * shape.group), first_position_(first_position),
+          end_(first_position + item.num_queries), chunk_(rows_ < 4 * kMostRows ? kFewKeys : kPartition),
+          in_place_(rows_ <= kMostRows && head_dim_ % kGroup == 0),
+          ahead_(pages_, item, end_) {
         static thread_local Scratch scratch;
-        const int64_t head_floats = ceil_div(HeadState::num_floats(rows_, dim_, direct_), 16) * 16;
-        wide_ = scratch.floats(kRun * dim_ + item.num_heads * head_floats);
+        const int64_t head_floats = HeadState::num_floats(rows_, dim_), row_floats = ceil_div(dim_ * 4 + kScaleBytes, 64) * 16;
+        float* memory = scratch.floats(chunk_ * dim_ + (kWidth + 1) * row_floats + item.num_heads * head_floats);
+        panel_ = memory, memory += chunk_ * dim_;
+        zeros_ = reinterpret_cast<const char*>(memory);
+        std::fill(memory, memory + row_floats, 0.0f), memory += row_floats;
+        staged_ = reinterpret_cast<char*>(memory), memory += kWidth * row_floats;
+        row_bytes_ = row_floats * 4;
         heads_.reserve(size_t(item.num_heads));
         for (int64_t head = 0; head < item.num_heads; ++head)
-            heads_.emplace_back(wide_ + kRun * dim_ + head * head_floats, rows_, dim_, direct_);
+            heads_.emplace_back(memory + head * head_floats, rows_, dim_);
     }
 
     // `out` [num_tokens, num_heads, head_dim], rounded to T; of type T, or fp32 for a product that reads it next.
     template <typename Out>
     void run(const T* q, int64_t q_row_stride, Out* out) {
         each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
-            const T* source = q + query * q_row_stride + query_head * shape_.head_dim;
-            for (int64_t d = 0; d < dim_; d += kWidth)
-                store(head.q + r * dim_ + d, load_partial(source + d, shape_.head_dim - d));
+            const T* source = q + query * q_row_stride + query_head * head_dim_;
+            float* row = head.q + r * dim_;
+            std::fill(row, row + dim_, 0.0f);
+            for (int64_t d = 0; d < head_dim_; d += kWidth) store(row + d, load_partial(source + d, head_dim_ - d));
         });
         for (int64_t start = 0; start < end_; start += kPartition) take_in(start, std::min(end_, start + kPartition));
         each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
-            Out* target = out + (query * shape_.num_heads + query_head) * shape_.head_dim;
-            for (int64_t d = 0; d < shape_.head_dim; d += kWidth)
-                store_partial(target + d,
-                              round_to<T>(load(head.accumulator + r * dim_ + d) / head.running_sum[r]),
-                              shape_.head_dim - d);
+            Out* target = out + (query * shape_.num_heads + query_head) * head_dim_;
+            for (int64_t d = 0; d < head_dim_; d += kWidth)
+                store_partial(target + d, round_to<T>(load(head.accumulator + r * dim_ + d) / head.running_sum[r]),
+                              head_dim_ - d);
         });
     }
 
@@ -130,62 +162,119 @@ private:
                      (item_.first_head + head) * shape_.group + r % shape_.group);
     }
 
-    // body(head, first position, run, count) over the rows of K or V at [start, end). What is read kAhead rows later
-    // (keys of a partition, its values, the next keys) is asked for meanwhile.
+    // body(rows in chunk order, position of the first, count) per chunk of the partition and head
     template <typename Body>
-    void each_run(int64_t start, int64_t end, int64_t which, const Body& body) {
-        for (int64_t position = start; position < end;) {
-            const int64_t count = pages_.run_length(position, end, direct_ ? kDirectRun : kRun);
-            int64_t later = position + kAhead, later_which = which, later_end = end;
-            if (later >= end) {
-                later_which = 1 - which;
-                later = which == 0 ? start + later - end : later;
-                later_end = which == 0 ? end : end_;
-            }
+    void each_chunk(int64_t start, int64_t end, int64_t which, const Body& body) {
+        for (int64_t position = start; position < end; position += chunk_) {
+            const int64_t count = std::min(chunk_, end - position);
             for (int64_t h = 0; h < item_.num_heads; ++h) {
-                const int64_t kv_head = item_.first_head + h;
-                if (later < later_end)
-                    pages_.prefetch(later, std::min(count, later_end - later), later_which, kv_head);
-                const Run<T> rows = pages_.run(position, which, kv_head);
-                if (direct_)
-                    body(heads_[size_t(h)], position - start, rows, count);
-                else
-                    body(heads_[size_t(h)], position - start, widen(rows, count, shape_, wide_), count);
+                locate(position, count, which, item_.first_head + h);
+                body(heads_[size_t(h)], position, count);
             }
-            position += count;
         }
+    }
+
+    // Addresses of rows; those that fill up the last group are zeros.
+    void locate(int64_t position, int64_t count, int64_t which, int64_t head) {
+        const int64_t stride = shape_.kv.token_bytes();
+        for (int64_t j = 0; j < count;) {
+            const int64_t run = pages_.run_length(position + j, position + count);
+            const char* row = pages_.token(position + j, which) + head * shape_.kv.row_bytes;
+            for (const int64_t run_end = j + run; j < run_end; ++j, row += stride) addresses_[j] = row;
+        }
+        for (int64_t j = count; j % kGroup != 0; ++j) addresses_[j] = zeros_;
+    }
+
+    float scale_at(int64_t j) const {
+        float scale;
+        std::memcpy(&scale, addresses_[j] + head_dim_, sizeof scale);
+        return scale;
+    }
+
+    void set_factors(int64_t count) {
+        for (int64_t j = 0; j < count; ++j)
+            factors_[j] = sizeof(Kv) == 1 ? scale_at(j) * shape_.scale : shape_.scale;
+    }
+
+    void pack(int64_t count) {
+        for (int64_t j = 0; j < count; j += kWidth) {
+            const char* const* rows = addresses_ + j;
+            if (head_dim_ != dim_) {  // reading whole steps would go past the end of a row
+                for (int64_t i = 0; i < kWidth; ++i) {
+                    std::memset(staged_ + i * row_bytes_, 0, size_t(row_bytes_));
+                    std::memcpy(staged_ + i * row_bytes_, rows[i], size_t(head_dim_) * sizeof(Kv));
+                    staged_rows_[i] = staged_ + i * row_bytes_;
+                }
+                rows = staged_rows_;
+            }
+            pack_keys<Kv>(rows, dim_, panel_ + j / kGroup * dim_ * kGroup + j % kGroup);
+            ahead_.advance(std::min(kWidth, count - j) * shape_.kv.row_bytes);
+        }
+        if (count % kGroup != 0 && count % kGroup <= kWidth)  // the other half of the last group
+            for (int64_t d = 0; d < dim_; ++d)
+                store(panel_ + (count / kGroup * dim_ + d) * kGroup + kWidth, Vec{});
+    }
+
+    // The few rows of an item and the chunk, read where it lies; rows that do not see the partition's end are masked later.
+    template <int Rows>
+    void score_in_place(const float* q, int64_t count, float* scores) {
+        for (int64_t j = 0; j < count; j += kGroup) {
+            score_keys<Kv, Rows, 2>(q, dim_, addresses_ + j, factors_ + j, scores + j);
+            ahead_.advance(std::min(kGroup, count - j) * shape_.kv.row_bytes);
+        }
+    }
+
+    template <int Rows>
+    void add_in_place(const float* weights, int64_t count, float* partial) {
+        for (int64_t j = 0; j < count; j += kGroup) {
+            const int64_t some = std::min(kGroup, count - j);
+            add_values_in_place<Kv, Rows>(weights + j, addresses_ + j, head_dim_, some, dim_, partial);
+            ahead_.advance(some * shape_.kv.row_bytes);
+        }
+    }
+
+    // Positions in [position, position + count) that the row sees.
+    int64_t visible(int64_t row, int64_t position, int64_t count) const {
+        return std::clamp<int64_t>(first_position_ + row / shape_.group + 1 - position, 0, count);
     }
 
     // The partition at [start, end) into every row that sees it.
     void take_in(int64_t start, int64_t end) {
         const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not
-        each_run(start, end, 0, [&](HeadState& head, int64_t j, auto keys, int64_t count) {
-            if (!direct_) return scatter_keys(wide_, dim_, j, count, head.keys);
-            by_rows(rows_ - from, [&](int64_t r, auto rows) {
-                score_keys<rows.value>(head.q + (from + r) * dim_, dim_, keys, count, shape_.scale,
-                                       head.scores + (from + r) * kPartition + j);
+        each_chunk(start, end, 0, [&](HeadState& head, int64_t position, int64_t count) {
+            set_factors(count);
+            float* const scores = head.scores + position - start;
+            if (in_place_) {
+                by_rows(0, rows_, [&](int64_t, auto rows) { score_in_place<rows.value>(head.q, count, scores); });
+                return;
+            }
+            pack(count);
+            by_rows(from, rows_, [&](int64_t r, auto rows) {
+                const int64_t num_groups = ceil_div(visible(r + rows.value - 1, position, count), kGroup);
+                score_groups<rows.value>(head.q + r * dim_, dim_, panel_, num_groups, factors_,
+                                         scores + r * kPartition);
             });
         });
-        if (!direct_)
-            for (HeadState& head : heads_)
-                by_many_rows(rows_ - from, [&](int64_t r, auto rows) {
-                    score_groups<rows.value>(head.q + (from + r) * dim_, dim_, head.keys, end - start, shape_.scale,
-                                             head.scores + (from + r) * kPartition);
-                });
         for (HeadState& head : heads_) {
             for (int64_t r = from; r < rows_; ++r) {
-                const int64_t visible = std::min(kPartition, first_position_ + r / shape_.group + 1 - start);
-                const float rescale =
-                    softmax_row(head.scores + r * kPartition, visible, head.running_max[r], head.running_sum[r]);
+                const float rescale = softmax_row(head.scores + r * kPartition, visible(r, start, kPartition),
+                                                  head.running_max[r], head.running_sum[r]);
                 for (int64_t d = r * dim_; d < (r + 1) * dim_; d += kWidth)
                     store(head.accumulator + d, load(head.accumulator + d) * rescale);
             }
             std::fill(head.partial + from * dim_, head.partial + rows_ * dim_, 0.0f);
         }
-        each_run(start, end, 1, [&](HeadState& head, int64_t j, auto values, int64_t count) {
-            by_rows(rows_ - from, [&](int64_t r, auto rows) {
-                add_values<rows.value>(head.scores + (from + r) * kPartition + j, values, count, dim_,
-                                       head.partial + (from + r) * dim_);
+        each_chunk(start, end, 1, [&](HeadState& head, int64_t position, int64_t count) {
+            float* const weights = head.scores + position - start;
+            if constexpr (sizeof(Kv) == 1) apply_scales(weights, from, count);
+            if (in_place_) {
+                by_rows(0, rows_, [&](int64_t, auto rows) { add_in_place<rows.value>(weights, count, head.partial); });
+                return;
+            }
+            widen(count);
+            by_rows(from, rows_, [&](int64_t r, auto rows) {
+                add_values<rows.value>(weights + r * kPartition, panel_, chunk_ * kGroup,
+                                       visible(r + rows.value - 1, position, count), dim_, head.partial + r * dim_);
             });
         });
         for (HeadState& head : heads_)
@@ -193,13 +282,36 @@ private:
                 store(head.accumulator + i, load(head.accumulator + i) + load(head.partial + i));
     }
 
+    void widen(int64_t count) {
+        for (int64_t j = 0; j < count; ++j) {
+            widen_value<Kv>(addresses_[j], head_dim_, dim_, chunk_ * kGroup, panel_ + j * kGroup);
+            if (j % kWidth == kWidth - 1) ahead_.advance(kWidth * shape_.kv.row_bytes);
+        }
+    }
+
+    // Weights of int8 values take the values' scales.
+    void apply_scales(float* weights, int64_t from, int64_t count) {
+        for (int64_t j = 0; j < ceil_div(count, kWidth) * kWidth; ++j) factors_[j] = j < count ? scale_at(j) : 0.0f;
+        for (int64_t r = from; r < rows_; ++r)
+            for (int64_t j = 0; j < count; j += kWidth) {
+                float* const some = weights + r * kPartition + j;
+                store(some, load(some) * load(factors_ + j));
+            }
+    }
+
     const Item& item_;
     const Shape& shape_;
-    const Pages<T>& pages_;
-    const int64_t dim_, rows_, first_position_, end_;
-    const bool direct_;  // few rows: keys and values are widened in registers, not kept
-    float* wide_;        // [kRun, padded_dim]
+    const Pages pages_;
+    const int64_t head_dim_, dim_, rows_, first_position_, end_, chunk_;
+    const bool in_place_;  // so few rows that packing does not pay
+    Ahead ahead_;
+    float* panel_;       // keys: [groups of the chunk, dim, kGroup]; values: [strips, chunk, kGroup]
+    const char* zeros_;  // a row
+    char* staged_;       // kWidth rows of row_bytes_
+    int64_t row_bytes_;
     std::vector<HeadState> heads_;
+    const char *addresses_[kPartition], *staged_rows_[kWidth];
+    alignas(64) float factors_[kPartition];
 };
 
 }  // namespace
@@ -210,28 +322,32 @@ std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t n
     for (int64_t s = 0; s < num_seqs; ++s) {
         const int64_t begin = query_starts[s], end = query_starts[s + 1];
         const bool all_heads = end - begin <= kDecodeQueries && num_seqs >= 2 * num_threads - 1;
-        const int64_t heads = all_heads ? shape.num_kv_heads : 1;
+        const int64_t heads = all_heads ? shape.kv.num_kv_heads : 1;
         for (int64_t first = begin; first < end; first += tile_queries)
-            for (int64_t head = 0; head < shape.num_kv_heads; head += heads)
+            for (int64_t head = 0; head < shape.kv.num_kv_heads; head += heads)
                 items.push_back({s, head, heads, first, std::min(tile_queries, end - first)});
     }
     return items;
 }
 
 template <typename T, typename Out>
-void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const T* pool,
+void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const char* pool,
             const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks,
             Out* out) {
-    const Pages<T> pages{pool, block_tables + item.sequence * max_blocks, shape};
     const int64_t first_position = context_lens[item.sequence] - query_starts[item.sequence + 1] + item.first_query;
-    Attention<T>(item, shape, pages, first_position).run(q, q_row_stride, out);
+    const int32_t* block_table = block_tables + item.sequence * max_blocks;
+    const Pages pages{pool, block_table, shape};
+    if (shape.kv.is_int8)
+        Attention<T, int8_t>(item, shape, pages, first_position).run(q, q_row_stride, out);
+    else
+        Attention<T, T>(item, shape, pages, first_position).run(q, q_row_stride, out);
 }
 
-template void attend(const Item&, const Shape&, const float*, int64_t, const float*, const int32_t*, const int32_t*,
+template void attend(const Item&, const Shape&, const float*, int64_t, const char*, const int32_t*, const int32_t*,
                      const int32_t*, int64_t, float*);
-template void attend(const Item&, const Shape&, const bf16*, int64_t, const bf16*, const int32_t*, const int32_t*,
+template void attend(const Item&, const Shape&, const bf16*, int64_t, const char*, const int32_t*, const int32_t*,
                      const int32_t*, int64_t, bf16*);
-template void attend(const Item&, const Shape&, const bf16*, int64_t, const bf16*, const int32_t*, const int32_t*,
+template void attend(const Item&, const Shape&, const bf16*, int64_t, const char*, const int32_t*, const int32_t*,
                      const int32_t*, int64_t, float*);
 
 // The first sequence whose lengths or blocks do not fit the pool, or -1.
@@ -254,7 +370,7 @@ int64_t first_unfit(const int32_t* query_starts, const int32_t* context_lens, co
 namespace {
 
 template <typename T>
-void paged_attention(const T* q, int64_t q_row_stride, const T* pool, const Shape& shape, const int32_t* query_starts,
+void paged_attention(const T* q, int64_t q_row_stride, const char* pool, const Shape& shape, const int32_t* query_starts,
                      const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks, int64_t num_seqs,
                      T* out, int64_t num_threads) {
     const std::vector<Item> items = cut(shape, query_starts, num_seqs, num_threads);
@@ -279,18 +395,18 @@ int64_t baton_paged_attention(const void* q, int64_t q_row_stride, const void* p
                               int64_t num_layers, int64_t block_size, int64_t num_kv_heads, int64_t head_dim,
                               int64_t layer, const int32_t* query_starts, const int32_t* context_lens,
                               const int32_t* block_tables, int64_t max_blocks, int64_t num_seqs, int64_t num_tokens,
-                              int64_t num_heads, float scale, void* out, int64_t is_bf16, int64_t num_threads) {
+                              int64_t num_heads, float scale, void* out, int64_t is_bf16, int64_t is_int8,
+                              int64_t num_threads) {
     const int64_t bad = first_unfit(query_starts, context_lens, block_tables, max_blocks, num_seqs, num_tokens,
                                     num_blocks, block_size);
     if (bad >= 0) return bad;
-    Shape shape{num_heads,  num_kv_heads, head_dim, ceil_div(head_dim, kWidth) * kWidth, num_heads / num_kv_heads,
-                num_layers, block_size,   layer,    scale};
+    const Shape shape(KvShape(num_layers, block_size, num_kv_heads, head_dim, is_int8, is_bf16), num_heads, scale, layer);
     if (is_bf16)
-        paged_attention(static_cast<const bf16*>(q), q_row_stride, static_cast<const bf16*>(pool), shape,
+        paged_attention(static_cast<const bf16*>(q), q_row_stride, static_cast<const char*>(pool), shape,
                         query_starts, context_lens, block_tables, max_blocks, num_seqs, static_cast<bf16*>(out),
                         num_threads);
     else
-        paged_attention(static_cast<const float*>(q), q_row_stride, static_cast<const float*>(pool), shape,
+        paged_attention(static_cast<const float*>(q), q_row_stride, static_cast<const char*>(pool), shape,
                         query_starts, context_lens, block_tables, max_blocks, num_seqs, static_cast<float*>(out),
                         num_threads);
     return -1;

@@ -5,12 +5,17 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv_rows.h"
+
 namespace baton {
 
 struct Shape {
-    int64_t num_heads, num_kv_heads, head_dim, padded_dim, group;
-    int64_t num_layers, block_size, layer;
+    KvShape kv;
+    int64_t num_heads, group, layer;
     float scale;
+
+    Shape(const KvShape& kv, int64_t num_heads, float scale, int64_t layer = 0)
+        : kv(kv), num_heads(num_heads), group(num_heads / kv.num_kv_heads), layer(layer), scale(scale) {}
 };
 
 // Some KV heads of one sequence and a tile of its queries.
@@ -24,7 +29,7 @@ std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t n
 // One item. q rows are q_row_stride elements apart; `out` [num_tokens, num_heads, head_dim] is rounded to T and stored
 // as T, or as fp32 for a product that reads it next. Instantiated for T and Out of the model's type and Out fp32.
 template <typename T, typename Out>
-void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const T* pool,
+void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const char* pool,
             const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks,
             Out* out);
 

@@ -1,183 +1,200 @@
-// The arithmetic of attention on a few rows and keys at a time; `attention.cpp` says what orders it keeps.
+// The arithmetic of attention on a few query rows at a time; `attention.cpp` says what orders it keeps.
 //
-// Rows are fp32, `dim` floats apart (head_dim padded to whole vectors with zeros); scores and weights are
-// `kPartition` floats apart. Keys and values are fp32 or bf16, widened on their way to the registers.
+// Rows are fp32, `dim` floats apart; scores and weights are kPartition floats apart. Keys and values come in the panels
+// of `attention_panels.h`.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
+#include "attention_panels.h"
 #include "simd.h"
 
 namespace baton {
 
 constexpr int64_t kPartition = 128;  // kernels.ops.PARTITION_SIZE
+constexpr int64_t kMostRows = 6;     // of a tile
 
-// Rows of keys or values of one KV head, `stride` elements apart.
-template <typename T>
-struct Run {
-    const T* rows;
-    int64_t stride;
-};
-
-// scores[r][j] = scale * q[r] . keys[j] for Rows rows and Keys keys.
-template <int Rows, int Keys, typename T>
-inline void score_tile(const float* q, int64_t dim, const T* keys, int64_t stride, float scale, float* scores) {
-    Vec sums[Rows][Keys];
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-        for (int j = 0; j < Keys; ++j) sums[r][j] = Vec{};
-    for (int64_t d = 0; d < dim; d += kWidth)
-#pragma GCC unroll 4
-        for (int j = 0; j < Keys; ++j) {
-            Vec key = load(keys + j * stride + d);
-#pragma GCC unroll 4
-            for (int r = 0; r < Rows; ++r) sums[r][j] = fma(load(q + r * dim + d), key, sums[r][j]);
-        }
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
-        if constexpr (Keys == 4) {
-            Vec4 four = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]) * scale;
-            std::memcpy(scores + r * kPartition, &four, sizeof four);
-        } else {
-            static_assert(Keys == 1);
-            scores[r * kPartition] = sum_lanes(sums[r][0]) * scale;
-        }
-    }
-}
-
-template <int Rows, typename T>
-void score_keys(const float* q, int64_t dim, Run<T> keys, int64_t count, float scale, float* scores) {
-    int64_t j = 0;
-    for (; j + 4 <= count; j += 4)
-        score_tile<Rows, 4>(q, dim, keys.rows + j * keys.stride, keys.stride, scale, scores + j);
-    for (; j < count; ++j)
-        score_tile<Rows, 1>(q, dim, keys.rows + j * keys.stride, keys.stride, scale, scores + j);
-}
-
-// Keys of a partition laid out for many rows: groups of kKeyGroup keys, and in a group a line of one element of each
-// key per element of a head, in the order that `score_group` takes them: lane by lane of the vectors of a head.
-constexpr int64_t kKeyGroup = 2 * kWidth;
-
-// Keys [first, first + count) of a partition, fp32 rows `dim` floats apart, to their places.
-inline void scatter_keys(const float* keys, int64_t dim, int64_t first, int64_t count, float* groups) {
-    const int64_t num_vecs = dim / kWidth;
-    const auto line = [&](int64_t j, int64_t d) {
-        return groups + (j / kKeyGroup * dim + d % kWidth * num_vecs + d / kWidth) * kKeyGroup + j % kKeyGroup;
-    };
-    int64_t j = 0;
-    for (; first % 4 == 0 && j + 4 <= count; j += 4)
-        for (int64_t d = 0; d < dim; d += 4) {
-            Vec4 a, b, c, e;
-            std::memcpy(&a, keys + j * dim + d, 16), std::memcpy(&b, keys + (j + 1) * dim + d, 16);
-            std::memcpy(&c, keys + (j + 2) * dim + d, 16), std::memcpy(&e, keys + (j + 3) * dim + d, 16);
-            Vec4 ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-            Vec4 ce_low = __builtin_shufflevector(c, e, 0, 4, 1, 5), ce_high = __builtin_shufflevector(c, e, 2, 6, 3, 7);
-            const Vec4 columns[4] = {__builtin_shufflevector(ab_low, ce_low, 0, 1, 4, 5),
-                                     __builtin_shufflevector(ab_low, ce_low, 2, 3, 6, 7),
-                                     __builtin_shufflevector(ab_high, ce_high, 0, 1, 4, 5),
-                                     __builtin_shufflevector(ab_high, ce_high, 2, 3, 6, 7)};
-            for (int64_t i = 0; i < 4; ++i) std::memcpy(line(first + j, d + i), &columns[i], 16);
-        }
-    for (; j < count; ++j)
-        for (int64_t d = 0; d < dim; ++d) *line(first + j, d) = keys[j * dim + d];
-}
-
-// The lane sums of Rows rows and a group of keys, in the tree that `sum_lanes` keeps: lane `Lane` and those `Step`,
-// 2 * Step, ... after it, halves of the vector first.
-template <int Rows, int Lane, int Step>
-inline void lane_tree(const float* q, int64_t dim, const float* group, Vec (&sums)[Rows][2]) {
-    if constexpr (Step == kWidth) {
-        const int64_t num_vecs = dim / kWidth;
-        const float* line = group + Lane * num_vecs * kKeyGroup;
-        Vec chains[Rows][2];  // of its own: nothing else can point at it, so it stays in registers
+// sums[r][v] += row(r) * line(v). The fewer of the two are held in registers beside the sums.
+template <int Rows, int Vecs, typename Row, typename Line>
+inline void outer_product(Vec (&sums)[Rows][Vecs], const Row& row, const Line& line) {
+    if constexpr (Rows < Vecs) {
+        Vec rows[Rows];
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) chains[r][0] = chains[r][1] = Vec{};
-        for (int64_t i = 0; i < num_vecs; ++i, line += kKeyGroup) {
-            Vec first = load(line), second = load(line + kWidth);
+        for (int r = 0; r < Rows; ++r) rows[r] = row(r);
 #pragma GCC unroll 8
-            for (int r = 0; r < Rows; ++r) {
-                Vec value = splat(q[r * dim + i * kWidth + Lane]);
-                chains[r][0] = fma(value, first, chains[r][0]);
-                chains[r][1] = fma(value, second, chains[r][1]);
-            }
-        }
+        for (int v = 0; v < Vecs; ++v) {
+            const Vec value = line(v);
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-            sums[r][0] = chains[r][0];
-            sums[r][1] = chains[r][1];
+            for (int r = 0; r < Rows; ++r) sums[r][v] = fma(rows[r], value, sums[r][v]);
         }
     } else {
-        Vec others[Rows][2];
-        lane_tree<Rows, Lane, 2 * Step>(q, dim, group, sums);
-        lane_tree<Rows, Lane + Step, 2 * Step>(q, dim, group, others);
+        Vec lines[Vecs];
+#pragma GCC unroll 8
+        for (int v = 0; v < Vecs; ++v) lines[v] = line(v);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
-            sums[r][0] += others[r][0];
-            sums[r][1] += others[r][1];
+            const Vec value = row(r);
+#pragma GCC unroll 8
+            for (int v = 0; v < Vecs; ++v) sums[r][v] = fma(value, lines[v], sums[r][v]);
         }
     }
 }
 
-// As `score_keys`, over groups of keys: the same sums in the same order, without adding across a vector.
-template <int Rows>
-void score_groups(const float* q, int64_t dim, const float* groups, int64_t count, float scale, float* scores) {
-    for (int64_t j = 0; j < count; j += kKeyGroup) {
-        Vec sums[Rows][2];
-        lane_tree<Rows, 0, 1>(q, dim, groups + j * dim, sums);
-        for (int r = 0; r < Rows; ++r) {
-            store(scores + r * kPartition + j, sums[r][0] * scale);
-            store(scores + r * kPartition + j + kWidth, sums[r][1] * scale);
-        }
+// scores[r][j] = (q[r] . keys[j]) * factors[j] for Rows rows and Groups groups of keys; one chain over `dim` each.
+template <int Rows, int Groups>
+inline void score_tile(const float* q, int64_t dim, const float* keys, const float* factors, float* scores) {
+    constexpr int num_vecs = 2 * Groups;
+    Vec sums[Rows][num_vecs];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < num_vecs; ++v) sums[r][v] = Vec{};
+    for (int64_t d = 0; d < dim; ++d, keys += kGroup) {
+        outer_product<Rows, num_vecs>(
+            sums, [&](int r) { return splat(q[r * dim + d]); },
+            [&](int v) { return load(keys + v / 2 * dim * kGroup + v % 2 * kWidth); });
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < num_vecs; ++v)
+            store(scores + r * kPartition + v * kWidth, sums[r][v] * load(factors + v * kWidth));
 }
 
-// out[r] += sum_j weights[r][j] * values[j], a chain in key order per element, over Vecs vectors of head_dim.
-template <int Rows, int Vecs, typename T>
-inline void value_tile(const float* weights, const T* values, int64_t stride, int64_t count, int64_t dim, float* out) {
+// As `score_tile` for few rows, and Halves times kWidth keys straight from the pool.
+template <typename Kv, int Rows, int Halves>
+inline void score_keys(const float* q, int64_t dim, const char* const* keys, const float* factors, float* scores) {
+    constexpr int per_word = 4 / int(sizeof(Kv));
+    Vec sums[Rows][Halves];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < Halves; ++v) sums[r][v] = Vec{};
+    for (int64_t d = 0; d < dim; d += kStep<Kv>) {
+        UintVec words[Halves][4];
+#pragma GCC unroll 4
+        for (int v = 0; v < Halves; ++v) load_words(keys + v * kWidth, d * int64_t(sizeof(Kv)), words[v]);
+#pragma GCC unroll 16
+        for (int i = 0; i < 4 * per_word; ++i)
+            outer_product<Rows, Halves>(
+                sums, [&](int r) { return splat(q[r * dim + d + i]); },
+                [&](int v) { return element<Kv>(words[v][i / per_word], i % per_word); });
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < Halves; ++v)
+            store(scores + r * kPartition + v * kWidth, sums[r][v] * load(factors + v * kWidth));
+}
+
+// As `value_tile` for few rows and `Vecs` vectors of values straight from the pool, from element d on.
+template <typename Kv, int Rows, int Vecs>
+inline void add_value_vecs(const float* weights, const char* const* values, int64_t d, int64_t count, int64_t dim,
+                           float* out) {
     Vec sums[Rows][Vecs];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
-        for (int i = 0; i < Vecs; ++i) sums[r][i] = load(out + r * dim + i * kWidth);
-    for (int64_t j = 0; j < count; ++j)
-#pragma GCC unroll 4
-        for (int i = 0; i < Vecs; ++i) {
-            Vec value = load(values + j * stride + i * kWidth);
-#pragma GCC unroll 4
-            for (int r = 0; r < Rows; ++r)
-                sums[r][i] = fma(splat(weights[r * kPartition + j]), value, sums[r][i]);
-        }
-#pragma GCC unroll 4
+        for (int v = 0; v < Vecs; ++v) sums[r][v] = load(out + r * dim + d + v * kWidth);
+    for (int64_t j = 0; j < count; ++j) {
+        const Kv* value = reinterpret_cast<const Kv*>(values[j]) + d;
+        outer_product<Rows, Vecs>(
+            sums, [&](int r) { return splat(weights[r * kPartition + j]); },
+            [&](int v) { return load(value + v * kWidth); });
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
-        for (int i = 0; i < Vecs; ++i) store(out + r * dim + i * kWidth, sums[r][i]);
+        for (int v = 0; v < Vecs; ++v) store(out + r * dim + d + v * kWidth, sums[r][v]);
 }
 
-template <int Rows, typename T>
-void add_values(const float* weights, Run<T> values, int64_t count, int64_t dim, float* out) {
+template <typename Kv, int Rows>
+inline void add_values_in_place(const float* weights, const char* const* values, int64_t head_dim, int64_t count,
+                                int64_t dim, float* out) {
+    constexpr int vecs = Rows <= 3 ? 4 : 2;
     int64_t d = 0;
-    for (; d + 4 * kWidth <= dim; d += 4 * kWidth)
-        value_tile<Rows, 4>(weights, values.rows + d, values.stride, count, dim, out + d);
-    for (; d < dim; d += kWidth) value_tile<Rows, 1>(weights, values.rows + d, values.stride, count, dim, out + d);
+    for (; d + vecs * kWidth <= head_dim; d += vecs * kWidth)
+        add_value_vecs<Kv, Rows, vecs>(weights, values, d, count, dim, out);
+    for (; d < head_dim; d += kWidth) add_value_vecs<Kv, Rows, 1>(weights, values, d, count, dim, out);
 }
 
-// body(first row, constant number of rows) over num_rows rows, by threes, the rest by twos and one.
-template <typename Body>
-inline void by_rows(int64_t num_rows, const Body& body) {
-    int64_t r = 0;
-    for (; num_rows - r >= 5 || num_rows - r == 3; r += 3) body(r, std::integral_constant<int, 3>());
-    for (; num_rows - r >= 2; r += 2) body(r, std::integral_constant<int, 2>());
-    if (r < num_rows) body(r, std::integral_constant<int, 1>());
+template <int Rows>
+inline void score_groups(const float* q, int64_t dim, const float* keys, int64_t num_groups, const float* factors,
+                         float* scores) {
+    int64_t g = 0;
+    if constexpr (Rows <= 3)
+        for (; g + 2 <= num_groups; g += 2)
+            score_tile<Rows, 2>(q, dim, keys + g * dim * kGroup, factors + g * kGroup, scores + g * kGroup);
+    for (; g < num_groups; ++g)
+        score_tile<Rows, 1>(q, dim, keys + g * dim * kGroup, factors + g * kGroup, scores + g * kGroup);
 }
 
-// The same, by sixes first.
+// out[r] += sum_j weights[r][j] * values[j] over Strips strips, a chain in the order of keys per element.
+template <int Rows, int Strips>
+inline void value_tile(const float* weights, const float* values, int64_t strip, int64_t count, int64_t dim,
+                       float* out) {
+    constexpr int num_vecs = 2 * Strips;
+    Vec sums[Rows][num_vecs];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < num_vecs; ++v) sums[r][v] = load(out + r * dim + v * kWidth);
+    for (int64_t j = 0; j < count; ++j, values += kGroup) {
+        outer_product<Rows, num_vecs>(
+            sums, [&](int r) { return splat(weights[r * kPartition + j]); },
+            [&](int v) { return load(values + v / 2 * strip + v % 2 * kWidth); });
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < num_vecs; ++v) store(out + r * dim + v * kWidth, sums[r][v]);
+}
+
+template <int Rows>
+inline void add_values(const float* weights, const float* values, int64_t strip, int64_t count, int64_t dim,
+                       float* out) {
+    int64_t d = 0;
+    if constexpr (Rows <= 3)
+        for (; d + 2 * kGroup <= dim; d += 2 * kGroup)
+            value_tile<Rows, 2>(weights, values + d / kGroup * strip, strip, count, dim, out + d);
+    for (; d < dim; d += kGroup)
+        value_tile<Rows, 1>(weights, values + d / kGroup * strip, strip, count, dim, out + d);
+}
+
+// body(first row, constant number of rows) over [begin, end), six at most and in tiles of nearly equal size.
 template <typename Body>
-inline void by_many_rows(int64_t num_rows, const Body& body) {
-    int64_t sixes = num_rows / 6 * 6;
-    for (int64_t r = 0; r < sixes; r += 6) body(r, std::integral_constant<int, 6>());
-    by_rows(num_rows - sixes, [&](int64_t r, auto rows) { body(sixes + r, rows); });
+inline void by_rows(int64_t begin, int64_t end, const Body& body) {
+    while (begin < end) {
+        const int64_t left = end - begin, tiles = (left + 5) / 6, rows = (left + tiles - 1) / tiles;
+        switch (rows) {
+            case 1: body(begin, std::integral_constant<int, 1>()); break;
+            case 2: body(begin, std::integral_constant<int, 2>()); break;
+            case 3: body(begin, std::integral_constant<int, 3>()); break;
+            case 4: body(begin, std::integral_constant<int, 4>()); break;
+            case 5: body(begin, std::integral_constant<int, 5>()); break;
+            default: body(begin, std::integral_constant<int, 6>());
+        }
+        begin += rows;
+    }
+}
+
+// e^x for x <= 0, as `exp` of simd.h computes it, and 0 from where 2^n is no normal number; a NaN stays one.
+inline Vec exp_of_negative(Vec x) {
+    const Vec magic = splat(12582912.0f);            // 1.5 * 2^23: adding it rounds to an integer
+    const Vec clamped = max(splat(-88.0f), x);       // in this order a NaN passes
+    const Vec shifted = fma(clamped, splat(1.44269504088896341f), magic);
+    const Vec n = shifted - magic;
+    Vec r = fma(n, splat(-0.693359375f), clamped);
+    r = fma(n, splat(2.12194440e-4f), r);
+    Vec p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+    return p * Vec((IntVec(shifted) - IntVec(magic - 127.0f)) << 23);  // 2^n, n >= -126, or 0
 }
 
 // Scores [kPartition] of one row to weights exp(score - max), in place; rescales and extends the running pair.
@@ -186,14 +203,11 @@ inline float softmax_row(float* scores, int64_t visible, float& running_max, flo
     for (int64_t j = visible; j < kPartition; ++j) scores[j] = -kInfinity;
     Vec highest = load(scores);
     for (int64_t j = kWidth; j < kPartition; j += kWidth) highest = max(highest, load(scores + j));
-    float new_max = std::max(running_max, max_lanes(highest));
-    Vec total = {};
-    for (int64_t j = 0; j < kPartition; j += kWidth) {
-        Vec weight = exp(load(scores + j) - new_max);
-        store(scores + j, weight);
-        total += weight;
-    }
-    float rescale = exp(splat(running_max - new_max))[0];
+    const float new_max = std::max(running_max, max_lanes(highest));
+    for (int64_t j = 0; j < kPartition; j += kWidth) store(scores + j, exp_of_negative(load(scores + j) - new_max));
+    Vec total = load(scores);
+    for (int64_t j = kWidth; j < kPartition; j += kWidth) total += load(scores + j);
+    const float rescale = exp_of_negative(splat(running_max - new_max))[0];
     running_max = new_max;
     running_sum = running_sum * rescale + sum_lanes(total);
     return rescale;

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import BuildError, load_library
+from kernels.cpu.core_board import CoreBoard, Seat
 from kernels.cpu.fallback import TorchKernels
 from kernels.cpu.native import NativeKernels
-from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, FusedForward
+from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, FusedForward, FusedSampler
+from kernels.quantization import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +25,30 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(
+        self, num_threads: int, quantization: Quantization = Quantization.NONE, seat: Seat | None = None
+    ) -> None:
+        """`seat`: the threads may be more while other workers rest. Without kernels it is of no use.
+
+        Raises:
+            OSError: its board cannot be opened.
+        """
         if num_threads < 1:
             raise ValueError(f"`num_threads` must be at least 1: {num_threads}")
         self.device = torch.device("cpu")
         self.num_threads = num_threads
+        self.quantization = quantization
         self._kernels: NativeKernels | TorchKernels
         try:
-            self._kernels = NativeKernels(load_library(), num_threads)
+            self._kernels = NativeKernels(load_library(), num_threads, quantization, seat)
         except BuildError as error:
             logger.warning("CPU kernels are not compiled, running slower in torch: %s", error)
-            self._kernels = TorchKernels()
+            self._kernels = TorchKernels(quantization)
+
+        self.board: CoreBoard | None = None
+        if seat is not None and isinstance(self._kernels, NativeKernels):
+            self.board = self._kernels.open_board(seat.board)
+            self.board.sit_down(seat.worker)
 
     @property
     def is_native(self) -> bool:
@@ -73,3 +88,6 @@ class CpuBackend:
         self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor
     ) -> FusedForward | None:
         return self._kernels.fuse(shape, weights, cos, sin)
+
+    def make_sampler(self) -> FusedSampler | None:
+        return self._kernels.make_sampler()

@@ -28,14 +28,34 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp")
+SOURCES = (
+    "gemm.cpp",
+    "gemm_amx.cpp",
+    "gemm_int8.cpp",
+    "attention.cpp",
+    "rowwise.cpp",
+    "forward.cpp",
+    "core_board.cpp",
+    "probe.cpp",
+    "sampling.cpp",
+)
 HEADERS = (
     "attention.h",
+    "attention_panels.h",
     "attention_tiles.h",
+    "core_board.h",
     "gemm.h",
+    "gemm_amx.h",
+    "gemm_int8.h",
+    "operand.h",
+    "kv_rows.h",
+    "processors.h",
+    "guests.h",
     "rowwise.h",
+    "selection.h",
     "simd.h",
     "stopwatch.h",
+    "stage.h",
     "team.h",
     "threads.h",
 )
@@ -56,23 +76,23 @@ class BuildError(Exception):
     """The kernels cannot be compiled or loaded here; the message says why in one sentence."""
 
 
-def load_library() -> ctypes.CDLL:
+def load_library(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The compiled kernels, from the cache or compiled now. Raises `BuildError`."""
-    path = library_path()
+    path = library_path(flags)
     if not path.exists():
-        _compile_once(path)
+        _compile_once(path, flags)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"`{path}` cannot be loaded: {error}") from error
 
 
-def library_path() -> Path:
+def library_path(flags: tuple[str, ...] = FLAGS) -> Path:
     """Where the library for these sources, this CPU and this torch is or will be."""
     digest = hashlib.sha256()
     for name in (*SOURCES, *HEADERS):
         digest.update((SOURCE_DIR / name).read_bytes())
-    digest.update("\n".join((*FLAGS, _cpu_features(), torch.__version__)).encode())
+    digest.update("\n".join((*flags, _cpu_features(), torch.__version__)).encode())
     root = os.environ.get("BATON_CACHE_DIR") or "~/.cache/baton"
     return Path(root).expanduser() / "kernels" / f"baton_cpu_{digest.hexdigest()[:16]}.so"
 
@@ -86,7 +106,7 @@ def _cpu_features() -> str:
     return "\n".join([platform.machine(), *sorted(set(features))])
 
 
-def _compile_once(path: Path) -> None:
+def _compile_once(path: Path, flags: tuple[str, ...]) -> None:
     """Compile under the lock of `path`. Its holder compiles for at most `COMPILE_TIMEOUT_S` and the kernel
     drops the lock of a dead process, so the wait is bounded too."""
     try:
@@ -101,14 +121,14 @@ def _compile_once(path: Path) -> None:
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             output = Path(scratch) / path.name
-            _run_compiler(output)
+            _run_compiler(output, flags)
             output.replace(path)
         logger.info("compiled the CPU kernels in %.1f s: %s", time.monotonic() - start_s, path)
 
 
-def _run_compiler(output: Path) -> None:
+def _run_compiler(output: Path, flags: tuple[str, ...]) -> None:
     sources = [str(SOURCE_DIR / name) for name in SOURCES]
-    command = [compiler(), *FLAGS, *sources, "-o", str(output)]
+    command = [_compiler(), *flags, *sources, "-o", str(output)]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
@@ -122,8 +142,7 @@ def _run_compiler(output: Path) -> None:
         raise BuildError(f"`{command[0]}` failed with status {result.returncode}: {first_error.strip()}")
 
 
-def compiler() -> str:
-    """The C++ compiler: `CXX`, or the first one found. Raises `BuildError`."""
+def _compiler() -> str:
     chosen = os.environ.get("CXX")
     for name in [chosen] if chosen else ["c++", "g++", "clang++"]:
         found = shutil.which(name)

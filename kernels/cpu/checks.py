@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.ops import pool_head_dim
+
 
 def check(tensor: Tensor, num_dims: int | None, name: str) -> bool:
     """True for bf16, False for fp32."""
@@ -36,14 +38,17 @@ def check_pool(pool: Tensor, layer: int, like: Tensor) -> tuple[int, int, int, i
     """(num_blocks, num_layers, block_size, kv_heads, head_dim) of a pool that `layer` and `like` fit."""
     if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
         raise ValueError(
-            "`pool` must be contiguous [blocks, layers, 2, block_size, kv_heads, head_dim]: "
+            "`pool` must be contiguous [blocks, layers, 2, block_size, kv_heads, row_size]: "
             f"{tuple(pool.shape)}"
         )
-    check_same_dtype(pool, like, "pool")
-    num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = pool.shape
+    if pool.dtype is not torch.int8:
+        check_same_dtype(pool, like, "pool")
+    elif not pool.is_cpu:
+        raise ValueError(f"`pool` must be on the CPU: {pool.device}")
+    num_blocks, num_layers, _, block_size, num_kv_heads, _ = pool.shape
     if not 0 <= layer < num_layers:
         raise IndexError(f"layer outside the pool of {num_layers}: {layer}")
-    return num_blocks, num_layers, block_size, num_kv_heads, head_dim
+    return num_blocks, num_layers, block_size, num_kv_heads, pool_head_dim(pool)
 
 
 def rows(tensor: Tensor) -> Tensor:

@@ -3,18 +3,19 @@
 // 1. The caller describes the model once (`baton_model_create`): sizes, and pointers to weights that it keeps alive.
 // 2. `baton_forward` checks every index of the batch, sizes its work memory, and wakes the team of threads.
 // 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
-//    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention's items are
-//    handed out one by one. A barrier stands wherever one thread reads what another wrote: few rows are normed by
-//    every thread for itself, and gates are applied by the thread that computed them.
-// 4. The largest logit of each row is found while the row is still in cache.
+//    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention splits items.
+//    Who is done takes pieces from who is not. A barrier stands wherever one thread reads what another wrote: few rows
+//    are normed by every thread for itself, and gates are applied by the thread whose columns they are.
+// 4. The largest logit of each row, and of each block of it, is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
 // roundings to the model's type, of the operations called one by one: results are equal bit for bit.
 #include <algorithm>
 
 #include "attention.h"
-#include "gemm.h"
+#include "operand.h"
 #include "rowwise.h"
+#include "selection.h"
 #include "stopwatch.h"
 #include "team.h"
 
@@ -41,10 +42,11 @@ struct Batch {
     const int64_t *tokens, *positions, *slots, *logit_rows;
     const int32_t *query_starts, *context_lens, *block_tables;
     void* pool;
-    int64_t num_blocks, block_size;
+    int64_t num_blocks, block_size, kv_int8;
     void* hidden;    // [num_tokens, hidden] of the model's type
     float* logits;   // [num_logit_rows, vocab]
     int64_t* best;   // [num_logit_rows]
+    float* maxima;   // [num_logit_rows, blocks of vocab]
 };
 
 enum class Fault : int64_t { kNone, kToken, kPosition, kSlot, kSequence, kLogitRow };
@@ -54,8 +56,7 @@ public:
     Model(const Sizes& sizes, const Layer* layers, const void* embedding, const void* final_norm, const void* lm_head,
           const float* cos, const float* sin, float eps, float scale, int64_t num_threads)
         : sizes(sizes), layers(layers, layers + sizes.num_layers), embedding(embedding), final_norm(final_norm),
-          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale), team(num_threads),
-          next_items(size_t(sizes.num_layers)) {}
+          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale), team(num_threads) {}
 
     const Sizes sizes;
     const std::vector<Layer> layers;
@@ -63,8 +64,7 @@ public:
     const float *const cos, *const sin;
     const float eps, scale;
     Team team;
-    std::vector<std::atomic<int64_t>> next_items;  // attention's, per layer
-    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory;
+    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, int8_memory, tiles_memory;
     double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
 
@@ -74,62 +74,23 @@ int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
     return -1;
 }
 
-// [begin, end) of rank's share of `count`, in steps of `unit`.
-struct Share {
-    int64_t begin, end;
-
-    Share(int64_t count, int64_t rank, int64_t size, int64_t unit = 1) {
-        const int64_t units = ceil_div(count, unit);
-        begin = std::min(count, units * rank / size * unit);
-        end = std::min(count, units * (rank + 1) / size * unit);
-    }
-};
-
-// The index of the largest value, the first among equals; of the first NaN, if there is one.
-int64_t argmax(const float* values, int64_t count) {
-    Vec highest = splat(-kInfinity);
-    IntVec not_numbers = {};
-    for (int64_t i = 0; i < count; i += kWidth) {
-        // the last vector goes over some values again, or is filled up with the first
-        Vec value = splat(values[0]);
-        if (count >= kWidth)
-            value = load(values + std::min(i, count - kWidth));
-        else
-            for (int64_t lane = 0; lane < count; ++lane) value[lane] = values[lane];
-        highest = max(highest, value);
-        not_numbers |= value != value;
-    }
-    bool has_nan = false;
-    for (int64_t lane = 0; lane < kWidth; ++lane) has_nan |= not_numbers[lane] != 0;
-    const float best = max_lanes(highest);
-    for (int64_t i = 0; i < count; ++i)
-        if (has_nan ? values[i] != values[i] : values[i] == best) return i;
-    return 0;
-}
-
 template <typename T>
 class Pass {
 public:
     Pass(Model& model, const Batch& batch)
         : model_(model), s_(model.sizes), batch_(batch), size_(model.team.size()),
-          x_(static_cast<T*>(batch.hidden)), pool_(static_cast<T*>(batch.pool)),
-          shape_{s_.num_heads,
-                 s_.num_kv_heads,
-                 s_.head_dim,
-                 ceil_div(s_.head_dim, kWidth) * kWidth,
-                 s_.num_heads / s_.num_kv_heads,
-                 s_.num_layers,
-                 batch.block_size,
-                 0,
-                 model.scale},
-          items_(cut(shape_, batch.query_starts, batch.num_seqs, size_)) {
+          x_(static_cast<T*>(batch.hidden)), pool_(static_cast<char*>(batch.pool)),
+          shape_(KvShape(s_.num_layers, batch.block_size, s_.num_kv_heads, s_.head_dim, batch.kv_int8, sizeof(T) == 2),
+                 s_.num_heads, model.scale),
+          items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
+          operands_(model.team, model.int8_memory, model.tiles_memory, std::max(batch.num_tokens, batch.num_logit_rows),
+                    std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
         a_ = model.rows_memory.floats(rows * std::max(s_.hidden, s_.query()));
         inner_ = model.inner_memory.floats(batch.num_tokens * s_.inner);
         own_ = model.own_memory.floats(size_ * kOwnRows * s_.hidden);
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
-        for (std::atomic<int64_t>& next : model.next_items) next.store(0, std::memory_order_relaxed);
     }
 
     void run(int64_t rank) {
@@ -138,22 +99,23 @@ public:
         const T* embedding = static_cast<const T*>(model_.embedding);
         for (int64_t m = rows.begin; m < rows.end; ++m)
             std::memcpy(x_ + m * s_.hidden, embedding + batch_.tokens[m] * s_.hidden, size_t(s_.hidden) * sizeof(T));
-        if (batch_.num_tokens <= kOwnRows) meet(watch, Stage::kEmbedding);
+        if (batch_.num_tokens <= kOwnRows) meet(watch, StepStage::kEmbedding);
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
+            if (rank == 0) model_.team.recruit(index == 0);
             const float* normed = norm(watch, rank, layer.input_norm);
-            product(rank, normed, layer.qkv, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
-            meet(watch, Stage::kQkv);
-            heads(Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
-            meet(watch, Stage::kHeads);
-            attention(index);
-            meet(watch, Stage::kAttention);
-            product(rank, a_, layer.output, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
-            meet(watch, Stage::kOutput);
+            product(rank, normed, layer.qkv, batch_.num_tokens, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
+            meet(watch, StepStage::kQkv);
+            heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
+            meet(watch, StepStage::kHeads);
+            attention(rank, index);
+            meet(watch, StepStage::kAttention);
+            product(rank, a_, layer.output, batch_.num_tokens, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
+            meet(watch, StepStage::kOutput);
             normed = norm(watch, rank, layer.mlp_norm);
             gated(watch, rank, normed, layer);
-            product(rank, inner_, layer.down, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
-            meet(watch, Stage::kDown);
+            product(rank, inner_, layer.down, batch_.num_tokens, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
+            meet(watch, StepStage::kDown);
         }
         logits(watch, rank);
     }
@@ -164,7 +126,7 @@ private:
     }
 
     // The end of a stage whose results other ranks read.
-    void meet(Stopwatch& watch, Stage stage) {
+    void meet(Stopwatch& watch, StepStage stage) {
         watch.lap(stage);
         model_.team.barrier();
         watch.lap(stage, Stopwatch::kWait);
@@ -175,70 +137,82 @@ private:
         const bool own = batch_.num_tokens <= kOwnRows;
         const Share rows(batch_.num_tokens, own ? 0 : rank, own ? 1 : size_);
         float* target = own ? own_ + rank * kOwnRows * s_.hidden : a_;
-        for (int64_t m = rows.begin; m < rows.end; ++m)
-            rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden, target + m * s_.hidden);
-        if (own)
-            watch.lap(Stage::kNorm);
-        else
-            meet(watch, Stage::kNorm);
+        const auto norm_rows = [&](int64_t begin, int64_t end) {
+            for (int64_t m = begin; m < end; ++m)
+                rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden,
+                             target + m * s_.hidden);
+        };
+        if (own) {
+            norm_rows(rows.begin, rows.end);
+            watch.lap(StepStage::kNorm);
+        } else {
+            model_.team.divide(rank, rows.begin, rows.end, 1, 16, norm_rows);
+            meet(watch, StepStage::kNorm);
+        }
         return target;
     }
 
     // This rank's share of a product's columns.
     template <typename Output>
-    void product(int64_t rank, const float* x, const void* packed, int64_t in_features, const Output& output) {
-        const Share panels(ceil_div(output.out_features, kPanel), rank, size_);
-        multiply(x, packed, batch_.num_tokens, in_features, panels.begin, panels.end, output);
+    void product(int64_t rank, const float* x, const void* packed, int64_t num_rows, int64_t in_features,
+                 const Output& output) {
+        const Operand rows = operands_.prepare(rank, x, packed, num_rows, in_features);
+        const Share panels(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
+        spread(rank, rows, packed, panels.begin, panels.end, output);
     }
 
-    // x times the panels [begin, end) of a packed matrix.
+    // Rows x panels [begin, end), a share of this rank's.
     template <typename Output>
-    void multiply(const float* x, const void* packed, int64_t num_rows, int64_t in_features, int64_t begin, int64_t end,
-                  const Output& output) {
-        const T* panels = reinterpret_cast<const T*>(static_cast<const char*>(packed) + sizeof(PackedHeader));
-        gemm(x, num_rows, in_features, panels, begin, end, output);
+    void spread(int64_t rank, const Operand& rows, const void* packed, int64_t begin, int64_t end, const Output& output) {
+        model_.team.divide(rank, begin, end, kTilePanels, kTilePanels,
+                           [&](int64_t first, int64_t last) { multiply<T>(rows, packed, first, last, output); });
     }
 
     // Gate and up, then silu(gate) * up to inner_. A rank computes both halves of its columns, unless a panel holds some
     // of either.
     void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer) {
         const Store<T> output{wide_, layer.gate_up_bias, 2 * s_.inner};
-        const bool whole_panels = s_.inner % kPanel == 0;
-        const Share columns(s_.inner, rank, size_, whole_panels ? kPanel : 1);
+        const int64_t panel = header_of(layer.gate_up).panel;
+        const bool whole_panels = s_.inner % panel == 0;
+        const Share columns(s_.inner, rank, size_, whole_panels ? panel : 1);
         if (whole_panels) {
+            const Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
             for (const int64_t first : {columns.begin, s_.inner + columns.begin})
-                multiply(x, layer.gate_up, batch_.num_tokens, s_.hidden, first / kPanel,
-                         (first + columns.end - columns.begin) / kPanel, output);
-            watch.lap(Stage::kGateUp);
+                spread(rank, rows, layer.gate_up, first / panel, (first + columns.end - columns.begin) / panel, output);
+            watch.lap(StepStage::kGateUp);
         } else {
-            product(rank, x, layer.gate_up, s_.hidden, output);
-            meet(watch, Stage::kGateUp);
+            product(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden, output);
+            meet(watch, StepStage::kGateUp);
         }
-        for (int64_t m = 0; m < batch_.num_tokens; ++m) {
-            const T* gates = wide_ + m * 2 * s_.inner + columns.begin;
-            silu_mul_row(gates, gates + s_.inner, columns.end - columns.begin, inner_ + m * s_.inner + columns.begin);
-        }
-        meet(watch, Stage::kGate);
+        const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, batch_.num_tokens));
+        model_.team.divide(rank, columns.begin, columns.end, unit, least, [&](int64_t begin, int64_t end) {
+            for (int64_t m = 0; m < batch_.num_tokens; ++m) {
+                const T* gates = wide_ + m * 2 * s_.inner + begin;
+                silu_mul_row(gates, gates + s_.inner, end - begin, inner_ + m * s_.inner + begin);
+            }
+        });
+        meet(watch, StepStage::kGate);
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
-    void heads(const Share& share, const Layer& layer, int64_t index) {
-        const int64_t per_row = s_.num_heads + 2 * s_.num_kv_heads, dim = s_.head_dim, block_size = batch_.block_size;
-        for (int64_t i = share.begin; i < share.end; ++i) {
+    void heads(int64_t rank, const Share& share, const Layer& layer, int64_t index) {
+        model_.team.divide(rank, share.begin, share.end, 1, 128,
+                           [&](int64_t begin, int64_t end) { heads(begin, end, layer, index); });
+    }
+
+    void heads(int64_t begin, int64_t end, const Layer& layer, int64_t index) {
+        const int64_t per_row = s_.num_heads + 2 * s_.num_kv_heads, dim = s_.head_dim;
+        const KvShape& kv = shape_.kv;
+        for (int64_t i = begin; i < end; ++i) {
             const int64_t m = i / per_row, part = i % per_row;
             T* source = wide_ + m * s_.qkv() + part * dim;
             if (part < s_.num_heads) {
                 rotate(source, layer.q_norm, m, q_ + m * s_.query() + part * dim);
                 continue;
             }
-            const int64_t block = batch_.slots[m] / block_size, offset = batch_.slots[m] % block_size;
             const int64_t head = part - s_.num_heads, which = head / s_.num_kv_heads;
-            const int64_t half = (block * s_.num_layers + index) * 2 + which;
-            T* target = pool_ + (half * block_size + offset) * s_.kv() + head % s_.num_kv_heads * dim;
-            if (which == 0)
-                rotate(source, layer.k_norm, m, target);
-            else
-                std::memcpy(target, source, size_t(dim) * sizeof(T));
+            if (which == 0) rotate(source, layer.k_norm, m, source);
+            write_row(source, kv, pool_ + kv.offset(batch_.slots[m], index, which) + head % s_.num_kv_heads * kv.row_bytes);
         }
     }
 
@@ -248,13 +222,17 @@ private:
         rotate_head(source, model_.cos + row, model_.sin + row, dim, target);
     }
 
-    void attention(int64_t index) {
+    void attention(int64_t rank, int64_t index) {
         Shape shape = shape_;
         shape.layer = index;
-        Team::share(model_.next_items[size_t(index)], int64_t(items_.size()), [&](int64_t item) {
-            attend(items_[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
-                   batch_.block_tables, batch_.max_blocks, a_);
-        });
+        const Share items(int64_t(items_.size()), rank, size_);
+        const auto attend_all = [&](int64_t begin, int64_t end) {
+            for (int64_t item = begin; item < end; ++item)
+                attend(items_[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
+                       batch_.block_tables, batch_.max_blocks, a_);
+        };
+        // their costs differ: one by one
+        model_.team.divide(rank, items.begin, items.end, 1, 1, attend_all, items.end - items.begin);
     }
 
     void logits(Stopwatch& watch, int64_t rank) {
@@ -263,28 +241,32 @@ private:
         for (int64_t r = rows.begin; r < rows.end; ++r)
             rms_norm_row(x_ + batch_.logit_rows[r] * s_.hidden, static_cast<const T*>(model_.final_norm), model_.eps,
                          s_.hidden, a_ + r * s_.hidden);
-        meet(watch, Stage::kNorm);
-        const Share panels(ceil_div(s_.vocab, kPanel), rank, size_);
-        multiply(a_, model_.lm_head, batch_.num_logit_rows, s_.hidden, panels.begin, panels.end,
-                 Store<float>{batch_.logits, nullptr, s_.vocab});
-        meet(watch, Stage::kHead);
-        for (int64_t r = rows.begin; r < rows.end; ++r)
-            batch_.best[r] = argmax(batch_.logits + r * s_.vocab, s_.vocab);
-        watch.lap(Stage::kBest);
+        meet(watch, StepStage::kNorm);
+        product(rank, a_, model_.lm_head, batch_.num_logit_rows, s_.hidden,
+                Store<float>{batch_.logits, nullptr, s_.vocab});
+        meet(watch, StepStage::kHead);
+        model_.team.divide(rank, rows.begin, rows.end, 1, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; ++r)
+                batch_.best[r] = find_best(batch_.logits + r * s_.vocab, s_.vocab,
+                                           batch_.maxima + r * ceil_div(s_.vocab, kBlock));
+        });
+        watch.lap(StepStage::kBest);
     }
 
-    static constexpr int64_t kOwnRows = 4;  // a barrier costs about as much as so many norms
+    static constexpr int64_t kTilePanels = 4;  // the most that a tile takes at once
 
     Model& model_;
     const Sizes& s_;
     const Batch& batch_;
     const int64_t size_;
-    T *x_, *pool_, *wide_, *q_;  // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
+    T *x_, *wide_, *q_;          // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
     float* a_;                   // [rows, hidden or heads]: what the next product reads
     float* inner_;               // [rows, inner]: what `down` reads
     float* own_;                 // [ranks, kOwnRows, hidden]: few rows normed, a copy per rank
+    char* pool_;                 // rows of keys and values, see `KvShape`
     const Shape shape_;
     const std::vector<Item> items_;
+    Operands operands_;
 };
 
 Fault check(const Model& model, const Batch& batch, int64_t* index) {
@@ -321,9 +303,28 @@ void* baton_model_create(const int64_t* sizes, const void* const* layers, const 
     }
 }
 
+// Before the first step: the team may have guests on num_cores cores while their owners rest, core i's being owners
+// [owner_ends[i - 1], owner_ends[i]). 0, or -1 if the board cannot be opened or no thread be started.
+int64_t baton_model_borrow(void* model, const char* board_path, int64_t num_cores, const int64_t* cores,
+                           const int64_t* owner_ends, const int64_t* owners) {
+    std::unique_ptr<CoreBoard> board = CoreBoard::open(board_path);
+    if (!board) return -1;
+    std::vector<LentCore> lent;
+    for (int64_t i = 0; i < num_cores; ++i)
+        lent.push_back({cores[i], {owners + (i ? owner_ends[i - 1] : 0), owners + owner_ends[i]}});
+    try {
+        static_cast<Model*>(model)->team.borrow(std::move(board), lent);
+    } catch (const std::exception&) {
+        return -1;
+    }
+    return 0;
+}
+
+int64_t baton_model_num_borrowed(void* model) { return static_cast<Model*>(model)->team.num_borrowed(); }
+
 void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
 
-int64_t baton_num_stages() { return int64_t(Stage::kCount); }
+int64_t baton_num_stages() { return int64_t(StepStage::kCount); }
 
 // From the next step on, `seconds` [num_threads, stages, 2] is added to: work and waiting per stage. Null: no longer.
 void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(model)->profile = seconds; }
@@ -332,11 +333,12 @@ void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(mod
 int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t max_blocks, int64_t num_logit_rows,
                       const int64_t* tokens, const int64_t* positions, const int64_t* slots, const int64_t* logit_rows,
                       const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
-                      void* pool, int64_t num_blocks, int64_t block_size, void* hidden, float* logits, int64_t* best,
-                      int64_t* index) {
+                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, void* hidden, float* logits,
+                      int64_t* best, float* maxima, int64_t* index) {
     Model& m = *static_cast<Model*>(model);
-    const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens,     positions, slots,  logit_rows, query_starts,
-                      context_lens, block_tables, pool, num_blocks, block_size, hidden, logits, best};
+    const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens, positions, slots, logit_rows,
+                      query_starts, context_lens, block_tables, pool, num_blocks, block_size, kv_int8, hidden, logits,
+                      best, maxima};
     const Fault fault = check(m, batch, index);
     if (fault != Fault::kNone) return int64_t(fault);
     if (m.sizes.is_bf16) {

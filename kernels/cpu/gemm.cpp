@@ -5,8 +5,11 @@
 // 2. Rows of x are widened to fp32 once per call.
 // 3. Threads share out panels; the tiles of `gemm.h` do the rest.
 //
-// A matrix-unit kernel (AMX) would be one more tile function with its own panel layout and layout name.
+// Weights of other kinds go their own ways from here (`WeightKind`).
 #include "gemm.h"
+
+#include "gemm_amx.h"
+#include "gemm_int8.h"
 
 namespace baton {
 namespace {
@@ -56,7 +59,7 @@ int64_t sum_tile(const float* x, int64_t in_features, const W* panel, Ahead ahea
 
 template <int Rows, typename W>
 int64_t tile_panels(int64_t panels_left, const float* x, int64_t in_features, const W* panel, Ahead ahead, float* sums) {
-    constexpr int most = Rows == 1 ? 4 : Rows == 2 ? 3 : Rows == 3 || (kWidth == 16 && Rows <= 6) ? 2 : 1;
+    constexpr int most = Rows == 1 ? 4 : Rows <= 3 || (kWidth == 16 && Rows <= 6) ? 2 : 1;
     if (panels_left >= most) return sum_tile<Rows, most>(x, in_features, panel, ahead, sums);
     if constexpr (most > 2)
         if (panels_left >= 2) return sum_tile<Rows, 2>(x, in_features, panel, ahead, sums);
@@ -83,8 +86,6 @@ template int64_t tile(int64_t, int64_t, const float*, int64_t, const float*, Ahe
 template int64_t tile(int64_t, int64_t, const float*, int64_t, const bf16*, Ahead, float*);
 
 namespace {
-
-constexpr uint64_t kMagic = 0x324c454e41504e42ull;  // "BNPANEL2"
 
 // Where column n of a panel stands in its line.
 template <typename W>
@@ -137,7 +138,7 @@ int64_t baton_packed_bytes(int64_t out_features, int64_t in_features, int64_t el
 }
 
 void baton_pack(const void* weight, int64_t out_features, int64_t in_features, int64_t element_bytes, void* packed) {
-    PackedHeader header{kMagic, out_features, in_features, element_bytes, kPanel, {}};
+    PackedHeader header{kPackedMagic, out_features, in_features, element_bytes, kPanel, WeightKind::kFloat, {}};
     std::memcpy(packed, &header, sizeof header);
     void* panels = static_cast<char*>(packed) + sizeof header;
     if (element_bytes == 2)
@@ -151,11 +152,31 @@ int64_t baton_out_features(const void* packed, int64_t packed_bytes, int64_t in_
     PackedHeader header;
     if (packed_bytes < int64_t(sizeof header)) return -1;
     std::memcpy(&header, packed, sizeof header);
-    bool fits = header.magic == kMagic && header.panel == kPanel && header.in_features == in_features &&
-                (header.element_bytes == 2 || header.element_bytes == 4) &&
-                packed_bytes == baton_packed_bytes(header.out_features, in_features, header.element_bytes);
+    if (header.magic != kPackedMagic || header.in_features != in_features) return -1;
+    bool fits = false;
+    switch (header.kind) {
+    case WeightKind::kFloat:
+        fits = header.panel == kPanel && (header.element_bytes == 2 || header.element_bytes == 4) &&
+               packed_bytes == baton_packed_bytes(header.out_features, in_features, header.element_bytes);
+        break;
+    case WeightKind::kAmxBf16:
+        fits = amx_is_lent() && header.panel == kAmxPanel &&
+               packed_bytes == amx_packed_bytes(header.out_features, in_features);
+        break;
+    case WeightKind::kAmxInt8:
+        fits = amx_is_lent() && header.panel == kInt8Panel &&
+               packed_bytes == int8_packed_bytes(header.out_features, in_features);
+        break;
+    case WeightKind::kInt8:
+    case WeightKind::kInt8Weights:
+        fits = header.panel == kInt8Panel && packed_bytes == int8_packed_bytes(header.out_features, in_features);
+        break;
+    }
     return fits ? header.out_features : -1;
 }
+
+// The WeightKind of a packed weight that `baton_out_features` accepts.
+int64_t baton_weight_kind(const void* packed) { return int64_t(header_of(packed).kind); }
 
 // x [num_rows, in], bias [out] or null, y [num_rows, out]; `packed` as checked by `baton_out_features`.
 void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* packed, const void* bias,
@@ -165,6 +186,11 @@ void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* p
     std::memcpy(&header, packed, sizeof header);
     const float* rows = widen_all(x, x_bf16, num_rows * header.in_features, x_scratch);
     const float* wide_bias = widen_all(bias, bias_bf16, header.out_features, bias_scratch);
+    if constexpr (kHasAmx)
+        if (header.kind == WeightKind::kAmxBf16 || header.kind == WeightKind::kAmxInt8)
+            return amx_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
+    if (header.kind != WeightKind::kFloat)
+        return int8_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
     const char* panels = static_cast<const char*>(packed) + sizeof header;
     const bf16* half = reinterpret_cast<const bf16*>(panels);
     const float* full = reinterpret_cast<const float*>(panels);

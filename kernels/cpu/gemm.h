@@ -116,12 +116,25 @@ struct AddTo {
     }
 };
 
+// How a packed weight is to be multiplied: `Pass::multiply` and `baton_linear` have one case for each.
+enum class WeightKind : int64_t {
+    kFloat = 0,        // panels of fp32 or bf16, as above
+    kInt8 = 1,         // int8 panels (`gemm_int8.h`), rows quantized to int8 too
+    kInt8Weights = 2,  // the same panels, widened; rows stay fp32
+    kAmxBf16 = 3,      // tiles for the matrix unit (`gemm_amx.h`), rows rounded to bf16
+    kAmxInt8 = 4,      // the bytes and results of kInt8, multiplied by the matrix unit
+};
+
 // What `baton_pack` writes before the panels.
 struct PackedHeader {
     uint64_t magic;
     int64_t out_features, in_features, element_bytes, panel;
-    int64_t reserved[3];
+    WeightKind kind;
+    int64_t reserved[2];
 };
 static_assert(sizeof(PackedHeader) == 64);
+constexpr uint64_t kPackedMagic = 0x324c454e41504e42ull;  // "BNPANEL2"
+
+inline const PackedHeader& header_of(const void* packed) { return *static_cast<const PackedHeader*>(packed); }
 
 }  // namespace baton

@@ -7,7 +7,8 @@ block id, slot and position. What the contract calls contiguous is copied if it 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import logging
+import os
 from typing import Any
 
 import torch
@@ -15,8 +16,15 @@ from torch import Tensor
 
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
+from kernels.cpu.core_board import CoreBoard, Seat, open_board
+from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
 from kernels.cpu.native_forward import STAGES, NativeForward
-from kernels.ops import PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.cpu.native_sampling import NativeSampler
+from kernels.cpu.weight_kind import WeightKind
+from kernels.ops import MAXIMA_BLOCK, PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
+from kernels.quantization import Quantization, quantize_weight
+
+logger = logging.getLogger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -27,21 +35,52 @@ SIGNATURES = {
     "baton_packed_bytes": "iiii",
     "baton_pack": "piiip-",
     "baton_out_features": "piii",
+    "baton_weight_kind": "pi",
+    "baton_amx_acquire": "i",
+    "baton_amx_packed_bytes": "iii",
+    "baton_amx_pack": "piip-",
     "baton_linear": "piippipii-",
+    "baton_int8_panel_width": "i",
+    "baton_int8_packed_bytes": "iii",
+    "baton_int8_pack": "ippiip-",
     "baton_rms_norm": "ppfiipii-",
     "baton_rotary": "pipppiiiipiii",
     "baton_silu_mul": "piipii-",
-    "baton_write_kv": "ppiipipiiiiiii",
-    "baton_paged_attention": "pipiiiiiipppiiiifpiii",
+    "baton_write_kv": "ppiipipiiiiiiiiii",
+    "baton_paged_attention": "pipiiiiiipppiiiifpiiii",
     "baton_model_create": "pppppppffip",
+    "baton_model_borrow": "ppipppi",
+    "baton_model_num_borrowed": "pi",
     "baton_model_destroy": "p-",
     "baton_num_stages": "i",
     "baton_model_profile": "pp-",
-    "baton_forward": "piiiippppppppiippppi",
+    "baton_forward": "piiiippppppppiiipppppi",
+    "baton_board_open": "pp",
+    "baton_board_close": "p-",
+    "baton_board_bytes": "i",
+    "baton_board_sit_down": "pii",
+    "baton_board_work": "p-",
+    "baton_board_rest": "p-",
+    "baton_board_is_busy": "pii",
+    "baton_board_is_idle": "pii",
+    "baton_board_bury": "pi-",
+    "baton_board_claim": "pii",
+    "baton_board_release": "pi-",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
+    "baton_maxima_block": "i",
+    "baton_sampler_create": "ip",
+    "baton_sampler_destroy": "p-",
+    "baton_sampler_largest_vocabulary": "i",
+    "baton_sample": "ppiiippppppippi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
+_INT8_KINDS = {
+    (Quantization.INT8, Isa.SIMD): WeightKind.INT8,
+    (Quantization.INT8, Isa.AMX): WeightKind.AMX_INT8,
+    (Quantization.INT8_WEIGHTS, Isa.SIMD): WeightKind.INT8_WEIGHTS,
+    (Quantization.INT8_WEIGHTS, Isa.AMX): WeightKind.INT8_WEIGHTS,
+}
 
 
 def bind(library: ctypes.CDLL) -> Any:
@@ -50,51 +89,87 @@ def bind(library: ctypes.CDLL) -> Any:
     Raises:
         BuildError: it lacks a function, or was made for other partitions.
     """
-    bind_functions(library, SIGNATURES)
-    if library.baton_partition_size() != PARTITION_SIZE:
-        raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
-    if library.baton_num_stages() != len(STAGES):
-        raise BuildError(f"the compiled kernels have {library.baton_num_stages()} stages in a step")
-    return library
-
-
-def bind_functions(library: ctypes.CDLL, signatures: Mapping[str, str]) -> Any:
-    """The library with the types of these functions set.
-
-    Raises:
-        BuildError: it lacks one of them.
-    """
     try:
-        for name, letters in signatures.items():
+        for name, letters in SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[letter] for letter in letters[:-1]]
             function.restype = _TYPES[letters[-1]]
     except AttributeError as error:
         raise BuildError(f"the compiled kernels lack a function: {error}") from error
+    if library.baton_partition_size() != PARTITION_SIZE:
+        raise BuildError(f"the compiled kernels use partitions of {library.baton_partition_size()} keys")
+    if library.baton_num_stages() != len(STAGES):
+        raise BuildError(f"the compiled kernels have {library.baton_num_stages()} stages in a step")
+    if library.baton_maxima_block() != MAXIMA_BLOCK:
+        raise BuildError(f"the compiled kernels use blocks of {library.baton_maxima_block()} logits")
     return library
 
 
 class NativeKernels:
-    """The operations of `kernels.ops` by the compiled library, on `num_threads` threads."""
+    """The operations of `kernels.ops` by the compiled library, on `num_threads` threads.
 
-    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        self._num_threads = num_threads
+    Weights of bf16, and of int8 whose rows are quantized too, are packed for the matrix unit where
+    `choose_isa` says so; all else is SIMD.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, num_threads: int, quantization: Quantization, seat: Seat | None = None
+    ) -> None:
+        """`seat`: where fused passes may borrow cores beyond `num_threads`.
+
+        Raises:
+            BuildError: see `bind`.
+            IsaError: the user asks for instructions that are not to be had.
+        """
+        self._num_threads, self._quantization, self._seat = num_threads, quantization, seat
         self._library = bind(library)
+        choice = choose_isa(requested_isa(os.environ), self._library.baton_amx_acquire, cpu_has_amx)
+        self._isa = choice.isa
+        if choice.is_lost:
+            logger.warning("products use SIMD, several times slower: %s", choice.reason)
+        elif choice.isa is Isa.AMX:
+            logger.info("products use %s", choice.reason)
 
     @property
     def packed_layout(self) -> str:
-        return f"panels{self._library.baton_panel_width()}-paired"
+        unit = "-amx" if self._isa is Isa.AMX else ""
+        if self._quantization is not Quantization.NONE:
+            return f"quads{self._library.baton_int8_panel_width()}-{self._quantization.value}{unit}"
+        return f"panels{self._library.baton_panel_width()}-paired{unit}"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
-        """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp`."""
+        """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp` and `gemm_int8.h`."""
         check(weight, 2, "weight")
+        if self._quantization is not Quantization.NONE:
+            return self._pack_int8(*quantize_weight(weight, self._quantization))
         weight = weight.contiguous()
         out_features, in_features = weight.shape
+        if self._isa is Isa.AMX and weight.dtype is torch.bfloat16:
+            packed = torch.empty(
+                self._library.baton_amx_packed_bytes(out_features, in_features), dtype=torch.uint8
+            )
+            self._library.baton_amx_pack(weight.data_ptr(), out_features, in_features, packed.data_ptr())
+            return packed
         element_bytes = weight.element_size()
         num_bytes = self._library.baton_packed_bytes(out_features, in_features, element_bytes)
         packed = torch.empty(num_bytes, dtype=torch.uint8)
         self._library.baton_pack(
             weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr()
+        )
+        return packed
+
+    def _pack_int8(self, values: Tensor, scales: Tensor) -> Tensor:
+        out_features, in_features = values.shape
+        packed = torch.empty(
+            self._library.baton_int8_packed_bytes(out_features, in_features), dtype=torch.uint8
+        )
+        self._library.baton_int8_pack(
+            _INT8_KINDS[self._quantization, self._isa],
+            values.contiguous().data_ptr(),
+            scales.data_ptr(),
+            out_features,
+            in_features,
+            packed.data_ptr(),
         )
         return packed
 
@@ -115,6 +190,8 @@ class NativeKernels:
                 f"not a weight packed as {self.packed_layout} for {in_features} input features: "
                 f"{tuple(packed.shape)} {packed.dtype}"
             )
+        if not is_bf16 and self._library.baton_weight_kind(packed_pointer) == WeightKind.AMX_BF16:
+            raise TypeError("`x` must be bf16 for a bf16 weight: the matrix unit would round it")
         out = torch.empty((num_tokens, out_features), dtype=dtype)
         bias_pointer, bias_bf16 = None, False
         if bias is not None:
@@ -194,7 +271,7 @@ class NativeKernels:
         return out
 
     def write_kv(self, k: Tensor, v: Tensor, pool: Tensor, layer: int, slot_mapping: Tensor) -> None:
-        check(k, 3, "k")
+        is_bf16 = check(k, 3, "k")
         num_blocks, num_layers, block_size, num_kv_heads, head_dim = check_pool(pool, layer, k)
         shape = (k.shape[0], num_kv_heads, head_dim)
         check_shape(k, shape, "k")
@@ -202,12 +279,11 @@ class NativeKernels:
         check_same_dtype(v, k, "v")
         check_index(slot_mapping, shape[:1], torch.int64, "slot_mapping")
         k, v, slot_mapping = rows(k), rows(v), slot_mapping.contiguous()
-        element_bytes = k.element_size()
         bad = self._library.baton_write_kv(
             k.data_ptr(),
             v.data_ptr(),
-            k.stride(0) * element_bytes,
-            v.stride(0) * element_bytes,
+            k.stride(0),
+            v.stride(0),
             pool.data_ptr(),
             layer,
             slot_mapping.data_ptr(),
@@ -215,7 +291,10 @@ class NativeKernels:
             num_blocks,
             num_layers,
             block_size,
-            num_kv_heads * head_dim * element_bytes,
+            num_kv_heads,
+            head_dim,
+            is_bf16,
+            pool.dtype is torch.int8,
             self._num_threads,
         )
         if bad >= 0:
@@ -256,6 +335,7 @@ class NativeKernels:
             scale,
             out.data_ptr(),
             is_bf16,
+            pool.dtype is torch.int8,
             self._num_threads,
         )
         if bad >= 0:
@@ -267,4 +347,10 @@ class NativeKernels:
         return out
 
     def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> NativeForward:
-        return NativeForward(self._library, self._num_threads, shape, weights, cos, sin)
+        return NativeForward(self._library, self._num_threads, shape, weights, cos, sin, self._seat)
+
+    def make_sampler(self) -> NativeSampler:
+        return NativeSampler(self._library, self._num_threads)
+
+    def open_board(self, path: str) -> CoreBoard:
+        return open_board(self._library, path)

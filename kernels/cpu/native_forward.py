@@ -2,7 +2,8 @@
 
 1. Construction checks every weight against the shape and hands pointers to the library, which starts its
    threads. The tensors are kept here as long as the library may read them.
-2. A call checks the batch's tensors; the library checks every index in them before it writes anything.
+2. A call checks the batch's tensors, unless they are the very ones of the call before; the library checks
+   every index in them before it writes anything.
 3. Results lie in buffers that grow as needed and are overwritten by the next call.
 """
 
@@ -10,15 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.checks import check, check_index, check_pool, check_shape
-from kernels.ops import DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
+from kernels.cpu.core_board import Seat, borrow
+from kernels.cpu.weight_kind import WeightKind
+from kernels.ops import MAXIMA_BLOCK, DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
 
-STAGES = (  # `Stage` in stopwatch.h
+STAGES = (  # `StepStage` in stopwatch.h
     "embedding",
     "norms",
     "qkv",
@@ -45,9 +49,11 @@ class NativeForward:
         weights: DecoderWeights,
         cos: Tensor,
         sin: Tensor,
+        seat: Seat | None = None,
     ) -> None:
         """Raises:
         TypeError, ValueError: a tensor is not what the shape says, or not contiguous on the CPU.
+        OSError: cores cannot be borrowed as `seat` says.
         RuntimeError: the threads cannot be started.
         """
         self._library, self._shape, self._num_threads = library, shape, num_threads
@@ -86,30 +92,24 @@ class NativeForward:
         self._model = model
         self._layers = len(weights.layers)
         weakref.finalize(self, library.baton_model_destroy, model)
+        if seat is not None:
+            borrow(library, model, seat)
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
         self._logits = torch.empty((0, self._vocab_size))
         self._best = torch.empty(0, dtype=torch.int64)
+        self._maxima = torch.empty((0, -(-self._vocab_size // MAXIMA_BLOCK)))
         self._bad_index = ctypes.c_int64()
+        self._seen: tuple[Tensor, ...] = ()  # of the step that the arguments and the result are for
+        self._copies: list[Tensor] = []
+        self._arguments: tuple[Any, ...] = ()
+        self._result = StepResult(self._hidden, self._logits, self._best, self._maxima)
 
     def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult:
         """Raises:
         TypeError, ValueError: a tensor of the batch or the pool has another dtype or shape than it must.
         IndexError: a token, position, slot, block or logit row is out of range; nothing was written.
         """
-        shape = self._shape
-        num_tokens, num_seqs = batch.tokens.shape[0], batch.context_lens.shape[0]
-        num_rows, max_blocks = batch.logit_rows.shape[0], batch.block_tables.shape[1]
-        for name in ("tokens", "positions", "slot_mapping"):
-            check_index(getattr(batch, name), (num_tokens,), torch.int64, name)
-        check_index(batch.logit_rows, (num_rows,), torch.int64, "logit_rows")
-        check_index(batch.query_starts, (num_seqs + 1,), torch.int32, "query_starts")
-        check_index(batch.context_lens, (num_seqs,), torch.int32, "context_lens")
-        check_index(batch.block_tables, (num_seqs, max_blocks), torch.int32, "block_tables")
-        num_blocks, num_layers, block_size, *heads = check_pool(pool, 0, self._hidden)
-        if (num_layers, *heads) != (self._layers, shape.num_kv_heads, shape.head_dim):
-            raise ValueError(f"`pool` does not fit the model: {tuple(pool.shape)}")
-        self._grow(num_tokens, num_rows)
-        arrays = (
+        tensors = (
             batch.tokens,
             batch.positions,
             batch.slot_mapping,
@@ -117,31 +117,65 @@ class NativeForward:
             batch.query_starts,
             batch.context_lens,
             batch.block_tables,
+            pool,
         )
-        arrays = tuple(array.contiguous() for array in arrays)
-        fault = self._library.baton_forward(
+        if len(self._seen) != len(tensors) or not all(map(is_, tensors, self._seen)):
+            self._look_over(tensors)
+        fault = self._library.baton_forward(*self._arguments)
+        if fault:
+            num_blocks, _, _, block_size = pool.shape[:4]
+            raise IndexError(
+                f"{_FAULTS[fault]} {self._bad_index.value} of the batch is out of range: "
+                f"{batch.tokens.shape[0]} tokens, "
+                f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "
+                f"{num_blocks} blocks of {block_size}"
+            )
+        return self._result
+
+    def _look_over(self, tensors: tuple[Tensor, ...]) -> None:
+        """Check the tensors of a step and list the library's arguments. A step with the same tensors,
+        whatever is in them, needs no more."""
+        shape = self._shape
+        *arrays, pool = tensors
+        tokens, positions, slots, logit_rows, query_starts, context_lens, block_tables = arrays
+        num_tokens, num_seqs = tokens.shape[0], context_lens.shape[0]
+        num_rows, max_blocks = logit_rows.shape[0], block_tables.shape[1]
+        for name, array in (("tokens", tokens), ("positions", positions), ("slot_mapping", slots)):
+            check_index(array, (num_tokens,), torch.int64, name)
+        check_index(logit_rows, (num_rows,), torch.int64, "logit_rows")
+        check_index(query_starts, (num_seqs + 1,), torch.int32, "query_starts")
+        check_index(context_lens, (num_seqs,), torch.int32, "context_lens")
+        check_index(block_tables, (num_seqs, max_blocks), torch.int32, "block_tables")
+        num_blocks, num_layers, block_size, *heads = check_pool(pool, 0, self._hidden)
+        if (num_layers, *heads) != (self._layers, shape.num_kv_heads, shape.head_dim):
+            raise ValueError(f"`pool` does not fit the model: {tuple(pool.shape)}")
+        self._seen = ()
+        self._grow(num_tokens, num_rows)
+        kept = [array.contiguous() for array in arrays]
+        self._arguments = (
             self._model,
             num_tokens,
             num_seqs,
             max_blocks,
             num_rows,
-            *(array.data_ptr() for array in arrays),
+            *(array.data_ptr() for array in kept),
             pool.data_ptr(),
             num_blocks,
             block_size,
+            pool.dtype is torch.int8,
             self._hidden.data_ptr(),
             self._logits.data_ptr(),
             self._best.data_ptr(),
+            self._maxima.data_ptr(),
             ctypes.addressof(self._bad_index),
         )
-        if fault:
-            raise IndexError(
-                f"{_FAULTS[fault]} {self._bad_index.value} of the batch is out of range: "
-                f"{num_tokens} tokens, "
-                f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "
-                f"{num_blocks} blocks of {block_size}"
-            )
-        return StepResult(self._hidden[:num_tokens], self._logits[:num_rows], self._best[:num_rows])
+        self._result = StepResult(
+            self._hidden[:num_tokens], self._logits[:num_rows], self._best[:num_rows], self._maxima[:num_rows]
+        )
+        if all(map(is_, kept, arrays)):  # a copy would be out of date in the next step
+            self._seen = tensors
+        else:
+            self._copies = kept
 
     def start_profile(self) -> Tensor:
         """Seconds [num_threads, len(STAGES), 2] that later steps add to: work, and waits at a stage's end."""
@@ -152,12 +186,19 @@ class NativeForward:
     def stop_profile(self) -> None:
         self._library.baton_model_profile(self._model, None)
 
+    @property
+    def num_borrowed(self) -> int:
+        """Pieces of work done on borrowed cores so far."""
+        count: int = self._library.baton_model_num_borrowed(self._model)
+        return count
+
     def _grow(self, num_tokens: int, num_rows: int) -> None:
         if num_tokens > self._hidden.shape[0]:
             self._hidden = torch.empty((num_tokens, self._shape.hidden_size), dtype=self._dtype)
         if num_rows > self._logits.shape[0]:
             self._logits = torch.empty((num_rows, self._vocab_size))
             self._best = torch.empty(num_rows, dtype=torch.int64)
+            self._maxima = torch.empty((num_rows, self._maxima.shape[1]))
 
     def _layer(self, layer: LayerWeights) -> tuple[int | None, ...]:
         """Pointers in the order of `Layer` in forward.cpp."""
@@ -211,9 +252,16 @@ class NativeForward:
 
     def _packed(self, packed: Tensor, out_features: int, in_features: int, name: str) -> int:
         found = self._library.baton_out_features(packed.data_ptr(), packed.nbytes, in_features)
-        expected = self._library.baton_packed_bytes(out_features, in_features, self._dtype.itemsize)
-        if found != out_features or packed.nbytes != expected:
+        fits = found == out_features
+        kind = WeightKind(self._library.baton_weight_kind(packed.data_ptr())) if fits else None
+        if kind is WeightKind.FLOAT:
+            plain_bytes = self._library.baton_packed_bytes(out_features, in_features, self._dtype.itemsize)
+            fits = packed.nbytes == plain_bytes
+        elif kind is WeightKind.AMX_BF16:
+            fits = self._dtype is torch.bfloat16
+        if not fits:
             raise ValueError(
-                f"`{name}` is not {out_features} by {in_features} of {self._dtype}, packed for these kernels"
+                f"`{name}` is not {out_features} by {in_features} of {self._dtype} or int8, "
+                "packed for these kernels"
             )
         return self._keep(packed)

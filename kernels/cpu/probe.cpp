@@ -14,7 +14,7 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 // The compiler may neither drop the value nor know what it is.
 inline void keep(Vec& value) {
-#if defined(__x86_64__)
+#if defined(BATON_AVX512) || defined(BATON_AVX2)
     asm volatile("" : "+x"(value));
 #else
     asm volatile("" : "+m"(value));

@@ -1,6 +1,7 @@
 // The operations of `rowwise.h` and the KV write over all rows of a batch.
 //
 // Threads share out rows. Pointers are typed by `is_bf16`; strides are in elements.
+#include "kv_rows.h"
 #include "rowwise.h"
 #include "threads.h"
 
@@ -38,18 +39,17 @@ void silu_mul(const T* gate_up, int64_t num_rows, int64_t size, T* y, int64_t nu
     });
 }
 
-// Rows of k and v to pool[slot / block_size, layer, 0 and 1, slot % block_size]; slots are distinct.
-void write_kv(const char* k, const char* v, int64_t k_row_stride, int64_t v_row_stride, char* pool, int64_t layer,
-              const int64_t* slots, int64_t num_rows, int64_t num_layers, int64_t block_size, int64_t row_bytes,
-              int64_t num_threads) {
-    int64_t half_block = block_size * row_bytes;
-    parallel_ranges(num_threads, num_rows, grain(row_bytes), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-            int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
-            char* target = pool + (block * num_layers + layer) * 2 * half_block + offset * row_bytes;
-            std::memcpy(target, k + row * k_row_stride, size_t(row_bytes));
-            std::memcpy(target + half_block, v + row * v_row_stride, size_t(row_bytes));
-        }
+// Tokens' keys and values [num_tokens, kv_heads, head_dim] to their slots, which are distinct.
+template <typename T>
+void write_kv(const T* k, const T* v, int64_t k_row_stride, int64_t v_row_stride, char* pool, const KvShape& kv,
+              int64_t layer, const int64_t* slots, int64_t num_tokens, int64_t num_threads) {
+    parallel_ranges(num_threads, num_tokens, grain(kv.token_bytes()), [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token)
+            for (int64_t head = 0; head < kv.num_kv_heads; ++head) {
+                const int64_t place = head * kv.row_bytes, source = head * kv.head_dim;
+                write_row(k + token * k_row_stride + source, kv, pool + kv.offset(slots[token], layer, 0) + place);
+                write_row(v + token * v_row_stride + source, kv, pool + kv.offset(slots[token], layer, 1) + place);
+            }
     });
 }
 
@@ -100,14 +100,20 @@ void baton_silu_mul(const void* gate_up, int64_t num_rows, int64_t size, void* y
         silu_mul(static_cast<const float*>(gate_up), num_rows, size, static_cast<float*>(y), num_threads);
 }
 
-// Row strides in bytes. Returns -1, or the index of a slot outside the pool; nothing is written then.
+// Returns -1, or the index of a slot outside the pool; nothing is written then.
 int64_t baton_write_kv(const void* k, const void* v, int64_t k_row_stride, int64_t v_row_stride, void* pool,
-                       int64_t layer, const int64_t* slots, int64_t num_rows, int64_t num_blocks, int64_t num_layers,
-                       int64_t block_size, int64_t row_bytes, int64_t num_threads) {
-    int64_t bad = first_outside(slots, num_rows, num_blocks * block_size);
+                       int64_t layer, const int64_t* slots, int64_t num_tokens, int64_t num_blocks, int64_t num_layers,
+                       int64_t block_size, int64_t num_kv_heads, int64_t head_dim, int64_t is_bf16, int64_t is_int8,
+                       int64_t num_threads) {
+    int64_t bad = first_outside(slots, num_tokens, num_blocks * block_size);
     if (bad >= 0) return bad;
-    write_kv(static_cast<const char*>(k), static_cast<const char*>(v), k_row_stride, v_row_stride,
-             static_cast<char*>(pool), layer, slots, num_rows, num_layers, block_size, row_bytes, num_threads);
+    const KvShape kv(num_layers, block_size, num_kv_heads, head_dim, is_int8, is_bf16);
+    if (is_bf16)
+        write_kv(static_cast<const bf16*>(k), static_cast<const bf16*>(v), k_row_stride, v_row_stride,
+                 static_cast<char*>(pool), kv, layer, slots, num_tokens, num_threads);
+    else
+        write_kv(static_cast<const float*>(k), static_cast<const float*>(v), k_row_stride, v_row_stride,
+                 static_cast<char*>(pool), kv, layer, slots, num_tokens, num_threads);
     return -1;
 }
 }

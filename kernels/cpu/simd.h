@@ -94,9 +94,9 @@ inline Vec load(const float* source) {
     return result;
 }
 inline Vec load(const bf16* source) {
-#if defined(BATON_AVX512)
+#if defined(BATON_AVX512)  // by the masked form: GCC warns of what the other leaves undefined
     __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
-    return Vec(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    return Vec(UintVec(_mm512_maskz_cvtepu16_epi32(0xffff, half)) << 16);
 #elif defined(BATON_AVX2)
     __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
     return Vec(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
@@ -104,6 +104,19 @@ inline Vec load(const bf16* source) {
     HalfVec half;
     std::memcpy(&half, source, sizeof half);
     return Vec(__builtin_convertvector(half, UintVec) << 16);
+#endif
+}
+
+inline Vec load(const int8_t* source) {
+#if defined(BATON_AVX512)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+#elif defined(BATON_AVX2)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+#else
+    typedef int8_t ByteVec __attribute__((vector_size(kWidth)));
+    ByteVec bytes;
+    std::memcpy(&bytes, source, sizeof bytes);
+    return __builtin_convertvector(bytes, Vec);
 #endif
 }
 
@@ -132,7 +145,7 @@ inline void store(float* target, Vec value) { std::memcpy(target, &value, sizeof
 inline void store(bf16* target, Vec value) {
     UintVec high = round_bf16(value) >> 16;
 #if defined(BATON_AVX512)
-    __m256i half = _mm512_cvtepi32_epi16(__m512i(high));
+    __m256i half = _mm512_maskz_cvtepi32_epi16(0xffff, __m512i(high));
 #elif defined(BATON_AVX2)
     __m256i packed = _mm256_packus_epi32(__m256i(high), __m256i(high));
     __m128i half = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));

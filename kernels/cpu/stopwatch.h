@@ -8,7 +8,7 @@
 namespace baton {
 
 // As `STAGES` of `native_forward.py` names them.
-enum class Stage : int64_t {
+enum class StepStage : int64_t {
     kEmbedding, kNorm, kQkv, kHeads, kAttention, kOutput, kGateUp, kGate, kDown, kHead, kBest, kCount
 };
 
@@ -18,12 +18,12 @@ public:
     enum Kind : int64_t { kWork, kWait };
 
     Stopwatch(double* seconds, int64_t rank)
-        : seconds_(seconds == nullptr ? nullptr : seconds + rank * int64_t(Stage::kCount) * 2) {
+        : seconds_(seconds == nullptr ? nullptr : seconds + rank * int64_t(StepStage::kCount) * 2) {
         if (seconds_ != nullptr) last_ = Clock::now();
     }
 
     // What passed since the last lap belongs to `stage`.
-    void lap(Stage stage, Kind kind = kWork) {
+    void lap(StepStage stage, Kind kind = kWork) {
         if (seconds_ == nullptr) return;
         const Clock::time_point now = Clock::now();
         seconds_[int64_t(stage) * 2 + kind] += std::chrono::duration<double>(now - last_).count();

@@ -1,4 +1,5 @@
-// Threads that work on one step together: they sleep between steps and wait for one another within a step.
+// Threads that work on one step together: they sleep between steps and wait for one another within a step. Guests on
+// cores that are lent to the team (`guests.h`) help where a rank offers its work (`divide`).
 //
 // A step meets at some hundred barriers, each far shorter than waking a thread takes, so a waiting thread spins;
 // but not for long: whoever is late may have lost its core to another process, and then this core is better left
@@ -8,18 +9,18 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "guests.h"
+#include "stage.h"
 
 namespace baton {
 
 class Team {
 public:
-    explicit Team(int64_t num_threads) : size_(num_threads) {
+    explicit Team(int64_t num_threads) : size_(num_threads), stages_(size_t(num_threads)) {
         for (int64_t rank = 1; rank < size_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
     }
     ~Team() {
@@ -31,14 +32,31 @@ public:
     Team& operator=(const Team&) = delete;
 
     int64_t size() const { return size_; }
+    // Threads that may work on one `divide`.
+    int64_t most() const { return size_ + (guests_ ? guests_->size() : 0); }
+
+    // Pieces of work that were not done by the team itself.
+    int64_t num_borrowed() const { return guests_ ? guests_->num_pieces() : 0; }
+
+    // From the next step on; before the first.
+    void borrow(std::unique_ptr<CoreBoard> board, const std::vector<LentCore>& cores) {
+        guests_.emplace(std::move(board), cores, stages_);
+    }
+
+    // By rank 0, where guests that come or have gone make no difference: anywhere, for bits do not depend on them.
+    void recruit(bool is_start) {
+        if (guests_) guests_->recruit(is_start);
+    }
 
     // body(rank) on every rank, the caller being rank 0; returns when all have. One caller at a time.
     void run(const std::function<void(int64_t)>& body) {
-        if (size_ == 1) return body(0);
-        body_ = &body;
-        next_job();
+        if (size_ > 1) {
+            body_ = &body;
+            next_job();
+        }
         body(0);
         barrier();
+        if (guests_) guests_->end_step();
     }
 
     // Every rank of a running body calls it; writes before it are visible to all after it.
@@ -58,20 +76,29 @@ public:
         while (round_.load(std::memory_order_acquire) == round) round_.wait(round, std::memory_order_acquire);
     }
 
-    // Items 0, 1, ... handed out one by one within a body; `next` is 0 when the first rank asks.
+    // body(begin, end) for pieces of [begin, end), this rank's share of a stage, each a multiple of `unit` long but the
+    // last. Others take pieces from it when they have nothing to do; about `pieces` for each thread there is, and none
+    // shorter than `least`. What a piece writes is seen by this rank after the call, by others after a barrier.
     template <typename Body>
-    static void share(std::atomic<int64_t>& next, int64_t num_items, const Body& body) {
-        for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) body(item);
+    void divide(int64_t rank, int64_t begin, int64_t end, int64_t unit, int64_t least, const Body& body,
+                int64_t pieces = kPieces) {
+        const int64_t num_threads = size_ + (guests_ ? guests_->num_away() : 0);
+        if (num_threads == 1 || end - begin <= least) {
+            if (begin < end) body(begin, end);
+            return;
+        }
+        Stage& stage = stages_[size_t(rank)];
+        stage.offer(begin, end, unit, std::min(pieces * num_threads / size_, (end - begin) / least), body);
+        if (guests_) guests_->news();
+        stage.work();
+        for (int64_t other = 1; other < size_; ++other)
+            while (stages_[size_t((rank + other) % size_)].help()) {
+            }
+        stage.settle();
     }
 
 private:
-    static constexpr int64_t kSpins = 4000;  // about a tenth of a millisecond
-
-    static void relax() {
-#if defined(__x86_64__)
-        _mm_pause();
-#endif
-    }
+    static constexpr int64_t kPieces = 8;  // a thread that lost its core holds up an eighth of its work
 
     void next_job() {
         jobs_.fetch_add(1, std::memory_order_release);
@@ -93,6 +120,8 @@ private:
     alignas(64) std::atomic<uint32_t> jobs_{0};
     alignas(64) std::atomic<int64_t> arrived_{0};
     alignas(64) std::atomic<uint32_t> round_{0};
+    std::vector<Stage> stages_;
+    std::optional<Guests> guests_;
     std::vector<std::thread> threads_;
 };
 

@@ -13,6 +13,7 @@ from cluster.engine.model_spec import Dtype
 from cluster.engine.packed_batch import pack
 from kernels.cpu.backend import CpuBackend
 from kernels.ops import DecoderShape
+from kernels.quantization import Quantization
 from tests.engine.test_architectures import VARIANTS
 from tests.engine.tiny_models import BLOCK_SIZE, Engine, prompts
 
@@ -44,7 +45,10 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = VARIANTS | ODD
 # threads only change who computes what: a few shapes show it
 THREADED = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
-RUNS = [(variant, 1) for variant in CASES] + [(variant, n) for variant in THREADED for n in (2, 3)]
+RUNS = [(variant, 1, False) for variant in CASES]
+RUNS += [(variant, n, n == 3) for variant in THREADED for n in (2, 3)]
+RUNS += [(variant, 1, True) for variant in THREADED]
+QUANTIZED = [("llama-biases", 1), ("qwen3", 2), ("odd", 1), ("odd", 3), ("tiny-vocabulary", 2)]
 
 
 def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
@@ -54,20 +58,41 @@ def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
     second = [engine.row(i, [i % vocab_size], len(prompt)) for i, prompt in enumerate(texts)]
     third = [engine.row(9, texts[4][:31], 0), *(engine.row(i, [3], len(texts[i]) + 1) for i in (4, 0, 2))]
     few = [engine.row(i, [4], len(texts[i]) + 1 + (i != 1)) for i in (0, 1, 2)]
-    last = [engine.row(9, texts[4][31:90], 31)]
-    return [first, second, third, few, few[:1], last]
+    fourth = [engine.row(9, texts[4][31:90], 31)]
+    last = [engine.row(9, [4], 90), engine.row(1, [3], len(texts[1]) + 2)]
+    return [first, second, third, few, few[:1], fourth, last]
 
 
 @pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize(("variant", "num_threads"), RUNS)
+@pytest.mark.parametrize(("variant", "num_threads", "kv_int8"), RUNS)
 def test_fused_equals_the_operations_one_by_one(
-    variant: str, dtype: Dtype, num_threads: int, checkpoint: Any, prepare: Any
+    variant: str, dtype: Dtype, num_threads: int, kv_int8: bool, checkpoint: Any, prepare: Any
+) -> None:
+    assert_fused_equals_one_by_one(variant, dtype, CpuBackend(num_threads), checkpoint, prepare, kv_int8)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8-weights"])
+@pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize(("variant", "num_threads"), QUANTIZED)
+def test_fused_equals_the_operations_one_by_one_in_int8(
+    variant: str, dtype: Dtype, num_threads: int, quantization: str, checkpoint: Any, prepare: Any
+) -> None:
+    backend = CpuBackend(num_threads, Quantization(quantization))
+    assert_fused_equals_one_by_one(variant, dtype, backend, checkpoint, prepare)
+
+
+def assert_fused_equals_one_by_one(
+    variant: str,
+    dtype: Dtype,
+    backend: CpuBackend,
+    checkpoint: Any,
+    prepare: Any,
+    kv_int8: bool = False,
 ) -> None:
     family, overrides = CASES[variant]
-    backend = CpuBackend(num_threads)
     assert backend.is_native, "the C++ kernels did not compile here: see the log"
     prepared = prepare(checkpoint(family, **overrides).directory, dtype, backend)
-    fused, oracle = Engine(prepared, backend), Engine(prepared, backend, fuse=False)
+    fused, oracle = (Engine(prepared, backend, fuse=fuse, kv_int8=kv_int8) for fuse in (True, False))
     vocab_size = prepared.spec.vocab_size
     for ours, theirs in zip(make_batches(fused, vocab_size), make_batches(oracle, vocab_size), strict=True):
         with torch.inference_mode():

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from cluster.engine.model_spec import Dtype
-from tests.engine.backends import BACKENDS
+from tests.engine.backends import BACKENDS, QUANTIZED
 from tests.engine.tiny_models import Engine, prompts
 
 CHUNKS = (1, 7, 16, 64)
 PROMPT = prompts(seed=3, lengths=(150,))[0]
-CASES = [(name, dtype) for name in BACKENDS for dtype in Dtype]
+CASES = [(name, dtype, False) for name in BACKENDS for dtype in Dtype]
+CASES += [(name, Dtype.BF16, True) for name in BACKENDS]
+CASES += [(name, Dtype.BF16, kv_int8) for name in QUANTIZED for kv_int8 in (False, True)]
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
@@ -22,13 +24,13 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     assert torch.equal(actual, expected)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1].value}")
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1].value}{'-kv-int8' * case[2]}")
 def engine(request: Any, checkpoint: Any, prepare: Any) -> Any:
     """Makes engines over one model; each has a pool of its own."""
-    name, dtype = request.param
-    backend = BACKENDS[name]()
+    name, dtype, kv_int8 = request.param
+    backend = (BACKENDS | QUANTIZED)[name]()
     prepared = prepare(checkpoint("qwen3").directory, dtype, backend)
-    return lambda **options: Engine(prepared, backend, **options)
+    return lambda **options: Engine(prepared, backend, kv_int8=kv_int8, **options)
 
 
 def test_chunk_size_does_not_change_bits(engine: Any) -> None:

@@ -144,11 +144,5 @@ def test_what_cannot_be_computed_is_refused(change: dict[str, Any], message: str
     assert message in str(caught.value)
 
 
-def test_kv_pool_is_sized_from_bytes() -> None:
-    spec = read(LLAMA)
-    block_bytes = spec.kv_block_bytes(16, Dtype.BF16)
-    assert block_bytes == 30 * 2 * 16 * 3 * 64 * 2
-    assert spec.num_kv_blocks(10 * block_bytes + 1, 16, Dtype.BF16) == 10
-    assert spec.num_kv_blocks(10 * block_bytes, 16, Dtype.FP32) == 5
-    with pytest.raises(ModelError, match="holds no block"):
-        spec.num_kv_blocks(block_bytes - 1, 16, Dtype.BF16)
+def test_kv_block_bytes() -> None:
+    assert read(LLAMA).kv_block_bytes(16, Dtype.BF16) == 30 * 2 * 16 * 3 * 64 * 2

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from cluster.engine import prepare as prepare_module
+from cluster.engine.backends import QUANTIZATIONS, make_backend
 from cluster.engine.file_lock import file_lock
 from cluster.engine.load import load_decoder
 from cluster.engine.model_spec import Dtype
 from cluster.engine.prepare import default_cache_dir, prepare_model
 from cluster.engine.weights_file import DATA, map_weights
-from cluster.errors import ModelError
+from cluster.errors import ConfigError, ModelError
+from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 from tests.engine.tiny_models import Engine, prompts
 
@@ -106,6 +108,84 @@ def test_fingerprint_follows_content_not_place(checkpoint: Any, prepare: Any, tm
         prepare(checkpoint("llama", tie_word_embeddings=True).directory),
     ]
     assert len({p.fingerprint for p in [original, *others]}) == 4
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_quantizations_of_one_model_live_side_by_side(
+    backend: str, checkpoint: Any, prepare: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two fingerprints no two workers pair; converting one leaves the others in place."""
+    source = checkpoint("llama").directory
+    caplog.set_level("INFO", logger="cluster.engine.prepare")
+    made = {
+        kind.value: prepare(source, Dtype.BF16, make_backend(backend, 1, kind.value)) for kind in Quantization
+    }
+    assert len({prepared.fingerprint for prepared in made.values()}) == 3
+    assert len({prepared.directory for prepared in made.values()}) == 3
+    assert {name: prepared.quantization for name, prepared in made.items()} == {name: name for name in made}
+    lines = [record.getMessage() for record in caplog.records if record.name == "cluster.engine.prepare"]
+    assert [line.partition(":")[2].split(",")[0] for line in lines] == [
+        " matrices quantized to int8",
+        " matrices quantized to int8-weights",
+    ]
+    caplog.clear()
+    for kind in Quantization:
+        again = prepare(source, Dtype.BF16, make_backend(backend, 1, kind.value))
+        assert again == made[kind.value]
+    assert not caplog.records
+
+
+def test_int8_matrices_take_a_quarter_of_fp32(checkpoint: Any, prepare: Any) -> None:
+    source = checkpoint("llama").directory
+    plain = map_weights(prepare(source).directory).tensors
+    quantized = map_weights(
+        prepare(source, Dtype.FP32, ReferenceBackend("cpu", Quantization.INT8)).directory
+    ).tensors
+    matrix = "layers.0.gate_up"
+    rows, columns = plain[matrix].shape
+    assert quantized[matrix].nbytes == rows * (columns + 4)  # a scale for each row
+    assert torch.equal(quantized["embedding"], plain["embedding"])
+
+
+@pytest.mark.parametrize(("name", "tied"), [("cpu", False), ("reference", True), ("cpu", True)])
+def test_int8_answers_are_near_and_stored_ones_are_the_same(
+    name: str, tied: bool, checkpoint: Any, prepare: Any
+) -> None:
+    """In fp32 the two backends quantize alike; sums that are not integers differ in the last bits."""
+    source = checkpoint("llama", tie_word_embeddings=tied).directory
+    prompt = prompts(lengths=(40,))[0]
+
+    def logits(backend: Any) -> torch.Tensor:
+        engine = Engine(prepare(source, Dtype.FP32, backend), backend)
+        return engine.logits(engine.prefill(0, prompt))
+
+    plain = logits(make_backend(name, 1))
+    for kind, bound in (("int8", 0.16), ("int8-weights", 0.08)):
+        first, second = logits(make_backend(name, 1, kind)), logits(make_backend(name, 1, kind))
+        assert torch.equal(first, second)
+        assert 0 < (first - plain).norm() / plain.norm() < bound
+
+
+def test_quantizations_that_do_not_exist_are_named() -> None:
+    with pytest.raises(ConfigError, match="unknown quantization `int4`; use none or int8 or int8-weights"):
+        make_backend("cpu", 1, "int4")
+    with pytest.raises(ConfigError, match="unknown backend `gpu`; use cpu or reference"):
+        make_backend("gpu", 1, "int8")
+
+
+def test_a_backend_without_a_quantization_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(QUANTIZATIONS, "cpu", (Quantization.NONE,))
+    with pytest.raises(
+        ConfigError, match="the cpu backend does not compute with quantization `int8`; use none"
+    ):
+        make_backend("cpu", 1, "int8")
+    assert make_backend("cpu", 1).quantization is Quantization.NONE
+
+
+def test_a_matrix_too_wide_for_int8_is_named(checkpoint: Any, prepare: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("kernels.quantization.MAX_IN_FEATURES", 95)
+    with pytest.raises(ModelError, match=r"layers\.0\.qkv cannot be packed: int8 takes at most 95 input"):
+        prepare(checkpoint("llama").directory, Dtype.FP32, ReferenceBackend("cpu", Quantization.INT8))
 
 
 def test_changed_source_is_converted_again(checkpoint: Any, prepare: Any) -> None:

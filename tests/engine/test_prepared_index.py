@@ -10,6 +10,7 @@ from cluster.engine.model_spec import Dtype
 from cluster.engine.prepare import prepare_model
 from cluster.engine.prepared_index import find_prepared
 from cluster.errors import ModelError
+from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 from tests.support.tiny_model import write_tiny_model
 
@@ -21,6 +22,10 @@ def test_found_after_preparation_and_only_for_what_was_prepared(tmp_path: Path) 
     assert find_prepared(str(model), "fp32", "reference", root) == prepared.directory
     assert find_prepared(str(model), "bf16", "reference", root) is None
     assert find_prepared(str(model), "fp32", "cpu", root) is None
+    assert find_prepared(str(model), "fp32", "reference", root, "int8") is None
+    quantized = prepare_model(model, Dtype.FP32, ReferenceBackend("cpu", Quantization.INT8), cache_dir=root)
+    assert find_prepared(str(model), "fp32", "reference", root, "int8") == quantized.directory
+    assert find_prepared(str(model), "fp32", "reference", root) == prepared.directory
 
 
 def test_a_changed_source_or_a_lost_cache_is_not_found(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from cluster.engine.model_spec import Dtype
 from cluster.engine.runner import ModelRunner
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams
+from kernels.ops import row_size
 from kernels.reference import ReferenceBackend
 from tests.engine.tiny_models import BLOCK_SIZE, prompts, transformers_greedy
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+LOGPROBS = SamplingParams(max_tokens=64, temperature=0.0, num_logprobs=3)
 
 
 def make_row(
@@ -43,9 +45,8 @@ def runner(made: Any, prepare: Any) -> ModelRunner:
 
 def make_runner(prepared: Any, dtype: torch.dtype = torch.float32, num_blocks: int = 64) -> ModelRunner:
     spec = prepared.spec
-    pool = torch.zeros(
-        num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype=dtype
-    )
+    size = row_size(spec.head_dim, dtype)
+    pool = torch.zeros(num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, size, dtype=dtype)
     return ModelRunner(prepared, pool, ReferenceBackend())
 
 
@@ -107,6 +108,18 @@ def test_copies_come_before_the_step_and_in_order(runner: ModelRunner, made: Any
     assert torch.equal(pool[3], before)
     assert torch.equal(pool[4][:, :, :4], before[:, :, :4])
     assert not torch.equal(pool[4], before)
+
+
+def test_a_copied_int8_block_goes_on_as_the_original_would(made: Any, prepare: Any) -> None:
+    """Copy-on-write takes the scales along."""
+    runner = make_runner(prepare(made.directory), torch.int8)
+    prompt = prompts(lengths=(20,))[0]
+    runner.run(StepPlan(rows=(make_row("a", prompt, 0, [1, 2], history=(prompt, [])),)))
+    fork = make_row("b", [9], 20, [1, 4], history=(prompt, [9]), params=LOGPROBS)
+    (forked,) = runner.run(StepPlan(rows=(fork,), copies=((BlockId(2), BlockId(4)),))).outputs
+    own = make_row("a", [9], 20, [1, 2], history=(prompt, [9]), params=LOGPROBS)
+    assert runner.run(StepPlan(rows=(own,))).outputs == (forked,)
+    assert torch.equal(runner._pool[2], runner._pool[4])
 
 
 def test_copies_without_rows(runner: ModelRunner) -> None:
@@ -187,6 +200,8 @@ def test_pool_that_does_not_fit_is_refused(made: Any, prepare: Any) -> None:
         ((4, 3, 2, 16, 2, 16), torch.bfloat16),
         ((4, 2, 2, 16, 2, 16), torch.float32),
         ((4, 3, 2, 16, 4, 16), torch.float32),
+        ((4, 3, 2, 16, 2, 16), torch.int8),
+        ((4, 3, 2, 16, 2, 20), torch.uint8),
     ):
         with pytest.raises(ValueError, match="does not fit"):
             ModelRunner(prepared, torch.zeros(shape, dtype=dtype), ReferenceBackend())

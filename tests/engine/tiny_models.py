@@ -18,7 +18,7 @@ from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams
-from kernels.ops import Backend
+from kernels.ops import Backend, row_size
 
 VOCAB_SIZE = 256
 BLOCK_SIZE = 16
@@ -92,13 +92,16 @@ class Engine:
         num_blocks: int = 96,
         block_seed: int | None = None,
         fuse: bool = True,
+        kv_int8: bool = False,
     ) -> None:
         spec = prepared.spec
         self.decoder = load_decoder(prepared, backend, fuse=fuse)
         self.device = backend.device
-        shape = (num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-        # what a block held before must not matter: start from values that would show
-        self.pool = torch.full(shape, 1e4, dtype=TORCH_DTYPES[prepared.dtype], device=self.device)
+        dtype = torch.int8 if kv_int8 else TORCH_DTYPES[prepared.dtype]
+        size = row_size(spec.head_dim, dtype)
+        shape = (num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, size)
+        # what a block held before must not matter: start from values that would show (a scale of 6e9)
+        self.pool = torch.full(shape, 80 if kv_int8 else 1e4, dtype=dtype, device=self.device)
         order = list(range(num_blocks))
         if block_seed is not None:
             order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(block_seed)).tolist()
@@ -143,7 +146,7 @@ class Engine:
         return torch.cat(parts)
 
     def kv(self, sequence: int, num_tokens: int) -> Tensor:
-        """[num_tokens, num_layers, 2, kv_heads, head_dim] as the pool holds it."""
+        """[num_tokens, num_layers, 2, kv_heads, row_size] as the pool holds it."""
         blocks = self.pool[self._blocks[sequence]]
         return blocks.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:num_tokens]
 

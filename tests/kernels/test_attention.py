@@ -2,99 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.ops import PARTITION_SIZE
+from tests.kernels.attention_world import World
 
 HEADS = ((9, 3), (4, 4), (8, 1))
 HEAD_DIMS = (64, 32, 128, 96)
 CONTEXTS = (1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300)
-LAYER = 1
-
-
-@dataclass(frozen=True)
-class Meta:
-    query_starts: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """A whole sequence's queries, keys and values, and the blocks it lives in."""
-
-    q: Tensor  # [length, heads, head_dim]
-    k: Tensor  # [length, kv_heads, head_dim]
-    v: Tensor
-    blocks: list[int]
-
-
-class World:
-    """A pool full of NaN with sequences of the given lengths scattered over it."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        heads: tuple[int, int] = (9, 3),
-        head_dim: int = 64,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        placement: int = 0,
-    ) -> None:
-        generator = torch.Generator().manual_seed(11)
-        shuffle = torch.Generator().manual_seed(placement)
-        num_blocks = sum(-(-length // block_size) for length in lengths) + 3
-        free = torch.randperm(num_blocks, generator=shuffle).tolist()
-        self.scale = head_dim**-0.5
-        self.block_size = block_size
-        self.pool = torch.full((num_blocks, 2, 2, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
-        self.sequences = []
-        for length in lengths:
-            q = torch.randn(length, heads[0], head_dim, generator=generator) * 2
-            k, v = (torch.randn(length, heads[1], head_dim, generator=generator) for _ in range(2))
-            blocks = [free.pop() for _ in range(-(-length // block_size))]
-            sequence = Sequence(q.to(dtype), k.to(dtype), v.to(dtype), blocks)
-            for position in range(length):
-                block, offset = blocks[position // block_size], position % block_size
-                self.pool[block, LAYER, 0, offset] = sequence.k[position]
-                self.pool[block, LAYER, 1, offset] = sequence.v[position]
-            self.sequences.append(sequence)
-
-    def attend(self, backend, spans: list[tuple[int, int, int]]) -> list[Tensor]:
-        """spans of (sequence, start, stop) in one batch → each span's output. Table entries past a
-        sequence's context point at blocks of other sequences or nowhere."""
-        query_starts = [0]
-        for _, start, stop in spans:
-            query_starts.append(query_starts[-1] + stop - start)
-        width = max(len(self.sequences[index].blocks) for index, _, _ in spans) + 1
-        tables = torch.full((len(spans), width), 2**31 - 1, dtype=torch.int32)
-        for row, (index, _, stop) in enumerate(spans):
-            blocks = self.sequences[index].blocks[: -(-stop // self.block_size)]
-            tables[row, : len(blocks)] = torch.tensor(blocks)
-        meta = Meta(
-            torch.tensor(query_starts, dtype=torch.int32),
-            torch.tensor([stop for _, _, stop in spans], dtype=torch.int32),
-            tables,
-        )
-        q = torch.cat([self.sequences[index].q[start:stop] for index, start, stop in spans])
-        out = backend.paged_attention(q, self.pool, LAYER, meta, self.scale)
-        assert out.dtype == q.dtype
-        assert out.shape == q.shape
-        return list(out.split([stop - start for _, start, stop in spans]))
-
-    def exact(self, index: int) -> Tensor:
-        sequence = self.sequences[index]
-        group = sequence.q.shape[1] // sequence.k.shape[1]
-        q = sequence.q.double().transpose(0, 1)
-        k, v = (t.double().transpose(0, 1).repeat_interleave(group, dim=0) for t in (sequence.k, sequence.v))
-        length = q.shape[1]
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-        scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(hidden, -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

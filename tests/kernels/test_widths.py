@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from typing import Any
 
 import pytest
@@ -11,19 +9,14 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import build
-from kernels.cpu.native import SIGNATURES, bind_functions
-
-NAMES = ("baton_panel_width", "baton_packed_bytes", "baton_pack", "baton_out_features", "baton_linear")
-FLAGS = [flag for flag in build.FLAGS if flag != "-O3"]
+from kernels.cpu.native import bind
 
 
 @pytest.fixture(scope="module", params=(4, 16))
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    output = tmp_path_factory.mktemp("width") / f"width{request.param}.so"
-    source = str(build.SOURCE_DIR / "gemm.cpp")
-    flags = [*FLAGS, "-O1", "-Werror", "-Wall", "-Wextra", "-Wno-psabi", f"-DBATON_WIDTH={request.param}"]
-    subprocess.run([build.compiler(), *flags, source, "-o", str(output)], check=True, timeout=120)
-    bound = bind_functions(ctypes.CDLL(str(output)), {name: SIGNATURES[name] for name in NAMES})
+def library(request: pytest.FixtureRequest) -> Any:
+    """Cached like the machine's own; compiled fast, not for speed."""
+    flags = (*build.FLAGS, "-O0", "-Wno-psabi", f"-DBATON_WIDTH={request.param}")
+    bound = bind(build.load_library(flags))
     assert bound.baton_panel_width() == 2 * request.param
     return bound
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from cluster.errors import EdgeError
 from cluster.kv import block_copy
 from cluster.kv.block_copy import BlockRegion, copy_blocks
-from cluster.kv.layout import KVLayout, LayoutEdge
+from cluster.kv.layout import KVLayout, LayoutEdge, intersect, split
+from cluster.wire.messages import KVGeometry
 
 SHAPE = (12, 3, 2, 4, 2, 8)
 PARTS = [
@@ -51,6 +52,54 @@ def test_copies_exactly_the_listed_parts_of_blocks(
         )
     assert done
     assert torch.equal(target, expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.int8]),
+    num_heads=st.sampled_from([1, 2, 3, 4]),
+    num_layers=st.integers(1, 4),
+    data=st.data(),
+)
+def test_every_byte_of_every_decode_rank_is_written_exactly_once(
+    dtype: torch.dtype, num_heads: int, num_layers: int, data: st.DataObject
+) -> None:
+    """Of any two groups, scales of int8 included: each copy adds, so twice or never would show."""
+    model = KVGeometry(
+        first_layer=0,
+        num_layers=num_layers,
+        first_head=0,
+        num_heads=num_heads,
+        head_dim=6,
+        block_size=2,
+        num_blocks=2,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    sizes = st.sampled_from([tp for tp in range(1, 9) if num_heads % tp == 0 or tp % num_heads == 0])
+    group = st.tuples(st.integers(1, num_layers), sizes)
+    prefill, decode = (split(model, *data.draw(group, name)) for name in ("prefill", "decode"))
+    whole_shape = KVLayout.from_geometry(model).shape
+    num_bytes = dtype.itemsize * whole_shape[-1]
+    whole = torch.randint(1, 255, (*whole_shape[:-1], num_bytes), dtype=torch.uint8).view(dtype)
+
+    def held(layout: KVLayout) -> torch.Tensor:
+        layers, heads = layout.layers, layout.heads
+        return whole[:, layers.start : layers.stop, :, :, heads.start : heads.stop].contiguous()
+
+    layouts = [KVLayout.from_geometry(geometry) for geometry in prefill]
+    pools = [held(layout) for layout in layouts]
+    targets = [KVLayout.from_geometry(geometry) for geometry in decode]
+    sums = [torch.zeros(layout.shape, dtype=dtype).view(torch.uint8) for layout in targets]
+    for edge in intersect(prefill, decode):
+        layout = targets[edge.decode_rank]
+        arrived = torch.zeros(layout.shape, dtype=dtype)
+        source = BlockRegion.of_pool(pools[edge.prefill_rank], layouts[edge.prefill_rank], edge)
+        assert source.block_bytes * 2 == source.blocks.nbytes
+        assert source.blocks.shape[1:] == edge.block_shape(layout)
+        copy_blocks(source, [0, 1], BlockRegion.of_pool(arrived, layout, edge), [0, 1], lambda: False)
+        sums[edge.decode_rank] += arrived.view(torch.uint8)
+    for layout, found in zip(targets, sums, strict=True):
+        assert torch.equal(found, held(layout).view(torch.uint8))
 
 
 @pytest.mark.parametrize("which", range(4))

@@ -33,7 +33,7 @@ def shuffled(num_blocks: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(GEOMETRY.num_blocks), num_blocks)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("num_blocks", [1, 2, 4, 5, 11])  # slots hold 4 (fp32: 2): part of one, one, several
 async def test_bytes_arrive_exactly_and_nothing_else_changes(
     edge_pairs: EdgePairs, kind: EdgeKind, num_blocks: int, dtype: str
@@ -113,6 +113,7 @@ async def test_sends_complete_in_the_order_of_their_calls(edge_pairs: EdgePairs,
         ({"block_size": 16}, "block_size"),
         ({"head_dim": 64}, "head_dim"),
         ({"dtype": "float32"}, "dtype"),
+        ({"dtype": "int8"}, "dtype"),
         ({"num_layers": 4}, "layers"),
         ({"num_heads": 4}, "heads"),
     ],
@@ -255,15 +256,17 @@ async def test_the_event_loop_runs_on_during_a_transfer(edge_pairs: EdgePairs, k
     assert turns > 10
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize(
     ("prefill_group", "decode_group"),
     [((1, 1), (1, 2)), ((2, 2), (1, 1)), ((1, 4), (3, 2)), ((3, 1), (1, 4))],
 )
 async def test_b080_groups_of_different_parallelism_exchange_their_parts(
-    kind: EdgeKind, prefill_group: tuple[int, int], decode_group: tuple[int, int]
+    kind: EdgeKind, prefill_group: tuple[int, int], decode_group: tuple[int, int], dtype: str
 ) -> None:
     """Every rank's pool holds its part of one model's KV; afterwards every D rank has exactly its own."""
-    whole = KVPool.private(KVLayout.from_geometry(GEOMETRY))
+    model = msgspec.structs.replace(GEOMETRY, dtype=dtype)
+    whole = KVPool.private(KVLayout.from_geometry(model))
     fill(whole.tensor, 7)
 
     def part(geometry: Any) -> torch.Tensor:
@@ -271,7 +274,7 @@ async def test_b080_groups_of_different_parallelism_exchange_their_parts(
         heads = slice(geometry.first_head, geometry.first_head + geometry.num_heads)
         return whole.tensor[:, layers, :, :, heads, :]
 
-    prefill, decode = split(GEOMETRY, *prefill_group), split(GEOMETRY, *decode_group)
+    prefill, decode = split(model, *prefill_group), split(model, *decode_group)
     sources = [KVPool.private(KVLayout.from_geometry(geometry)) for geometry in prefill]
     targets = [make_pool(kind, KVLayout.from_geometry(geometry)) for geometry in decode]
     for pool, geometry in zip(sources, prefill, strict=True):
@@ -295,7 +298,8 @@ async def test_b080_groups_of_different_parallelism_exchange_their_parts(
         )
         await asyncio.gather(sender.ready(), receiver.ready())
         piece = Piece(RequestId("r"), Attempt(1), PieceIndex(0), 0, 5)
-        item_bytes = 5 * 2 * len(edge.layers) * 2 * GEOMETRY.block_size * len(edge.heads) * GEOMETRY.head_dim
+        row_bytes = {"bfloat16": 2 * model.head_dim, "int8": model.head_dim + 4}[dtype]
+        item_bytes = 5 * len(edge.layers) * 2 * model.block_size * len(edge.heads) * row_bytes
         if not sender.in_place:
             await receiver.post(piece, item_bytes)
         assert await sender.send(piece, from_blocks, to_blocks) == item_bytes

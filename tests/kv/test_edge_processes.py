@@ -85,8 +85,12 @@ async def receiver_from(
 
 
 @BETWEEN
-async def test_bytes_arrive_exactly_in_another_process(start_peer: StartPeer, kind: EdgeKind) -> None:
-    peer, source = await start_peer(), KVPool.private(LAYOUT)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+async def test_bytes_arrive_exactly_in_another_process(
+    start_peer: StartPeer, kind: EdgeKind, dtype: str
+) -> None:
+    layout = dataclasses.replace(LAYOUT, dtype=dtype)
+    peer, source = await start_peer(), KVPool.private(layout)
     fill(source.tensor, 1)
     sender = await sender_to(peer, kind, source)
     for index, num_blocks in enumerate((1, 3, 4, 9, 12)):
@@ -95,7 +99,7 @@ async def test_bytes_arrive_exactly_in_another_process(start_peer: StartPeer, ki
         piece = piece_of(index, num_blocks)
         if not sender.in_place:
             peer.tell("receive", piece=fields(piece), targets=targets)
-        assert await sender.send(piece, ids(blocks), ids(targets)) == num_blocks * LAYOUT.bytes_per_block
+        assert await sender.send(piece, ids(blocks), ids(targets)) == num_blocks * layout.bytes_per_block
         if not sender.in_place:
             assert "error" not in await peer.answer()
         found = await peer.ask("checksum", blocks=targets)

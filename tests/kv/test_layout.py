@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.layout import KVLayout, LayoutEdge, intersect, local_range, single_edge, split
 from cluster.wire.messages import KVGeometry
+from kernels.ops import row_size
 
 SMOLLM2 = KVGeometry(
     first_layer=0,
@@ -38,6 +40,25 @@ def test_sizes() -> None:
     assert layout.pool_bytes == 100 * layout.bytes_per_block
     assert KVLayout.from_geometry(changed(SMOLLM2, dtype="float32")).pool_bytes == 2 * layout.pool_bytes
     assert layout.to_geometry() == SMOLLM2
+
+
+def test_int8_rows_carry_their_scale() -> None:
+    layout = KVLayout.from_geometry(changed(SMOLLM2, dtype="int8"))
+    assert layout.row_size == row_size(64, torch.int8) == 64 + 4
+    assert layout.shape == (100, 30, 2, 32, 3, 68)
+    assert layout.bytes_per_block == 30 * 2 * 32 * 3 * 68
+    assert layout.to_geometry().dtype == "int8"
+    part = LayoutEdge(0, 0, range(5, 9), range(1, 3))
+    assert part.block_shape(layout) == (4, 2, 32, 2, 68)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_int8_halves_what_a_block_takes(head_dim: int) -> None:
+    kept = [
+        KVLayout.from_geometry(changed(SMOLLM2, dtype=dtype, head_dim=head_dim))
+        for dtype in ("bfloat16", "int8")
+    ]
+    assert kept[1].bytes_per_block / kept[0].bytes_per_block == (head_dim + 4) / (2 * head_dim)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +142,7 @@ def test_one_rank_each_is_one_whole_edge() -> None:
         ({"block_size": 16}, "`block_size` is"),
         ({"head_dim": 128}, "`head_dim` is"),
         ({"dtype": "float32"}, "`dtype` is"),
+        ({"dtype": "int8"}, "`dtype` is"),
         ({"num_layers": 32}, r"layers \[0, 32\)"),
         ({"num_heads": 6}, r"heads \[0, 6\)"),
         ({"first_layer": 1, "num_layers": 29}, r"layers \[1, 30\)"),

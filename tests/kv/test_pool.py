@@ -21,7 +21,7 @@ LAYOUT = KVLayout.from_geometry(GEOMETRY)
 
 
 @pytest.mark.parametrize("make", [KVPool.private, KVPool.shared], ids=["private", "shared"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 def test_a_fresh_pool_is_zero_and_of_the_layouts_shape(make: Any, dtype: str) -> None:
     layout = KVLayout.from_geometry(msgspec.structs.replace(GEOMETRY, dtype=dtype))
     pool = make(layout)
@@ -103,9 +103,15 @@ def test_another_pool_under_the_same_descriptor_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_blocks": 49}, {"first_layer": 1}, {"num_layers": 2, "num_heads": 3}]
+    "changes",
+    [
+        {"num_blocks": 49},
+        {"first_layer": 1},
+        {"num_layers": 2, "num_heads": 3},
+        {"dtype": "int8", "head_dim": 60},
+    ],
 )
-def test_b080_a_pool_of_another_geometry_is_refused(changes: dict[str, int]) -> None:
+def test_b080_a_pool_of_another_geometry_is_refused(changes: dict[str, Any]) -> None:
     pool = KVPool.shared(LAYOUT)
     with pytest.raises(EdgeError, match="announced"):
         attach_pool(pool.endpoint(), msgspec.structs.replace(GEOMETRY, **changes))

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -338,6 +339,10 @@ async def test_stale_epoch_is_refused(router: Router) -> None:
     ("change", "reason"),
     [
         ({"fingerprint": "other/1"}, "fingerprint"),
+        (
+            {"geometry": msgspec.structs.replace(DECODE.geometry, dtype="int8"), "fingerprint": "other/1"},
+            "keeps KV in int8, p0 in float32",
+        ),
         ({"kv_address": None}, "address"),
         ({"max_num_seqs": 0}, "room"),
     ],

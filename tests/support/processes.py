@@ -19,8 +19,9 @@ from pathlib import Path
 
 from cluster.cluster_token import write_private
 from cluster.config import ClusterConfig, RouterConfig, dump_config, num_available_cores
+from cluster.core_board import BoardFile
 from cluster.engine.prepared_index import find_prepared
-from cluster.launch_plan import RoleSpec, Site, plan_roles
+from cluster.launch_plan import RoleSpec, Site, kernel_environment, plan_roles
 from cluster.launch_prepare import Preparation, prepare_command
 from cluster.runtime_dir import RuntimeDir
 
@@ -122,6 +123,7 @@ class LocalCluster:
         self._python_path = ":".join(map(str, (ROOT, *python_path)))
         self._start_timeout_s = start_timeout_s
         self._runtime_dir: RuntimeDir | None = None
+        self._board = BoardFile()
         self._logs = tempfile.TemporaryDirectory(prefix="baton-logs-")
         self.roles: dict[str, RoleProcess] = {}
 
@@ -167,6 +169,7 @@ class LocalCluster:
         if self._runtime_dir is not None:
             self._runtime_dir.close()
             self._runtime_dir = None
+        self._board.close()
         self._logs.cleanup()
 
     def _start(self) -> None:
@@ -178,6 +181,7 @@ class LocalCluster:
             log_dir=self._logs.name,
             cluster_token=os.urandom(32).hex(),
             num_cores=num_available_cores(),
+            core_board=self._board.path if self._config.idle_cores == "lend" else None,
         )
         for spec in plan_roles(self._config, site):
             directory = Path(self._logs.name)
@@ -192,11 +196,15 @@ class LocalCluster:
 
     def _prepared(self) -> str:
         root = Path(self._config.cache_dir).expanduser() / "models"
-        found = find_prepared(self._config.model, self._config.dtype, self._config.backend, root)
+        found = find_prepared(
+            self._config.model, self._config.dtype, self._config.backend, root, self._config.quantization
+        )
         if found is not None:
             return str(found)
         command = prepare_command(self._config)
-        preparation = Preparation(command, self._config.cache_dir, lambda phase, done, total: None, print)
+        preparation = Preparation(
+            command, kernel_environment(self._config), lambda phase, done, total: None, print
+        )
         try:
             return preparation.directory.result(self._start_timeout_s)
         finally:

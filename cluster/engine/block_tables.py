@@ -1,0 +1,58 @@
+"""The block tables of a step, kept from the step before: a row that goes on brings at most a block.
+
+1. A row is known by the very list of its blocks, which its sequence owns and only ever appends to. The lists
+   of the last step are held here, so another list cannot be taken for one of them.
+2. The same lists in the same order: what was appended is copied. Otherwise known rows move to their new
+   places first, in one copy, and unknown ones are written whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.ids import BlockId
+
+
+class BlockTables:
+    def __init__(self) -> None:
+        self._table = np.zeros((8, 8), np.int32)
+        self._lists: list[Sequence[BlockId]] = []  # of the rows in the table
+        self._counts: list[int] = []  # blocks of each that are in the table
+
+    def update(self, lists: list[Sequence[BlockId]], counts: list[int]) -> NDArray[np.int32]:
+        """Row r holds the `counts[r]` blocks of `lists[r]`, then 0; there may be more rows than lists.
+
+        The array is contiguous and stays the same until it has to grow.
+        """
+        if len(lists) > self._table.shape[0] or max(counts) > self._table.shape[1]:
+            self._grow(len(lists), max(counts))
+        if len(lists) != len(self._lists) or not all(map(is_, lists, self._lists)):
+            self._rearrange(lists)
+        if counts != self._counts:
+            for row, (old, new) in enumerate(zip(self._counts, counts, strict=True)):
+                if old != new:
+                    self._table[row, old:new] = lists[row][old:new]
+                    self._table[row, new:old] = 0
+            self._counts = counts
+        return self._table
+
+    def _grow(self, num_rows: int, num_columns: int) -> None:
+        rows, columns = self._table.shape
+        rows = rows if num_rows <= rows else 2 * num_rows
+        columns = columns if num_columns <= columns else 2 * num_columns
+        table = np.zeros((rows, columns), np.int32)
+        table[: self._table.shape[0], : self._table.shape[1]] = self._table
+        self._table = table
+
+    def _rearrange(self, lists: list[Sequence[BlockId]]) -> None:
+        """Rows of known lists in their new places; the others empty."""
+        places = {id(blocks): row for row, blocks in enumerate(self._lists)}
+        sources = [places.get(id(blocks), -1) for blocks in lists]
+        self._table[: len(lists)] = self._table[sources]
+        self._counts = [self._counts[source] if source >= 0 else 0 for source in sources]
+        self._table[np.flatnonzero(np.array(sources) < 0)] = 0
+        self._lists = lists

@@ -1,0 +1,181 @@
+"""Choosing tokens by the compiled library: all rows of a step in one call, which drops the GIL.
+
+1. Each request's parameters are laid out once (`kernels.cpu.sampling_rules`). While the rows of a step are
+   those of the step before, nothing of them is touched again.
+2. Every step writes the positions, and what was generated since where a rule looks at the history.
+3. One call chooses the tokens; results are read from arrays that grow as needed and are used again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.cpu.checks import check_index
+from kernels.cpu.sampling_rules import History, Rule
+from kernels.ops import (
+    MAXIMA_BLOCK,
+    ChosenTokens,
+    SamplingParameters,
+    SamplingRequest,
+    StepResult,
+    TokenDetail,
+)
+
+_SPARE_ENTRIES = 64  # kept beyond twice the rows of a step
+
+
+class NativeSampler:
+    """`kernels.ops.FusedSampler`."""
+
+    def __init__(self, library: Any, num_threads: int) -> None:
+        """Raises:
+        RuntimeError: the threads cannot be started.
+        """
+        sampler = library.baton_sampler_create(num_threads)
+        if sampler is None:
+            raise RuntimeError(f"a team of {num_threads} sampling threads cannot be started")
+        self._library, self._sampler = library, sampler
+        weakref.finalize(self, library.baton_sampler_destroy, sampler)
+        self.largest_vocabulary: int = library.baton_sampler_largest_vocabulary()
+        self._rules: dict[int, Rule] = {}  # by the id of the parameters, which the entry keeps alive
+        self._histories: dict[int, History] = {}  # by the id of the request
+        self._params: list[SamplingParameters] = []  # of the rows the arrays below were written for
+        self._row_rules: list[Rule] = []
+        self._num_top = 0
+        self._detailed: list[tuple[int, int]] = []  # (row, num_logprobs)
+        self._following: list[int] = []  # rows whose rule looks at the history, or at its length
+        self._seen: StepResult | None = None  # what the arguments are for; its tensors are never others
+        self._arguments: tuple[Any, ...] = ()
+        self._top_ids = np.empty(0, np.int64)
+        self._top_logprobs = np.empty(0, np.float32)
+        self._grow(8)
+
+    def __call__(
+        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
+    ) -> ChosenTokens:
+        """Raises:
+        TypeError, ValueError: a tensor has another dtype or shape than it must.
+        IndexError: an id in `best` names no logit; nothing was chosen.
+        """
+        num_rows = len(requests)
+        if result is not self._seen:
+            self._look_over(result)
+        vocab_size = self._arguments[3]
+        if self._arguments[4] != num_rows or len(positions) != num_rows:
+            raise ValueError(
+                f"{len(positions)} positions, {num_rows} requests, {self._arguments[4]} rows of logits"
+            )
+        params = [request.params for request in requests]
+        if params != self._params:
+            self._lay_out(params)
+        self._progress[:num_rows, 0] = positions
+        if self._following:
+            self._follow(requests)
+        num_top = self._num_top
+        bad = self._library.baton_sample(*self._arguments, *self._pointers)
+        if bad < 0:
+            best = result.best[-1 - bad]
+            raise IndexError(f"`best` names no logit of row {-1 - bad}: {best} of {vocab_size}")
+        tokens = self._tokens[:num_rows].tolist()
+        details = []
+        for row, num_logprobs in self._detailed:
+            ids = self._top_ids[row * num_top : row * num_top + min(num_logprobs, vocab_size)].tolist()
+            values = self._top_logprobs[row * num_top : row * num_top + len(ids)].tolist()
+            details.append(TokenDetail(row, float(self._logprobs[row]), tuple(zip(ids, values, strict=True))))
+        return ChosenTokens(tokens, details, bad)
+
+    def _look_over(self, result: StepResult) -> None:
+        """Check the tensors and list the first arguments of `baton_sample`."""
+        logits, best, maxima = result.logits, result.best, result.maxima
+        if logits.dtype is not torch.float32 or logits.dim() != 2 or not logits.is_cpu:
+            raise TypeError(f"`logits` must be fp32 [rows, vocabulary] on the CPU: {logits.dtype}")
+        stride, last_stride = logits.stride()
+        num_rows, vocab_size = logits.shape
+        if last_stride != 1:
+            raise ValueError(f"`logits` must be rows of adjacent numbers: strides {stride}, {last_stride}")
+        if not 0 < vocab_size <= self.largest_vocabulary:
+            raise ValueError(f"a vocabulary of {vocab_size} is not between 1 and {self.largest_vocabulary}")
+        check_index(best, (num_rows,), torch.int64, "best")
+        if maxima is not None:
+            check_index(maxima, (num_rows, -(-vocab_size // MAXIMA_BLOCK)), torch.float32, "maxima")
+        if not best.is_contiguous() or not (maxima is None or maxima.is_contiguous()):
+            raise ValueError("`best` and `maxima` must be contiguous")
+        self._seen = result
+        self._arguments = (
+            self._sampler,
+            logits.data_ptr(),
+            stride,
+            vocab_size,
+            num_rows,
+            best.data_ptr(),
+            None if maxima is None else maxima.data_ptr(),
+        )
+
+    def _lay_out(self, params: list[SamplingParameters]) -> None:
+        """Prepare for rows of these parameters."""
+        self._params = []
+        rules = [self._rule(one) for one in params]
+        if len(rules) > len(self._tokens):
+            self._grow(2 * len(rules))
+        self._addresses[: len(rules)] = [rule.address for rule in rules]
+        self._progress.fill(0)
+        self._following = [i for i, rule in enumerate(rules) if rule.needs_history or rule.needs_count]
+        self._detailed = [
+            (i, rule.num_logprobs) for i, rule in enumerate(rules) if rule.num_logprobs is not None
+        ]
+        self._num_top = max((num for _, num in self._detailed), default=0)
+        needed = self._num_top * len(rules)
+        if needed > len(self._top_ids):
+            self._top_ids = np.empty(needed, np.int64)
+            self._top_logprobs = np.empty(needed, np.float32)
+        self._point()
+        if len(self._rules) > 2 * len(rules) + _SPARE_ENTRIES:
+            self._rules = {id(rule.params): rule for rule in rules}
+        self._row_rules, self._params = rules, params
+
+    def _rule(self, params: SamplingParameters) -> Rule:
+        rule = self._rules.get(id(params))
+        if rule is None:
+            rule = self._rules[id(params)] = Rule(params)
+        return rule
+
+    def _follow(self, requests: Sequence[SamplingRequest]) -> None:
+        """Say what the rows that ask for it have generated."""
+        if len(self._histories) > 2 * len(requests) + _SPARE_ENTRIES:
+            current = {id(request) for request in requests}
+            self._histories = {key: value for key, value in self._histories.items() if key in current}
+        for row in self._following:
+            request = requests[row]
+            self._progress[row, 1] = len(request.output_ids)
+            if not self._row_rules[row].needs_history:
+                continue
+            history = self._histories.get(id(request))
+            if history is None:
+                history = self._histories[id(request)] = History(request)
+            self._progress[row, 2:6] = history.follow()
+
+    def _grow(self, num_rows: int) -> None:
+        """Arrays for so many rows."""
+        self._addresses = np.zeros(num_rows, np.uintp)
+        # `Progress` in processors.h: position, number of generated ids; addresses, sizes of prompt and output
+        self._progress = np.zeros((num_rows, 6), np.int64)
+        self._tokens = np.empty(num_rows, np.int64)
+        self._logprobs = np.empty(num_rows, np.float32)
+        self._point()
+
+    def _point(self) -> None:
+        """The last arguments of `baton_sample`."""
+        self._pointers = (
+            self._addresses.ctypes.data,
+            self._progress.ctypes.data,
+            self._tokens.ctypes.data,
+            self._logprobs.ctypes.data,
+            self._num_top,
+            self._top_ids.ctypes.data,
+            self._top_logprobs.ctypes.data,
+        )

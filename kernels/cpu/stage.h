@@ -1,0 +1,112 @@
+// What one rank of a team has to do between two barriers, cut into pieces that others may take from it.
+//
+// 1. The rank offers its share and takes pieces from the front; whoever has nothing to do takes them from the back.
+//    So each streams the same memory in every step, but for where they meet, and nobody waits for who is late with
+//    pieces that it has not begun.
+// 2. The state is one word: which offer, first and end of the pieces that are left. A compare-and-swap takes a piece.
+//    No two offers have the same word, so a piece that was taken belongs to the offer that was read before.
+// 3. The rank's `settle` returns when the pieces that others took are done too.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "threads.h"
+
+namespace baton {
+
+constexpr int64_t kSpins = 4000;  // about a tenth of a millisecond
+
+inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+class alignas(64) Stage {
+public:
+    // body(begin, end) for all pieces of [begin, end), each a multiple of `unit` long but the last. The body must live
+    // until `settle` returns.
+    template <typename Body>
+    void offer(int64_t begin, int64_t end, int64_t unit, int64_t num_pieces, const Body& body) {
+        const int64_t num_units = ceil_div(end - begin, unit);
+        const int64_t piece = ceil_div(num_units, std::min(num_pieces, kMostPieces)) * unit;
+        begin_.store(begin, std::memory_order_relaxed);
+        end_.store(end, std::memory_order_relaxed);
+        piece_.store(piece, std::memory_order_relaxed);
+        body_.store(&body, std::memory_order_relaxed);
+        call_.store([](const void* called, int64_t from, int64_t to) { (*static_cast<const Body*>(called))(from, to); },
+                    std::memory_order_relaxed);
+        num_returned_.store(0, std::memory_order_relaxed);
+        num_lent_ = num_pieces_ = ceil_div(end - begin, piece);
+        ++offer_;
+        word_.store(pack(offer_, 0, uint64_t(num_pieces_)), std::memory_order_release);
+    }
+
+    // The rank itself: the pieces that nobody else takes.
+    void work() {
+        while (take(true)) --num_lent_;
+    }
+
+    // The rank itself, after `work`: until the pieces that others took are done.
+    void settle() {
+        const uint32_t all = uint32_t(num_lent_);
+        uint32_t done = num_returned_.load(std::memory_order_acquire);
+        for (int64_t spins = 0; done != all; done = num_returned_.load(std::memory_order_acquire)) {
+            if (++spins < kSpins)
+                relax();
+            else
+                num_returned_.wait(done, std::memory_order_acquire);
+        }
+    }
+
+    // Anybody else: one piece, if one is left.
+    bool help() {
+        if (!take(false)) return false;
+        num_returned_.fetch_add(1, std::memory_order_release);
+        num_returned_.notify_one();
+        return true;
+    }
+
+private:
+    static constexpr int64_t kMostPieces = 0xffff;
+
+    static uint64_t pack(uint32_t offer, uint64_t first, uint64_t end) {
+        return uint64_t(offer) << 32 | first << 16 | end;
+    }
+
+    bool take(bool from_front) {
+        uint64_t word = word_.load(std::memory_order_acquire);
+        for (;;) {
+            const int64_t first = int64_t(word >> 16 & 0xffff), end = int64_t(word & 0xffff);
+            if (first >= end) return false;
+            // If the word is still the same below, these were its offer's.
+            const int64_t begin = begin_.load(std::memory_order_relaxed), piece = piece_.load(std::memory_order_relaxed);
+            const int64_t last = end_.load(std::memory_order_relaxed);
+            const void* body = body_.load(std::memory_order_relaxed);
+            const Call call = call_.load(std::memory_order_relaxed);
+            const uint64_t rest = pack(uint32_t(word >> 32), uint64_t(first + from_front), uint64_t(end - !from_front));
+            if (!word_.compare_exchange_weak(word, rest, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+            const int64_t from = begin + (from_front ? first : end - 1) * piece;
+            call(body, from, std::min(from + piece, last));
+            return true;
+        }
+    }
+
+    using Call = void (*)(const void*, int64_t, int64_t);
+
+    std::atomic<uint64_t> word_{0};
+    std::atomic<int64_t> begin_{0}, end_{0}, piece_{0};
+    std::atomic<const void*> body_{nullptr};
+    std::atomic<Call> call_{nullptr};
+    uint32_t offer_ = 0;
+    int64_t num_pieces_ = 0, num_lent_ = 0;
+    alignas(64) std::atomic<uint32_t> num_returned_{0};
+};
+
+}  // namespace baton

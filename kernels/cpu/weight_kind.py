@@ -1,0 +1,13 @@
+"""How a packed weight is multiplied, as its header says it to the library."""
+
+from enum import IntEnum
+
+
+class WeightKind(IntEnum):
+    """`WeightKind` in gemm.h."""
+
+    FLOAT = 0
+    INT8 = 1
+    INT8_WEIGHTS = 2
+    AMX_BF16 = 3
+    AMX_INT8 = 4

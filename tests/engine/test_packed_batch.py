@@ -1,0 +1,129 @@
+"""A packer that lives on gives the batches that a new one gives, whatever came before."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.engine.batch import Row, SampleSpec
+from cluster.engine.packed_batch import PackedBatch, Packer, pack
+from cluster.ids import Attempt, BlockId, RequestId
+from cluster.sampling import SamplingParams
+
+BLOCK, MAX_LEN = 4, 4000
+CPU = torch.device("cpu")
+SAMPLE = SampleSpec(SamplingParams(max_tokens=1), (), ())
+
+
+def row(tokens, start, blocks, samples=True):
+    return Row(RequestId("r"), Attempt(1), tokens, start, blocks, SAMPLE if samples else None)
+
+
+def plain(batch: PackedBatch, rows) -> dict[str, list]:
+    """Every tensor's values; of the block tables what a row has, and that nothing else is there."""
+    result = {field.name: getattr(batch, field.name).tolist() for field in fields(batch)}
+    tables = batch.block_tables
+    assert tables.is_contiguous()
+    result["block_tables"] = [tables[i, : len(one.block_ids)].tolist() for i, one in enumerate(rows)]
+    assert sum(map(sum, result["block_tables"])) == int(tables.sum())
+    return result
+
+
+def expected(rows) -> dict[str, list]:
+    """The definition, token by token."""
+    tokens = [(one, i) for one in rows for i in range(len(one.token_ids))]
+    ends = np.cumsum([len(one.token_ids) for one in rows]).tolist()
+    positions = [one.start + i for one, i in tokens]
+    return {
+        "tokens": [one.token_ids[i] for one, i in tokens],
+        "positions": positions,
+        "query_starts": [0, *ends],
+        "context_lens": [one.start + len(one.token_ids) for one in rows],
+        "block_tables": [list(one.block_ids) for one in rows],
+        "slot_mapping": [
+            one.block_ids[p // BLOCK] * BLOCK + p % BLOCK
+            for (one, _), p in zip(tokens, positions, strict=True)
+        ],
+        "logit_rows": [end - 1 for one, end in zip(rows, ends, strict=True) if one.sample is not None],
+    }
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6))
+def test_any_run_of_steps(seed):
+    """Sequences come, grow, leave, swap places and get new lists; batches grow and shrink."""
+    rng = random.Random(seed)
+    packer = Packer(BLOCK, MAX_LEN, CPU)
+    sequences: list[tuple[list[BlockId], int]] = []
+    for _ in range(25):
+        if rng.random() < 0.2:
+            rng.shuffle(sequences)
+        sequences = [one for one in sequences if rng.random() < 0.93]
+        sequences += [([], 0) for _ in range(rng.choice([0, 0, 1, 1, 25]))] or (
+            [] if sequences else [([], 0)]
+        )
+        rows, after = [], []
+        for blocks, start in sequences:
+            if rng.random() < 0.05:  # preempted and back with other blocks
+                blocks = [BlockId(rng.randrange(1, 999)) for _ in blocks]
+            length = 1 if start and rng.random() < 0.8 else rng.randrange(1, 30)
+            while len(blocks) * BLOCK < start + length + rng.choice([0, 0, 9]):
+                blocks.append(BlockId(rng.randrange(1, 999)))
+            tokens = [rng.randrange(2**32) for _ in range(length)]
+            rows.append(row(tokens, start, blocks, samples=rng.random() < 0.9))
+            after.append((blocks, start + length))
+        sequences = after
+        assert plain(packer.pack(rows), rows) == expected(rows)
+        assert plain(pack(rows, BLOCK, MAX_LEN, CPU), rows) == expected(rows)
+
+
+def test_a_smaller_batch_after_a_bigger_one_and_back():
+    packer = Packer(BLOCK, MAX_LEN, CPU)
+    big = [
+        row(list(range(100, 100 + i)), 0, [BlockId(7 * i + j + 1) for j in range(20)]) for i in range(1, 41)
+    ]
+    small = [row([5], 3, [BlockId(3)])]
+    for rows in (big, small, big, small, big[::-1], big[3:9]):
+        assert plain(packer.pack(rows), rows) == expected(rows)
+
+
+def test_tensors_are_the_same_while_sizes_are():
+    packer = Packer(BLOCK, MAX_LEN, CPU)
+    blocks = [BlockId(4)]
+    first = packer.pack([row([5], 0, blocks)])
+    assert packer.pack([row([6], 1, blocks)]) is first
+    assert (first.tokens.tolist(), first.positions.tolist(), first.slot_mapping.tolist()) == ([6], [1], [17])
+    assert packer.pack([row([6, 7], 1, blocks)]) is not first
+
+
+def test_tuples_of_blocks_and_one_list_in_two_rows():
+    packer = Packer(BLOCK, MAX_LEN, CPU)
+    shared = [BlockId(1), BlockId(2)]
+    for rows in (
+        [row([1], 4, shared), row([2], 4, (BlockId(3), BlockId(4))), row([1], 0, shared)],
+        [row([1], 4, shared), row([1], 1, shared)],
+    ):
+        assert plain(packer.pack(rows), rows) == expected(rows)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (row([], 0, [BlockId(1)]), "request r brings no tokens"),
+        (row([4] * 5, 0, [BlockId(1)]), "request r has 1 blocks for 5 tokens, needs 2"),
+        (row([4], MAX_LEN, [BlockId(1)] * 2000), "request r reaches 4001 tokens of 4000"),
+    ],
+)
+def test_an_impossible_row_is_refused_and_the_next_batch_is_right(bad, message):
+    packer = Packer(BLOCK, MAX_LEN, CPU)
+    good = [row([1], 5, [BlockId(1), BlockId(2)]), row([1, 2, 3], 0, [BlockId(9)])]
+    packer.pack(good)
+    with pytest.raises(ValueError, match=message):
+        packer.pack([good[1], bad])
+    assert plain(packer.pack(good), good) == expected(good)

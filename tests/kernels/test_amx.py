@@ -1,0 +1,264 @@
+"""The matrix unit's products, on tiles emulated in C++: equal to a plain model of the unit bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.cpu.build import load_library
+from kernels.cpu.isa import cpu_has_amx
+from kernels.cpu.native import SIGNATURES, NativeKernels
+from kernels.cpu.weight_kind import WeightKind
+from kernels.quantization import Quantization
+from kernels.reference import ReferenceBackend
+from tests.support.amx_emulation import emulated_library
+
+ROWS = (1, 2, 7, 16, 17, 31, 32, 33, 48, 65, 70)
+SHAPES = ((576, 130), (100, 7), (33, 48), (31, 33), (1, 1), (64, 32), (200, 96))  # in features, out features
+SMALLEST_NORMAL = 2.0**-126
+
+Kernels = Callable[..., NativeKernels]
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return emulated_library()
+
+
+@pytest.fixture
+def kernels(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    def make(
+        isa: str = "amx", quantization: Quantization = Quantization.NONE, num_threads: int = 1
+    ) -> NativeKernels:
+        monkeypatch.setenv("BATON_CPU_ISA", isa)
+        return NativeKernels(library, num_threads, quantization)
+
+    return make
+
+
+def kernels_of_this_machine() -> NativeKernels:
+    return NativeKernels(load_library(), 1, Quantization.NONE)
+
+
+def make_case(num_rows: int, in_features: int, out_features: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_rows * 7919 + in_features * 31 + out_features)
+    x = torch.randn(num_rows, in_features, generator=generator)
+    weight = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
+    bias = torch.randn(out_features, generator=generator)
+    return x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+
+
+def flushed(values: Tensor) -> Tensor:
+    return torch.where(values.abs() < SMALLEST_NORMAL, torch.copysign(torch.zeros(()), values), values)
+
+
+def unit_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, in]·weight [out, in]ᵀ as tiles of 32 values of k give it, fp32.
+
+    Products of bf16 are exact in fp32, so a fused multiply-add is a product and a rounded addition.
+    """
+    padding = -x.shape[1] % 32
+    rows, columns = (flushed(functional.pad(t.float(), (0, padding))) for t in (x, weight))
+    sums = torch.zeros(x.shape[0], weight.shape[0])
+    for first in range(0, rows.shape[1], 32):
+        even, odd = torch.zeros_like(sums), torch.zeros_like(sums)
+        for k in range(first, first + 32, 2):
+            even = flushed(even + rows[:, k, None] * columns[None, :, k])
+            odd = flushed(odd + rows[:, k + 1, None] * columns[None, :, k + 1])
+        sums = flushed(sums + flushed(even + odd))
+    return sums
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[expected.dtype]
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.contiguous().view(integers), expected.contiguous().view(integers))
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_bf16_equals_the_model_of_the_unit(kernels, in_features, out_features):
+    x, weight, bias = make_case(70, in_features, out_features)
+    expected = unit_product(x, weight)
+    unit = kernels()
+    packed = unit.pack_linear(weight)
+    for num_rows in ROWS:
+        rows = x[-num_rows:]
+        assert_same_bits(unit.linear_fp32(rows, packed), expected[-num_rows:])
+        assert_same_bits(unit.linear(rows, packed), expected[-num_rows:].bfloat16())
+        with_bias = expected[-num_rows:] + bias.float()
+        assert_same_bits(unit.linear(rows, packed, bias), with_bias.bfloat16())
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_bf16_is_close_to_fp64_and_to_the_reference(kernels, in_features, out_features):
+    x, weight, bias = make_case(33, in_features, out_features)
+    unit, reference = kernels(), ReferenceBackend()
+    packed = unit.pack_linear(weight)
+    exact = x.double() @ weight.double().t()
+    torch.testing.assert_close(unit.linear_fp32(x, packed).double(), exact, rtol=1e-5, atol=1e-5)
+    expected = reference.linear(x, reference.pack_linear(weight), bias)
+    torch.testing.assert_close(unit.linear(x, packed, bias), expected, rtol=2**-7, atol=1e-5)
+
+
+def test_subnormal_values_count_as_zero(kernels):
+    x, weight, _ = make_case(3, 64, 32)
+    x[:, 5], weight[:, 5] = 2.0**-127, 2.0**100  # not 2^-27
+    x[1], weight[7] = 2.0**-70, 2.0**-70  # every product is far below the smallest number
+    unit = kernels()
+    result = unit.linear_fp32(x, unit.pack_linear(weight))
+    assert_same_bits(result, unit_product(x, weight))
+    assert result[1, 7] == 0
+
+
+@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_a_rows_bits_do_not_depend_on_the_batch(kernels, quantization, in_features, out_features):
+    x, weight, bias = make_case(70, in_features, out_features)
+    unit = kernels(quantization=quantization)
+    packed = unit.pack_linear(weight)
+    alone = torch.cat([unit.linear(x[row : row + 1], packed, bias) for row in range(70)])
+    for num_rows in ROWS:
+        for start in {0, 1, 70 - num_rows}:
+            rows = slice(start, min(start + num_rows, 70))
+            assert_same_bits(unit.linear(x[rows], packed, bias), alone[rows])
+
+
+@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
+def test_bits_do_not_depend_on_threads(kernels, quantization):
+    x, weight, bias = make_case(70, 200, 300)
+    results = []
+    for num_threads in (1, 2, 3):
+        unit = kernels(quantization=quantization, num_threads=num_threads)
+        packed = unit.pack_linear(weight)
+        results.append(torch.cat([unit.linear(x[:rows], packed, bias) for rows in (1, 16, 70)]))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+def test_rows_too_many_for_the_cache_are_taken_in_blocks(kernels):
+    x, weight, _ = make_case(300, 4096, 33)
+    unit = kernels()
+    packed = unit.pack_linear(weight)
+    some = [0, 127, 128, 150, 299]
+    assert_same_bits(unit.linear_fp32(x, packed)[some], unit.linear_fp32(x[some], packed))
+
+
+@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
+def test_neighbouring_rows_do_not_leak(kernels, quantization):
+    x, weight, _ = make_case(40, 100, 48)
+    unit = kernels(quantization=quantization)
+    packed = unit.pack_linear(weight)
+    clean = unit.linear(x[5:6], packed)
+    x[:5] = torch.nan
+    x[6:] = torch.inf
+    assert_same_bits(unit.linear(x, packed)[5:6], clean)
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 33, 70])
+def test_int8_equals_the_other_instructions_and_the_reference(kernels, num_rows, in_features, out_features):
+    x, weight, bias = make_case(num_rows, in_features, out_features)
+    results = []
+    for isa in ("amx", "simd"):
+        instructions = kernels(isa, Quantization.INT8)
+        packed = instructions.pack_linear(weight)
+        results.append((instructions.linear_fp32(x, packed), instructions.linear(x, packed, bias)))
+    reference = ReferenceBackend(quantization=Quantization.INT8)
+    packed = reference.pack_linear(weight)
+    results.append((reference.linear_fp32(x, packed), reference.linear(x, packed, bias)))
+    for other in results[1:]:
+        assert_same_bits(other[0], results[0][0])
+        assert_same_bits(other[1], results[0][1])
+
+
+def test_no_rows(kernels):
+    for quantization in (Quantization.NONE, Quantization.INT8):
+        unit = kernels(quantization=quantization)
+        x, weight, bias = make_case(1, 100, 48)
+        assert unit.linear(x[:0], unit.pack_linear(weight), bias).shape == (0, 48)
+
+
+class TestKinds:
+    def test_each_instruction_set_has_its_own_layout(self, kernels):
+        names = {
+            kernels(isa, quantization).packed_layout
+            for isa in ("amx", "simd")
+            for quantization in (Quantization.NONE, Quantization.INT8)
+        }
+        assert len(names) == 4
+
+    @pytest.mark.parametrize(
+        ("isa", "dtype", "quantization", "kind"),
+        [
+            ("amx", torch.bfloat16, Quantization.NONE, WeightKind.AMX_BF16),
+            ("auto", torch.bfloat16, Quantization.NONE, WeightKind.AMX_BF16),
+            ("simd", torch.bfloat16, Quantization.NONE, WeightKind.FLOAT),
+            ("amx", torch.float32, Quantization.NONE, WeightKind.FLOAT),
+            ("amx", torch.bfloat16, Quantization.INT8, WeightKind.AMX_INT8),
+            ("simd", torch.bfloat16, Quantization.INT8, WeightKind.INT8),
+            ("amx", torch.bfloat16, Quantization.INT8_WEIGHTS, WeightKind.INT8_WEIGHTS),
+        ],
+    )
+    def test_who_multiplies_what(self, kernels, library, isa, dtype, quantization, kind):
+        packed = kernels(isa, quantization).pack_linear(torch.ones(40, 40, dtype=dtype))
+        assert library.baton_weight_kind(packed.data_ptr()) == kind
+
+    def test_fp32_rows_are_not_rounded_in_silence(self, kernels):
+        unit = kernels()
+        packed = unit.pack_linear(torch.ones(8, 64).bfloat16())
+        with pytest.raises(TypeError, match="`x` must be bf16 for a bf16 weight"):
+            unit.linear(torch.ones(2, 64), packed)
+
+    @pytest.mark.skipif(cpu_has_amx(), reason="the machine's own library has asked for the unit")
+    def test_a_process_without_the_unit_refuses_its_weights(self, kernels):
+        x, weight, _ = make_case(2, 64, 40)
+        packed = kernels("auto").pack_linear(weight)
+        with pytest.raises(ValueError, match="not a weight packed as panels"):
+            kernels_of_this_machine().linear(x, packed)
+
+    def test_damaged_weights_are_refused(self, kernels):
+        unit = kernels()
+        x, weight, _ = make_case(2, 64, 40)
+        packed = unit.pack_linear(weight)
+        for damaged in (packed[:-1], torch.cat([packed, packed[:1]])):
+            with pytest.raises(ValueError, match="not a weight packed as panels"):
+                unit.linear(x, damaged)
+
+
+def test_the_emulation_faults_where_the_unit_would(library):
+    """Tiles used by a process that has not asked for them: unnoticed, the emulation would prove nothing."""
+    code = f"""
+import ctypes
+library = ctypes.CDLL({library._name!r})
+packed = (ctypes.c_char * 4096)()
+library.baton_amx_pack(bytes(64), 1, 32, packed)
+library.baton_linear(bytes(64), 1, 1, packed, None, 0, (ctypes.c_char * 64)(), 0, 1)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode < 0
+    assert "AMX emulation: no permission was requested" in result.stderr
+
+
+def test_refused_the_unit_it_runs_simd_and_says_so_in_one_line(library, caplog, monkeypatch):
+    monkeypatch.setenv("BATON_CPU_ISA", "auto")
+    refusing = SimpleNamespace(**{name: getattr(library, name) for name in SIGNATURES})
+    refusing.baton_amx_acquire = lambda: 1
+    kernels = NativeKernels(refusing, 1, Quantization.NONE)
+    x, weight, _ = make_case(2, 64, 40)
+    packed = kernels.pack_linear(weight)
+    assert library.baton_weight_kind(packed.data_ptr()) == WeightKind.FLOAT
+    assert kernels.linear(x, packed).shape == (2, 40)
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "products use SIMD, several times slower: the kernel does not lend AMX: Operation not permitted"
+    )
