@@ -22,21 +22,34 @@ int64_t sum_tile(const float* x, int64_t in_features, const W* panel, Ahead ahea
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
         for (int v = 0; v < 2 * Panels; ++v) sums[r][v] = Vec{};
-    const char* next = reinterpret_cast<const char*>(panel) + ahead.offset;
-    for (int64_t k = 0; k < in_features; ++k, next += ahead.step) {
+    const auto add = [&](int64_t k) {
 #pragma GCC unroll 4
         for (int p = 0; p < Panels; ++p) {
-            prefetch(next + p * in_features * kPanel * int64_t(sizeof(W)));
             Vec low, high;
             load_pair(panel + (p * in_features + k) * kPanel, low, high);
 #pragma GCC unroll 16
             for (int r = 0; r < Rows; ++r) {
-                Vec value = splat(x[r * in_features + k]);
-                sums[r][2 * p] = fma(value, low, sums[r][2 * p]);
-                sums[r][2 * p + 1] = fma(value, high, sums[r][2 * p + 1]);
+                const Vec value = splat(x[r * in_features + k]);
+                sums[r][2 * p] = accumulate(sums[r][2 * p], value, low);
+                sums[r][2 * p + 1] = accumulate(sums[r][2 * p + 1], value, high);
             }
         }
+    };
+    constexpr int unroll = Panels == 1 ? 4 : 2;
+    constexpr int64_t line_bytes = kPanel * int64_t(sizeof(W));
+    constexpr int64_t num_lines = std::max<int64_t>(1, unroll * line_bytes / 64);
+    const char* next = reinterpret_cast<const char*>(panel) + ahead.offset;
+    int64_t k = 0;
+    for (; k + unroll <= in_features; k += unroll, next += unroll * ahead.step) {
+#pragma GCC unroll 4
+        for (int p = 0; p < Panels; ++p)
+#pragma GCC unroll 8
+            for (int i = 0; i < num_lines; ++i)
+                prefetch(next + p * in_features * line_bytes + i * (unroll * ahead.step / num_lines));
+#pragma GCC unroll 4
+        for (int u = 0; u < unroll; ++u) add(k + u);
     }
+    for (; k < in_features; ++k) add(k);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
@@ -46,9 +59,9 @@ int64_t sum_tile(const float* x, int64_t in_features, const W* panel, Ahead ahea
 
 template <int Rows, typename W>
 int64_t tile_panels(int64_t panels_left, const float* x, int64_t in_features, const W* panel, Ahead ahead, float* sums) {
-    constexpr int most = Rows == 1 ? 4 : Rows == 2 || (kWidth == 16 && Rows <= 4) ? 2 : 1;
+    constexpr int most = Rows == 1 ? 4 : Rows <= 3 || (kWidth == 16 && Rows <= 6) ? 2 : 1;
     if (panels_left >= most) return sum_tile<Rows, most>(x, in_features, panel, ahead, sums);
-    if constexpr (most == 4)
+    if constexpr (most > 2)
         if (panels_left >= 2) return sum_tile<Rows, 2>(x, in_features, panel, ahead, sums);
     return sum_tile<Rows, 1>(x, in_features, panel, ahead, sums);
 }

@@ -55,6 +55,20 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// As fma, for loops that hold a tile of sums: the sum stays in its register. Left to itself, the compiler moves and
+// spills registers between unrolled steps.
+inline Vec accumulate(Vec sum, Vec a, Vec b) {
+#if defined(BATON_AVX512)
+    asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+#elif defined(BATON_AVX2)
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+#else
+    return fma(a, b, sum);
+#endif
+}
+
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // Asked for by an instruction: a function that only calls `__builtin_prefetch` is dropped as having no effect.

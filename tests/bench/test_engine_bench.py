@@ -1,13 +1,22 @@
-"""The limits that the engine benchmark states its results against."""
+"""The limits that the engine benchmark states its results against, its cases and its profile."""
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from pathlib import Path
 
-from bench.engine import Case, Rates, against_limit, make_plan, roofline, work
+import pytest
+import torch
+
+from bench.engine import Engine, against_limit, measure, table
+from bench.engine_cases import Case, Formats, Rates, decode, grid, make_plan, roofline, work
+from bench.engine_profile import matrix_elements, profile_case, profile_table
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.sampling import SamplingParams
+from kernels.cpu.native_forward import STAGES
 from kernels.cpu.probe import MachineProbe
+from kernels.quantization import Quantization
+from tests.support.tiny_model import write_tiny_model
 
 SPEC = ModelSpec.from_hf_config(
     {
@@ -29,7 +38,8 @@ SPEC = ModelSpec.from_hf_config(
 )
 MATRICES = 106_168_320  # of the layers, without norms
 VOCABULARY = 49152 * 576
-LINE = roofline(SPEC, Dtype.BF16, Rates(1e9, 1e9))
+BF16 = Formats(Dtype.BF16)
+LINE = roofline(SPEC, BF16, Rates(1e9, 1e9))
 
 
 def test_keys_seen_are_causal() -> None:
@@ -39,9 +49,17 @@ def test_keys_seen_are_causal() -> None:
 
 
 def test_a_decode_step_reads_weights_once_and_every_key_and_value() -> None:
-    needed = work(Case("", 8, 1, 1000), LINE)
+    needed = work(decode(8, 1000), LINE)
     assert needed.read_bytes == 2 * (MATRICES + VOCABULARY) + 8 * 1000 * 23_040
     assert needed.flops / 2 == 8 * (MATRICES + VOCABULARY + 34_560 * 1000)
+
+
+def test_formats_decide_bytes_not_operations() -> None:
+    int8 = Formats(Dtype.BF16, Quantization.INT8, kv_int8=True)
+    needed = work(decode(8, 1000), roofline(SPEC, int8, Rates(1e9, 1e9)))
+    rows = 8 * 1000 * 2 * 30 * 3  # of keys and values: 64 elements and a scale each
+    assert needed.read_bytes == MATRICES + VOCABULARY + rows * (64 + 4)
+    assert needed.flops == work(decode(8, 1000), LINE).flops
 
 
 def test_a_chunk_pays_the_vocabulary_once() -> None:
@@ -50,16 +68,28 @@ def test_a_chunk_pays_the_vocabulary_once() -> None:
 
 
 def test_the_longer_of_the_two_limits_counts() -> None:
-    case, slow_memory, slow_cores = Case("", 1, 1, 256), Rates(1e9, 1e15), Rates(1e15, 1e9)
-    memory = against_limit(case, 1.0, 1.0, SPEC, Dtype.BF16, slow_memory)
+    case, slow_memory, slow_cores = decode(1, 256), Rates(1e9, 1e15), Rates(1e15, 1e9)
+    memory = against_limit(case, 1.0, 1.0, SPEC, BF16, slow_memory)
     assert (memory.bound, memory.share_of_limit) == ("memory", pytest.approx(0.275, abs=0.001))
-    compute = against_limit(case, 1.0, 1.0, SPEC, Dtype.BF16, slow_cores)
+    compute = against_limit(case, 1.0, 1.0, SPEC, BF16, slow_cores)
     assert (compute.bound, compute.share_of_limit) == ("compute", pytest.approx(0.143, abs=0.001))
 
 
+def test_the_grid_covers_batches_and_contexts() -> None:
+    cases = grid(8192, quick=False)
+    decodes = {(case.num_seqs, case.context) for case in cases if case.num_queries == 1}
+    assert decodes >= set(itertools.product((1, 64), (128, 4096)))
+    chunks = {case.context: case.num_queries for case in cases if case.num_queries > 1}
+    assert chunks == {128: 128, 256: 256, 512: 512, 1024: 512, 2048: 512, 4096: 512, 8192: 512}
+    assert len(grid(8192, quick=True)) < len(cases) / 4
+    assert all(case.context <= 300 for case in grid(300, quick=False))
+    assert len({case.name for case in cases}) == len(cases)
+
+
 def test_a_plan_covers_its_context_and_stays_in_the_pool() -> None:
-    plan = make_plan(Case("", 3, 5, 130), 7, SamplingParams(max_tokens=1))
+    plan = make_plan(Case("", 3, 5, 130), 7, 100, SamplingParams(max_tokens=1))
     assert [row.start + len(row.token_ids) for row in plan.rows] == [130] * 3
+    assert all(0 <= token < 100 for row in plan.rows for token in row.token_ids)
     assert all(len(row.block_ids) == 3 and max(row.block_ids) < 7 for row in plan.rows)
 
 
@@ -67,3 +97,35 @@ def test_the_probe_measures_something() -> None:
     bytes_per_s, multiply_adds_per_s = MachineProbe(1).measure()
     assert bytes_per_s > 1e7
     assert multiply_adds_per_s > 1e7
+
+
+def test_matrices_of_all_stages_are_the_models() -> None:
+    elements = matrix_elements(SPEC)
+    assert elements.keys() <= set(STAGES)
+    assert sum(elements.values()) == MATRICES + VOCABULARY
+
+
+def test_a_profile_says_work_waits_and_rates() -> None:
+    seconds = torch.zeros(2, len(STAGES), 2, dtype=torch.float64)
+    seconds[0, STAGES.index("qkv")] = torch.tensor([0.002, 0.0])
+    seconds[1, STAGES.index("qkv")] = torch.tensor([0.001, 0.001])
+    seconds[:, STAGES.index("attention"), 0] = 0.004
+    text = profile_table(decode(4, 8), 0.010, seconds, {"qkv": 3_000_000}, 2)
+    rows = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
+    assert rows["qkv"] == ["1.50", "0.50", "20.0%", "4.0", "8.0"]
+    assert rows["attention"] == ["4.00", "0.00", "40.0%"]
+    assert rows["all stages"] == ["5.50", "0.50"]
+    assert rows["packing, sampling, rest"] == ["4.00", "40.0%"]
+
+
+@pytest.mark.parametrize("formats", [BF16, Formats(Dtype.BF16, Quantization.INT8, kv_int8=True)])
+def test_a_small_model_is_measured_and_profiled(formats: Formats, tmp_path: Path) -> None:
+    model = str(write_tiny_model(tmp_path / "model"))
+    engine = Engine.load(model, formats, 2, pool_bytes=0, cache_dir=tmp_path / "cache")
+    cases = [decode(3, 64), Case("prefill", 1, 16, 16)]
+    result = measure(engine, cases, budget_s=0.0)
+    assert [step["name"] for step in result["steps"]] == ["decode 3 x 64", "prefill"]
+    assert all(step["step_ms"] > 0 for step in result["steps"])
+    assert len(table(result).splitlines()) == 5
+    text = profile_case(engine.runner, engine.spec, formats, cases[0], engine.step(cases[0]), 0.0)
+    assert {line[:24].strip() for line in text.splitlines()} >= set(STAGES)

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-ROWS = (1, 2, 3, 5, 6, 7, 8, 12, 13, 16, 17, 24, 25, 33, 64, 70)
+ROWS = (*range(1, 20), 24, 25, 33, 36, 37, 64, 70)  # around every border of a tile
 SHAPES = ((576, 48), (576, 1000), (100, 7), (33, 48), (33, 7), (100, 1000), (1536, 576), (1, 1), (2050, 130))
+NARROW = [
+    (k, n) for k in (1, 2, 3, 4, 5, 7) for n in (15, 16, 17, 31, 33, 49, 65, 97)
+]  # ends of unrolled steps
 
 
 def make_case(
@@ -63,6 +66,17 @@ def test_a_rows_bits_do_not_depend_on_the_batch(backend, dtype, in_features, out
         for start in {0, 1, (70 - num_rows) // 2, 70 - num_rows}:
             rows = slice(start, min(start + num_rows, 70))
             assert_same_bits(backend.linear(x[rows], packed, bias), alone[rows])
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), NARROW)
+def test_few_features_of_any_count(make_backend, dtype, in_features, out_features):
+    backend = make_backend(1)
+    x, weight, _ = make_case(14, in_features, out_features, dtype)
+    packed = backend.pack_linear(weight)
+    alone = torch.cat([backend.linear_fp32(x[row : row + 1], packed) for row in range(14)])
+    torch.testing.assert_close(alone.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-5)
+    for num_rows in range(2, 15):
+        assert_same_bits(backend.linear_fp32(x[:num_rows], packed), alone[:num_rows])
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(576, 1000), (100, 7), (2050, 130)])
