@@ -56,7 +56,7 @@ def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
     second = [engine.row(i, [i % vocab_size], len(prompt)) for i, prompt in enumerate(texts)]
     third = [engine.row(9, texts[4][:31], 0), *(engine.row(i, [3], len(texts[i]) + 1) for i in (4, 0, 2))]
     fourth = [engine.row(9, texts[4][31:90], 31)]
-    last = [engine.row(9, [4], 90), engine.row(1, [5], len(texts[1]) + 1)]
+    last = [engine.row(9, [4], 90), engine.row(1, [2], len(texts[1]) + 1)]
     return [first, second, third, fourth, last]
 
 
