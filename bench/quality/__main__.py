@@ -32,6 +32,7 @@ from cluster.engine.load import load_decoder
 from cluster.engine.model_spec import Dtype
 from cluster.engine.packed_batch import pack
 from cluster.engine.prepare import prepare_model
+from cluster.engine.rotation import turned_tensors
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.engine.weights_file import map_weights
 from cluster.engine.weights_pack import assemble
@@ -39,6 +40,7 @@ from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams
 from cluster.tokenizer import Tokenizer
 from kernels.ops import Backend
+from kernels.reference import ReferenceBackend
 
 BLOCK_SIZE = 64
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -92,17 +94,16 @@ class Subject:
     def _with_plain_head(
         variant: Variant, model: str, backend_name: str, threads: int, backend: Backend
     ) -> tuple[Decoder, int]:
-        """Layers of this variant and the output matrix of the one without quantization, and its bytes."""
-        plain_backend = make_backend(backend_name, threads)
+        """Layers of this variant, the output matrix of the one without quantization, turned as the layers
+        are, and its bytes."""
         quantized = prepare_model(model, variant.dtype, backend)
-        plain = prepare_model(model, variant.dtype, plain_backend)
-
-        def weights(prepared: Any, packer: Backend) -> Any:
-            mapped = map_weights(prepared.directory)
-            return assemble(prepared.spec, mapped.tensors, mapped.unpacked, packer)
-
-        head = weights(plain, plain_backend).lm_head
-        mixed = dataclasses.replace(weights(quantized, backend), lm_head=head)
+        mapped = map_weights(quantized.directory)
+        weights = assemble(quantized.spec, mapped.tensors, mapped.unpacked, backend)
+        plain = map_weights(prepare_model(model, variant.dtype, ReferenceBackend()).directory).tensors
+        rows, norm = plain.get("lm_head", plain["embedding"]), plain["final_norm"]
+        turned = dict(turned_tensors([("final_norm", norm), ("lm_head", rows)], quantized.spec))["lm_head"]
+        head = make_backend(backend_name, threads).pack_linear(turned.to(rows.dtype))
+        mixed = dataclasses.replace(weights, lm_head=head)
         return Decoder(quantized.spec, mixed, backend, quantized.spec.max_context_len), head.nbytes
 
     def window(self, tokens: Sequence[int]) -> Tensor:
@@ -185,7 +186,7 @@ def table(result: dict[str, Any]) -> str:
         f"{result['model']} on the {result['backend']} backend against {result['base']}: "
         f"{result['text_tokens']} tokens of prose in windows of {result['window']}; "
         f"{result['prompts']} greedy answers of {result['answer_tokens']} tokens",
-        "KL in nats per token; MB: matrices and norms a decode step reads; prefix: tokens before an answer differs",
+        "KL in nats per token; MB: weights that a decode step reads; prefix: tokens before an answer differs",
         "",
         f"{'variant':<17}{'MB':>7}{'perplexity':>12}{'KL mean':>10}{'KL p99':>10}{'KL max':>10}"
         f"{'same argmax':>13}{'prefix':>8}",

@@ -1,4 +1,8 @@
-"""From a checkpoint's tensors to a decoder's weights: fuse, convert, pack, one tensor at a time.
+"""From a checkpoint's tensors to a decoder's weights: fuse, convert, turn, pack, one tensor at a time.
+
+1. Tensors are read in the order a forward pass needs them, stacked and converted to the model's type.
+2. Where activations will be int8, the model is turned so that they fit (`cluster.engine.rotation`).
+3. Matrices are packed by the backend.
 
 `packed_tensors` yields what the weight cache stores; `assemble` turns stored tensors into
 `DecoderWeights`. A backend whose packed form is not a tensor gets the plain matrix stored and packs it
@@ -15,9 +19,11 @@ import torch
 from torch import Tensor
 
 from cluster.engine.model_spec import Dtype, ModelSpec
+from cluster.engine.rotation import turned_tensors
 from cluster.engine.weights import EMBEDDING, FINAL_NORM, LM_HEAD, TORCH_DTYPES, WeightSource, layer_name
 from cluster.errors import ModelError
 from kernels.ops import Backend, DecoderWeights, LayerWeights
+from kernels.quantization import Quantization
 
 _MATRICES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -52,6 +58,36 @@ def packed_tensors(
         ModelError: the source's data cannot be read, or the backend cannot pack it.
     """
 
+    tensors = _plain_tensors(source, spec, dtype, on_read)
+    if backend.quantization is Quantization.INT8:
+        tensors = turned_tensors(tensors, spec)
+    embedding_address = 0
+    for name, tensor in tensors:
+        field = name.rpartition(".")[2]
+        if field not in _MATRICES and field != "lm_head":
+            embedding_address = tensor.data_ptr() if name == "embedding" else embedding_address
+            yield StoredTensor(name, tensor)
+            continue
+        stored = _pack(name, tensor, backend)
+        if stored.tensor.data_ptr() != embedding_address:
+            yield stored
+
+
+def _pack(name: str, weight: Tensor, backend: Backend) -> StoredTensor:
+    try:
+        packed = backend.pack_linear(weight)
+    except ValueError as error:
+        raise ModelError(f"{name} cannot be packed: {error}") from error
+    if isinstance(packed, Tensor):
+        return StoredTensor(name, packed)
+    return StoredTensor(name, weight, unpacked=True)
+
+
+def _plain_tensors(
+    source: WeightSource, spec: ModelSpec, dtype: Dtype, on_read: Callable[[int], None]
+) -> Iterator[tuple[str, Tensor]]:
+    """In the model's type, stacked as `LayerWeights` wants them; a tied head is the embedding itself."""
+
     def read(*names: str) -> Tensor:
         parts = []
         for name in names:
@@ -59,37 +95,24 @@ def packed_tensors(
             on_read(source.num_bytes(name))
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
-    def matrix(name: str, weight: Tensor) -> StoredTensor:
-        try:
-            packed = backend.pack_linear(weight)
-        except ValueError as error:
-            raise ModelError(f"{name} cannot be packed: {error}") from error
-        if isinstance(packed, Tensor):
-            return StoredTensor(name, packed)
-        return StoredTensor(name, weight, unpacked=True)
-
     embedding = read(EMBEDDING)
-    yield StoredTensor("embedding", embedding)
+    yield "embedding", embedding
     for index in range(spec.num_layers):
 
         def layer(part: str, index: int = index) -> str:
             return layer_name(index, part)
 
         for field, part in _NORMS.items():
-            yield StoredTensor(f"layers.{index}.{field}", read(layer(f"{part}.weight")))
+            yield f"layers.{index}.{field}", read(layer(f"{part}.weight"))
         if spec.qk_norm:
             for field, part in _HEAD_NORMS.items():
-                yield StoredTensor(f"layers.{index}.{field}", read(layer(f"{part}.weight")))
+                yield f"layers.{index}.{field}", read(layer(f"{part}.weight"))
         for field, parts in _MATRICES.items():
-            yield matrix(f"layers.{index}.{field}", read(*(layer(f"{part}.weight") for part in parts)))
+            yield f"layers.{index}.{field}", read(*(layer(f"{part}.weight") for part in parts))
             if _has_bias(spec, field):
-                yield StoredTensor(
-                    f"layers.{index}.{field}_bias", read(*(layer(f"{part}.bias") for part in parts))
-                )
-    yield StoredTensor("final_norm", read(FINAL_NORM))
-    head = matrix("lm_head", embedding if spec.tie_word_embeddings else read(LM_HEAD))
-    if head.tensor.data_ptr() != embedding.data_ptr():
-        yield head
+                yield f"layers.{index}.{field}_bias", read(*(layer(f"{part}.bias") for part in parts))
+    yield "final_norm", read(FINAL_NORM)
+    yield "lm_head", embedding if spec.tie_word_embeddings else read(LM_HEAD)
 
 
 def assemble(
