@@ -61,15 +61,15 @@ def packed_tensors(
     tensors = _plain_tensors(source, spec, dtype, on_read)
     if backend.quantization is Quantization.INT8:
         tensors = turned_tensors(tensors, spec)
-    embedding_address = 0
+    embedding: Tensor | None = None  # kept: its address means something only while it is there
     for name, tensor in tensors:
-        field = name.rpartition(".")[2]
-        if field not in _MATRICES and field != "lm_head":
-            embedding_address = tensor.data_ptr() if name == "embedding" else embedding_address
-            yield StoredTensor(name, tensor)
-            continue
-        stored = _pack(name, tensor, backend)
-        if stored.tensor.data_ptr() != embedding_address:
+        if name == "embedding":
+            embedding = tensor
+        if name.rpartition(".")[2] in (*_MATRICES, "lm_head"):
+            stored = _pack(name, tensor, backend)
+        else:
+            stored = StoredTensor(name, tensor)
+        if name != "lm_head" or embedding is None or stored.tensor.data_ptr() != embedding.data_ptr():
             yield stored
 
 

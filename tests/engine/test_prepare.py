@@ -144,7 +144,9 @@ def test_int8_matrices_take_a_quarter_of_fp32(checkpoint: Any, prepare: Any) -> 
     matrix = "layers.0.gate_up"
     rows, columns = plain[matrix].shape
     assert quantized[matrix].nbytes == rows * (columns + 4)  # a scale for each row
-    assert torch.equal(quantized["embedding"], plain["embedding"])
+    # rows of the embedding stay in the model's type; turned, they are as long as before
+    assert quantized["embedding"].dtype is torch.float32
+    torch.testing.assert_close(quantized["embedding"].norm(dim=1), plain["embedding"].norm(dim=1))
 
 
 @pytest.mark.parametrize(("name", "tied"), [("cpu", False), ("reference", True), ("cpu", True)])
