@@ -61,9 +61,11 @@ class Transfers:
         ]
 
     def edge_down(self, peer: Peer, reason: str, now: float) -> list[Action]:
-        self._edges.down(peer, now)
+        on_edge = self._attempts.on_edge(peer)
+        left_open = any(attempt.handoff.may_write for attempt in on_edge)
+        self._edges.down(peer, now, redial=left_open)
         actions: list[Action] = []
-        for attempt in self._attempts.on_edge(peer):
+        for attempt in on_edge:
             attempt.handoff.edge_down()
             message = f"the KV edge to {peer.worker} broke: {reason}"
             actions += self._attempts.fail(attempt, "edge_lost", message, now)
