@@ -39,6 +39,12 @@ class Transfers:
         self.num_stale = 0
         self.num_bytes = 0  # KV sent
 
+    def note_sent(self, actions: list[Action]) -> None:
+        """What the core is about to say to decode workers."""
+        for action in actions:
+            if isinstance(action, ToPeer) and isinstance(action.message, KvClosed):
+                self._edges.told_closed(action.peer)
+
     def next_deadline(self) -> float | None:
         deadlines = (self._attempts.next_deadline(), self._edges.next_redial())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)

@@ -235,6 +235,27 @@ def test_an_edge_that_broke_under_a_writer_is_dialled_again_so_that_d_can_ask() 
     assert one.quiet()  # given up: that worker is dead
 
 
+def test_a_closed_that_was_lost_with_its_edge_is_told_again() -> None:
+    """Router and D are cut off at once; P hears of the router first and tells D, into a broken stream."""
+    one, blocks = core()
+    plan = plan_of(one.handle(prefill(list(range(4))), 0.0))
+    one.handle(EdgeUp(D, True), 0.0)
+    one.handle(opened(1), 0.0)
+    assert plan is not None
+    one.handle(step_done(plan), 0.0)
+    actions = finish_sends(one, one.handle(RouterLost(ROUTER), 1.0))
+    one.handle(EdgeDown(D, "reset"), 1.0)
+    start = one.next_deadline()
+    assert start is not None, (actions, "D may never have heard it")
+    assert only(one.handle(Tick(), start), OpenEdge).peer == D
+    one.handle(EdgeUp(D, True), start)
+    answer = one.handle(FromPeer(D, KvAbort(request=R1, attempt=A1, reason="the edge was lost")), start)
+    assert to_peer(answer, KvClosed)
+    assert blocks.counts().used == 0
+    one.handle(EdgeDown(D, "reset"), start)
+    assert one.next_deadline() is not None, "the second one may be lost as well"
+
+
 def test_d_is_told_closed_for_what_is_not_here_any_more() -> None:
     one, _ = core()
     actions = one.handle(FromPeer(D, KvAbort(request=R1, attempt=A1, reason="lost edge")), 0.0)
