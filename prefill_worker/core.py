@@ -112,6 +112,7 @@ class PrefillCore:
         actions += self._run(now)
         actions += self._attempts.begin_pieces(self._config.max_pieces_in_flight, now)
         actions += self._announce_drained()
+        self._transfers.note_sent(actions)
         return actions
 
     def next_deadline(self) -> float | None:

@@ -1,10 +1,11 @@
 """The prefill worker's edges to decode workers, as its core sees them: dialling, up, or waiting to redial.
 
 1. The first attempt for a decode worker dials it; attempts that come meanwhile wait for the same dial.
-2. When an in-place edge breaks, D cannot know that the writes have stopped and keeps the blocks out of use,
-   even those whose `KvClosed` we said into the broken stream. The edge is dialled again even without new
-   work, so that D can ask (`KvAbort`) and be told. Delays double from `REDIAL_DELAY_S`, at most `MAX_REDIALS`
-   times: a decode worker that cannot be reached for so long is dead, and its successor is another peer.
+2. When an in-place edge breaks while attempts could write, or with a `KvClosed` that may be lost in it, D
+   cannot know that the writes have stopped and keeps the blocks out of use. The edge is dialled again even
+   without new work, so that D can ask (`KvAbort`) and be told (`KvClosed`). Delays double from
+   `REDIAL_DELAY_S`, at most `MAX_REDIALS` times: a decode worker that cannot be reached for so long is dead,
+   and its successor is another peer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class _Edge:
     address: str
     state: _State = _State.DIALING
     in_place: bool = False
-    owes_closed: bool = False  # it was in place when it broke: D may hold blocks until it hears from us
+    owes_closed: bool = False  # D may hold blocks until it hears from us
+    has_told_closed: bool = False  # over this connection; D does not answer it
     num_redials: int = 0
     redial_s: float = 0.0
 
@@ -61,15 +63,21 @@ class EdgeBook:
         assert edge is not None, "an edge came up that was not dialled"
         edge.state = _State.UP
         edge.in_place = in_place
-        edge.owes_closed = False
+        edge.owes_closed = edge.has_told_closed = False
         edge.num_redials = 0
 
-    def down(self, peer: Peer, now: float) -> None:
-        """The edge broke or the dial failed."""
+    def told_closed(self, peer: Peer) -> None:
+        """`KvClosed` was sent. If the edge breaks later, nobody knows whether it arrived."""
+        edge = self._edges.get(peer)
+        if edge is not None:
+            edge.has_told_closed = edge.in_place
+
+    def down(self, peer: Peer, now: float, *, redial: bool) -> None:
+        """The edge broke or the dial failed. `redial`: attempts could write when it broke."""
         edge = self._edges.get(peer)
         if edge is None:
             return
-        edge.owes_closed = edge.owes_closed or (edge.state is _State.UP and edge.in_place)
+        edge.owes_closed = edge.owes_closed or redial or edge.has_told_closed
         if not edge.owes_closed or edge.num_redials >= MAX_REDIALS:
             del self._edges[peer]
             return

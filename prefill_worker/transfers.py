@@ -39,6 +39,12 @@ class Transfers:
         self.num_stale = 0
         self.num_bytes = 0  # KV sent
 
+    def note_sent(self, actions: list[Action]) -> None:
+        """What the core is about to say to decode workers."""
+        for action in actions:
+            if isinstance(action, ToPeer) and isinstance(action.message, KvClosed):
+                self._edges.told_closed(action.peer)
+
     def next_deadline(self) -> float | None:
         deadlines = (self._attempts.next_deadline(), self._edges.next_redial())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -61,9 +67,11 @@ class Transfers:
         ]
 
     def edge_down(self, peer: Peer, reason: str, now: float) -> list[Action]:
-        self._edges.down(peer, now)
+        on_edge = self._attempts.on_edge(peer)
+        left_open = any(attempt.handoff.may_write for attempt in on_edge)
+        self._edges.down(peer, now, redial=left_open)
         actions: list[Action] = []
-        for attempt in self._attempts.on_edge(peer):
+        for attempt in on_edge:
             attempt.handoff.edge_down()
             message = f"the KV edge to {peer.worker} broke: {reason}"
             actions += self._attempts.fail(attempt, "edge_lost", message, now)

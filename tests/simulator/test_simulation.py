@@ -1,4 +1,4 @@
-"""Whole runs: exact with and without faults, the same for the same seed; each fault really happens."""
+"""Whole runs: exact without faults, exact with them, the same for the same seed, each fault happens."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_log_tells_every_event_and_does_not_change_the_run() -> None:
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "staged"])
 @pytest.mark.parametrize("kind", every_moment.KINDS)
 def test_one_fault_at_any_moment_loses_nothing(kind: str, in_place: bool) -> None:
-    """A slice of `baton simulate --every-moment`: a kind strikes at every 16th event, another target each."""
+    """A slice of `baton simulate --every-moment`: it strikes at every 16th event, another target each."""
     struck = 0
     for moment in range(0, every_moment.num_moments(in_place), 16):
         report = every_moment.run(every_moment.Strike(in_place, moment, kind, moment // 16))
