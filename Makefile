@@ -36,11 +36,6 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
 
-# A million requests in virtual time, faults at any message or step; every rule of the protocol is checked.
-.PHONY: simulate-faults
-simulate-faults: $(STAMP)
-	$(BIN)/baton simulate --faults --seeds 2000 --requests 500 $(SIMULATE_ARGS)
-
 bench: $(STAMP)
 	$(BIN)/python -m bench.baseline $(BENCH_ARGS)
 
@@ -51,6 +46,13 @@ bench-engine: $(STAMP)
 bench-peers: $(STAMP)
 	$(BIN)/python -m bench.peers $(PEERS_ARGS)
 
+# Kills, stops and drains workers of a live cluster under load; compares every stream with the undisturbed run.
+chaos: $(STAMP)
+	$(BIN)/python -m bench.chaos $(CHAOS_ARGS)
+
+# A million requests in virtual time, faults at any message or step; every rule of the protocol is checked.
+simulate-faults: $(STAMP)
+	$(BIN)/baton simulate --faults --seeds 2000 --requests 500 $(SIMULATE_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
