@@ -95,10 +95,6 @@ class ModelSpec:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    def kv_block_bytes(self, block_size: int, dtype: Dtype) -> int:
-        """Bytes of one block of the pool: keys and values of `block_size` tokens in all layers."""
-        return self.num_layers * 2 * block_size * self.kv_size * dtype.num_bytes
-
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], source: str) -> ModelSpec:
         """`config`: the parsed config.json. `source`: its path, for messages.

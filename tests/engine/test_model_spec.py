@@ -142,7 +142,3 @@ def test_what_cannot_be_computed_is_refused(change: dict[str, Any], message: str
         read(LLAMA | change)
     assert str(caught.value).startswith("config.json: ")
     assert message in str(caught.value)
-
-
-def test_kv_block_bytes() -> None:
-    assert read(LLAMA).kv_block_bytes(16, Dtype.BF16) == 30 * 2 * 16 * 3 * 64 * 2
