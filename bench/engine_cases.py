@@ -45,8 +45,7 @@ class Formats:
 
     def kv_bytes(self, head_dim: int) -> float:
         """Per element of a key or value, its share of a scale included."""
-        row_bytes: int = row_size(head_dim, self.pool_dtype) * self.pool_dtype.itemsize
-        return row_bytes / head_dim
+        return float(row_size(head_dim, self.pool_dtype) * self.pool_dtype.itemsize / head_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ namespace baton {
 constexpr int64_t kPanel = 2 * kWidth;               // output features side by side in a panel
 constexpr int64_t kRowTile = kWidth == 16 ? 12 : 6;  // rows x 2 accumulators fill the registers
 constexpr int64_t kRowBlockBytes = 192 * 1024;       // fp32 rows that stay in L2 while panels pass
-constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kPrefetchBytes = 2048;
 
 // Bytes from a panel's line at k to the line asked for then: offset + k * step.
 struct Ahead {
