@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from bench.simulator import inspection
@@ -104,7 +105,7 @@ def test_kv_that_is_overwritten_while_the_step_runs_is_seen() -> None:
 
 def test_a_token_of_another_history_is_seen() -> None:
     bench = Bench()
-    wrong = replace(bench.row(9, 1), token_ids=[bench.oracle.tokens[9] + 1])
+    wrong = msgspec.structs.replace(bench.row(9, 1), token_ids=[bench.oracle.tokens[9] + 1])
     seen("I8", lambda: bench.run(wrong))
 
 
@@ -115,7 +116,9 @@ def test_a_lost_output_in_the_sampling_history_is_seen() -> None:
     assert row.sample is not None
     seen(
         "I8",
-        lambda: bench.run(replace(row, sample=replace(row.sample, output_ids=bench.oracle.tokens[9:10]))),
+        lambda: bench.run(
+            msgspec.structs.replace(row, sample=replace(row.sample, output_ids=bench.oracle.tokens[9:10]))
+        ),
     )
 
 
