@@ -27,7 +27,7 @@ namespace {
 constexpr int64_t kTileRows = 192;     // about as many rows of one KV head share what is packed
 constexpr int64_t kFewKeys = 2 * kGroup;  // a chunk where rows are few; else a whole partition
 constexpr int64_t kDecodeQueries = 4;  // up to as many queries of a sequence are taken for all KV heads at once
-constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kAheadBytes = 16384;  // half of L1; less leaves memory waiting
 constexpr int64_t kLine = 64;
 
 // One sequence's keys (`which` 0) and values (1), found through its block table.
@@ -128,6 +128,7 @@ public:
         panel_ = memory, memory += chunk_ * dim_;
         zeros_ = reinterpret_cast<const char*>(memory);
         std::fill(memory, memory + row_floats, 0.0f), memory += row_floats;
+        std::fill(factors_, factors_ + kPartition, shape.scale);
         staged_ = reinterpret_cast<char*>(memory), memory += kWidth * row_floats;
         row_bytes_ = row_floats * 4;
         heads_.reserve(size_t(item.num_heads));
@@ -167,19 +168,20 @@ private:
     void each_chunk(int64_t start, int64_t end, int64_t which, const Body& body) {
         for (int64_t position = start; position < end; position += chunk_) {
             const int64_t count = std::min(chunk_, end - position);
-            for (int64_t h = 0; h < item_.num_heads; ++h) {
-                locate(position, count, which, item_.first_head + h);
-                body(heads_[size_t(h)], position, count);
+            locate(position, count, which);
+            for (HeadState& head : heads_) {
+                body(head, position, count);
+                for (int64_t j = 0; j < count; ++j) addresses_[j] += shape_.kv.row_bytes;  // the next head's
             }
         }
     }
 
-    // Addresses of rows; those that fill up the last group are zeros.
-    void locate(int64_t position, int64_t count, int64_t which, int64_t head) {
+    // Addresses of the first head's rows; those that fill up the last group are zeros.
+    void locate(int64_t position, int64_t count, int64_t which) {
         const int64_t stride = shape_.kv.token_bytes();
         for (int64_t j = 0; j < count;) {
             const int64_t run = pages_.run_length(position + j, position + count);
-            const char* row = pages_.token(position + j, which) + head * shape_.kv.row_bytes;
+            const char* row = pages_.token(position + j, which) + item_.first_head * shape_.kv.row_bytes;
             for (const int64_t run_end = j + run; j < run_end; ++j, row += stride) addresses_[j] = row;
         }
         for (int64_t j = count; j % kGroup != 0; ++j) addresses_[j] = zeros_;
@@ -191,9 +193,10 @@ private:
         return scale;
     }
 
-    void set_factors(int64_t count) {
-        for (int64_t j = 0; j < count; ++j)
-            factors_[j] = sizeof(Kv) == 1 ? scale_at(j) * shape_.scale : shape_.scale;
+    // The scales of int8 rows; those that fill up the last group have none.
+    void load_scales(int64_t count, float factor) {
+        for (int64_t j = 0; j < count; ++j) factors_[j] = scale_at(j) * factor;
+        for (int64_t j = count; j % kGroup != 0; ++j) factors_[j] = 0.0f;
     }
 
     void pack(int64_t count) {
@@ -242,7 +245,7 @@ private:
     void take_in(int64_t start, int64_t end) {
         const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not
         each_chunk(start, end, 0, [&](HeadState& head, int64_t position, int64_t count) {
-            set_factors(count);
+            if constexpr (sizeof(Kv) == 1) load_scales(count, shape_.scale);
             float* const scores = head.scores + position - start;
             if (in_place_) {
                 by_rows(0, rows_, [&](int64_t, auto rows) { score_in_place<rows.value>(head.q, count, scores); });
@@ -291,7 +294,7 @@ private:
 
     // Weights of int8 values take the values' scales.
     void apply_scales(float* weights, int64_t from, int64_t count) {
-        for (int64_t j = 0; j < ceil_div(count, kWidth) * kWidth; ++j) factors_[j] = j < count ? scale_at(j) : 0.0f;
+        load_scales(count, 1.0f);
         for (int64_t r = from; r < rows_; ++r)
             for (int64_t j = 0; j < count; j += kWidth) {
                 float* const some = weights + r * kPartition + j;

@@ -75,7 +75,7 @@ inline Vec element(UintVec words, int index) {
 
 // kWidth keys to one half of a group's lines, `dim` of them.
 template <typename Kv>
-inline void pack_keys(const char* const* rows, int64_t dim, float* lines) {
+__attribute__((noinline)) void pack_keys(const char* const* rows, int64_t dim, float* lines) {
     constexpr int per_word = 4 / int(sizeof(Kv));
     for (int64_t d = 0; d < dim; d += kStep<Kv>) {
         UintVec words[4];

@@ -12,6 +12,9 @@
 
 namespace baton {
 
+// Tiles are compiled once, not once per place and type that uses them: half the time of a first start.
+#define BATON_NOINLINE __attribute__((noinline))
+
 constexpr int64_t kPartition = 128;  // kernels.ops.PARTITION_SIZE
 constexpr int64_t kMostRows = 6;     // of a tile
 
@@ -64,7 +67,7 @@ inline void score_tile(const float* q, int64_t dim, const float* keys, const flo
 
 // As `score_tile` for few rows, and Halves times kWidth keys straight from the pool.
 template <typename Kv, int Rows, int Halves>
-inline void score_keys(const float* q, int64_t dim, const char* const* keys, const float* factors, float* scores) {
+BATON_NOINLINE void score_keys(const float* q, int64_t dim, const char* const* keys, const float* factors, float* scores) {
     constexpr int per_word = 4 / int(sizeof(Kv));
     Vec sums[Rows][Halves];
 #pragma GCC unroll 8
@@ -110,7 +113,7 @@ inline void add_value_vecs(const float* weights, const char* const* values, int6
 }
 
 template <typename Kv, int Rows>
-inline void add_values_in_place(const float* weights, const char* const* values, int64_t head_dim, int64_t count,
+BATON_NOINLINE void add_values_in_place(const float* weights, const char* const* values, int64_t head_dim, int64_t count,
                                 int64_t dim, float* out) {
     constexpr int vecs = Rows <= 3 ? 4 : 2;
     int64_t d = 0;
@@ -120,7 +123,7 @@ inline void add_values_in_place(const float* weights, const char* const* values,
 }
 
 template <int Rows>
-inline void score_groups(const float* q, int64_t dim, const float* keys, int64_t num_groups, const float* factors,
+BATON_NOINLINE void score_groups(const float* q, int64_t dim, const float* keys, int64_t num_groups, const float* factors,
                          float* scores) {
     int64_t g = 0;
     if constexpr (Rows <= 3)
@@ -152,7 +155,7 @@ inline void value_tile(const float* weights, const float* values, int64_t strip,
 }
 
 template <int Rows>
-inline void add_values(const float* weights, const float* values, int64_t strip, int64_t count, int64_t dim,
+BATON_NOINLINE void add_values(const float* weights, const float* values, int64_t strip, int64_t count, int64_t dim,
                        float* out) {
     int64_t d = 0;
     if constexpr (Rows <= 3)
