@@ -39,6 +39,22 @@ inline void keep_in_register([[maybe_unused]] T& value) {
 #endif
 }
 
+// Lanes of 0 to 255 as bytes.
+inline void store_bytes(uint8_t* target, UintVec lanes) {
+#if defined(BATON_AVX512)
+    const __m128i bytes = _mm512_cvtepi32_epi8(__m512i(lanes));
+#elif defined(BATON_AVX2)
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(lanes), __m256i(lanes)), 0b1000);
+    const __m128i twice = _mm256_castsi256_si128(words);
+    const int64_t bytes = _mm_cvtsi128_si64(_mm_packus_epi16(twice, twice));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+    const Bytes bytes = __builtin_convertvector(lanes, Bytes);
+#endif
+    static_assert(sizeof bytes == kWidth);
+    std::memcpy(target, &bytes, sizeof bytes);
+}
+
 inline IntVec load_quads(const int8_t* source) {
     IntVec result;
     std::memcpy(&result, source, sizeof result);
@@ -201,14 +217,11 @@ void quantize_row(const float* x, int64_t in_features, int64_t m, const Int8Rows
     const Vec magic = splat(12582912.0f);
     const auto quantized = [&](Vec value) { return UintVec(value * inverse + magic) + (128 - 0x4b400000u); };
     int64_t i = 0;
-    for (; i + kWidth <= in_features; i += kWidth) {
-        typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
-        const Bytes bytes = __builtin_convertvector(quantized(load(x + i)), Bytes);
-        std::memcpy(values + i, &bytes, sizeof bytes);
-    }
+    for (; i + kWidth <= in_features; i += kWidth) store_bytes(values + i, quantized(load(x + i)));
     if (i < in_features) {
-        const UintVec last = quantized(load_partial(x + i, in_features - i));
-        for (int64_t lane = 0; lane < in_features - i; ++lane) values[i + lane] = uint8_t(last[lane]);
+        uint8_t last[kWidth];
+        store_bytes(last, quantized(load_partial(x + i, in_features - i)));
+        std::memcpy(values + i, last, size_t(in_features - i));
     }
     for (i = in_features; i < 4 * num_quads(in_features); ++i) values[i] = 128;
 }
