@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test test-quick check bench bench-engine bench-peers clean
+.PHONY: setup serve test test-quick check bench bench-engine bench-peers simulate-faults clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ bench-engine: $(STAMP)
 # Baton beside its peers; environments and models go below ~/.cache/baton/peers. PEERS_ARGS=--list says which.
 bench-peers: $(STAMP)
 	$(BIN)/python -m bench.peers $(PEERS_ARGS)
+
+# A million requests in virtual time, faults at random messages and steps; every rule of the protocol is checked.
+simulate-faults: $(STAMP)
+	$(BIN)/baton simulate --faults --seeds 2000 --requests 500 $(SIMULATE_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

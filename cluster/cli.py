@@ -224,6 +224,16 @@ def bench(context: typer.Context) -> None:
     bench_app(args=context.args, prog_name="baton bench")
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def simulate(context: typer.Context) -> None:
+    """Run a whole cluster in virtual time, with faults, and check that no request is lost."""
+    from bench.simulator.cli import app as simulator_app
+
+    simulator_app(args=context.args, prog_name="baton simulate")
+
+
 @app.command()
 def version() -> None:
     """Print Baton's version."""

@@ -26,13 +26,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("cluster/metrics.py",),
     "gguf": ("cluster/engine/gguf_",),
     "safetensors": ("cluster/engine/weights", "bench/peers/hf_model.py"),
-    "typer": ("cluster/cli", "bench/load/cli"),
-    "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py"),
+    "typer": ("cluster/cli", "bench/load/cli", "bench/simulator/cli.py"),
+    "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py", "bench/simulator/cli.py"),
     "httptools": ("router/server.py", "bench/load/client/http_stream.py", "bench/load/mock/connection.py"),
     "yaml": ("cluster/config",),
 }
-# `baton bench` is a verb of the one command line; it is imported only when called.
-COMMAND_LINE_MOUNT = ("cluster.cli", "bench.load.cli")
+# `baton bench` and `baton simulate` are verbs of the one command line; they are imported only when called.
+COMMAND_LINE_MOUNTS = {("cluster.cli", "bench.load.cli"), ("cluster.cli", "bench.simulator.cli")}
 FORBIDDEN = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
@@ -110,7 +110,7 @@ def test_layers_point_downwards() -> None:
             where, what = top(module), top(name)
             if where == "kernels" and what != "kernels":
                 wrong.append(f"{module} imports {name}")
-            starts_others = module.startswith("cluster.launch") or (module, name) == COMMAND_LINE_MOUNT
+            starts_others = module.startswith("cluster.launch") or (module, name) in COMMAND_LINE_MOUNTS
             if where == "cluster" and what in (*ROLES, "bench") and not starts_others:
                 wrong.append(f"{module} imports {name}")
             if where == "cluster" and what == "kernels" and not module.startswith("cluster.engine."):
@@ -203,6 +203,7 @@ TORCH_FREE = [
     *(m for m in MODULES if m.startswith("cluster.") and m.count(".") == 1),
     *(m for m in MODULES if m.startswith("cluster.wire")),
     *(m for m in MODULES if m.startswith("bench.load") and not m.endswith("__main__")),
+    *(m for m in MODULES if m.startswith("bench.simulator")),
     "bench.machine",
     "bench.roofline",
     "cluster.engine.batch",

@@ -1,0 +1,206 @@
+"""A model whose tokens are a hash of the whole history, read from a KV pool that is only numbers.
+
+1. The KV of position i is `chain(KV of i-1, token i)`: it names the salt and every token up to i.
+2. The next token is drawn from the KV of the last position and the seed. So one slot that is wrong, missing, of
+   another request or out of date changes, or is caught by, everything that comes after it.
+3. An `Oracle` is the undisturbed run of one request: what every slot and every token has to be.
+4. `Engine` computes steps from the pool as it is when they begin, and again when they end: what was freed and
+   written over in between shows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from bench.simulator.violation import Violation
+from cluster.engine.batch import Row, StepOutput, StepPlan
+from cluster.ids import BlockId, RequestId
+from cluster.kv.block_manager import BlockManager
+from cluster.request import RequestSpec
+from cluster.sampling import FinishReason, TokenOutput, finish_reason
+
+VOCABULARY: Final = 50
+EOS: Final = 0
+NOTHING: Final = -1  # memory that nobody has written
+TORN: Final = -2  # half written
+
+
+def root(salt: str) -> int:
+    """The KV before the first token: equal prompts under unequal salts must not meet."""
+    return 17 + zlib.crc32(salt.encode())
+
+
+def chain(value: int, token: int) -> int:
+    """Hashing integers only is the same in every process."""
+    return hash((value, token))
+
+
+def sample(value: int, seed: int) -> TokenOutput:
+    mixed = hash((value, seed, 99)) % 1_000_003
+    return TokenOutput(mixed % VOCABULARY, -(mixed % 997) / 100)
+
+
+class Oracle:
+    """What a request must lead to. `kv[i]` belongs to `tokens[i]`, prompt and outputs."""
+
+    __slots__ = ("finish", "kv", "outputs", "sampled", "spec", "tokens")
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self.spec = spec
+        self.tokens: list[int] = []
+        self.kv: list[int] = []
+        self.outputs: list[TokenOutput] = []
+        self.sampled: set[tuple[int, int]] = set()  # (attempt, tokens before) of what workers sampled
+        value = root(spec.cache_salt)
+        for token in spec.token_ids:
+            value = chain(value, token)
+            self.tokens.append(token)
+            self.kv.append(value)
+        output_ids: list[int] = []
+        reason: FinishReason | None = None
+        while reason is None:
+            output = sample(value, spec.sampling.seed)
+            self.outputs.append(output)
+            output_ids.append(output.token_id)
+            value = chain(value, output.token_id)
+            self.tokens.append(output.token_id)
+            self.kv.append(value)
+            reason = finish_reason(spec.sampling, output_ids)
+        self.finish = reason
+
+
+class Pool:
+    """One worker's KV memory: `blocks[b][s]` is the KV in slot s of block b."""
+
+    __slots__ = ("block_size", "blocks")
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks: list[list[int]] = [[NOTHING] * block_size for _ in range(num_blocks)]
+
+    def copy(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
+        return [self.blocks[block_id].copy() for block_id in block_ids]
+
+    def paste(self, block_ids: Sequence[BlockId], contents: Sequence[list[int]]) -> None:
+        for block_id, content in zip(block_ids, contents, strict=True):
+            self.blocks[block_id][:] = content
+
+    def tear(self, block_ids: Sequence[BlockId], contents: Sequence[list[int]]) -> None:
+        """A copy in the middle: the first half of the blocks is there, the next block is torn."""
+        half = len(block_ids) // 2
+        self.paste(block_ids[:half], contents[:half])
+        self.blocks[block_ids[half]][self.block_size // 2 :] = [TORN] * (
+            self.block_size - self.block_size // 2
+        )
+
+
+class Engine:
+    """Computes one worker's steps on its pool. `oracles`: every request there is."""
+
+    def __init__(
+        self, pool: Pool, blocks: BlockManager, oracles: dict[RequestId, Oracle], worker: str
+    ) -> None:
+        self._pool = pool
+        self._blocks = blocks
+        self._oracles = oracles
+        self._worker = worker
+
+    def begin(self, plan: StepPlan) -> None:
+        """The step starts to read.
+
+        Raises:
+            Violation: it reads what is not its request's history, or writes what is not its own.
+        """
+        size = self._pool.block_size
+        written: set[int] = set()
+        for source, target in plan.copies:
+            self._pool.blocks[target][:] = self._pool.blocks[source]
+        for row in plan.rows:
+            self._read(row)
+            for index in range(row.start // size, -(-(row.start + len(row.token_ids)) // size)):
+                block_id = row.block_ids[index]
+                if block_id in written:
+                    self._violate("I1", row, f"two rows of a step write block {block_id}")
+                written.add(block_id)
+
+    def finish(self, plan: StepPlan, compute_s: float) -> StepOutput:
+        """The step has read everything and writes.
+
+        Raises:
+            Violation: as `begin`.
+        """
+        blocks, size = self._pool.blocks, self._pool.block_size
+        outputs: list[TokenOutput | None] = []
+        for row in plan.rows:
+            value = self._read(row)
+            for position, token in enumerate(row.token_ids, row.start):
+                value = chain(value, token)
+                blocks[row.block_ids[position // size]][position % size] = value
+            self._check_holders(row)
+            outputs.append(None if row.sample is None else self._sample(row, value, row.sample.params.seed))
+        return StepOutput(tuple(outputs), compute_s)
+
+    def spoil(self, plan: StepPlan) -> None:
+        """The step raised in the middle: garbage where it was to write."""
+        size = self._pool.block_size
+        for row in plan.rows:
+            for position in range(row.start, row.start + len(row.token_ids)):
+                self._pool.blocks[row.block_ids[position // size]][position % size] = TORN
+
+    def _read(self, row: Row) -> int:
+        """The KV before the row's first token, after all before it was read."""
+        oracle = self._oracles[row.request]
+        start, end = row.start, row.start + len(row.token_ids)
+        blocks, size = self._pool.blocks, self._pool.block_size
+        if list(row.token_ids) != oracle.tokens[start:end]:
+            self._violate("I8", row, f"tokens {list(row.token_ids)} at {start} are not this request's")
+        if end > len(row.block_ids) * size:
+            self._violate("I6", row, f"{len(row.block_ids)} blocks do not cover {end} tokens")
+        kv = oracle.kv
+        num_full = start // size
+        for index in range(num_full):
+            if blocks[row.block_ids[index]] != kv[index * size : (index + 1) * size]:
+                self._wrong_kv(row, index)
+        if rest := start % size:
+            if blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
+                self._wrong_kv(row, num_full)
+        if (
+            row.sample is not None
+            and list(row.sample.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]
+        ):
+            self._violate("I8", row, f"it samples after outputs {list(row.sample.output_ids)}")
+        if start == 0:
+            return root(oracle.spec.cache_salt)
+        return blocks[row.block_ids[(start - 1) // size]][(start - 1) % size]
+
+    def _sample(self, row: Row, value: int, seed: int) -> TokenOutput:
+        """No index of an attempt is drawn twice, whoever draws it (I4)."""
+        sampled = self._oracles[row.request].sampled
+        index = (row.attempt, row.start + len(row.token_ids))
+        if index in sampled:
+            self._violate("I4", row, f"the token after position {index[1] - 1} is sampled again")
+        sampled.add(index)
+        return sample(value, seed)
+
+    def _check_holders(self, row: Row) -> None:
+        """What a step reads is held until it ends (I2), what it writes is nobody else's (I1)."""
+        references = self._blocks._allocator.references
+        size = self._pool.block_size
+        first_written = row.start // size
+        last = (row.start + len(row.token_ids) - 1) // size
+        for index in range(last + 1):
+            count = references(row.block_ids[index])
+            if count == 0:
+                self._violate("I2", row, f"block {row.block_ids[index]} was freed during the step")
+            if count > 1 and index >= first_written:
+                self._violate("I1", row, f"block {row.block_ids[index]} is written and held by {count}")
+
+    def _wrong_kv(self, row: Row, index: int) -> NoReturn:
+        found = self._pool.blocks[row.block_ids[index]]
+        what = "unwritten" if NOTHING in found else "torn" if TORN in found else "foreign"
+        self._violate("I5", row, f"block {row.block_ids[index]} holds {what} KV for position {index}*")
+
+    def _violate(self, invariant: str, row: Row, what: str) -> NoReturn:
+        raise Violation(invariant, f"{self._worker}: {row.request}/{row.attempt}: {what}")

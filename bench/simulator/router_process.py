@@ -1,0 +1,173 @@
+"""A router process: the live conductor, its clients, and links to workers that do what the live ones do.
+
+1. A worker's first message is `Register`: refused, or welcomed and fed as `WorkerJoined` (`router.worker_links`).
+2. Every event goes to `Conductor.handle`, its actions out in order (`router.driver`).
+3. A worker that says nothing for too long gets a second look, then its stream is closed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from bench.simulator.network import Endpoint
+from bench.simulator.process import Process
+from bench.simulator.site import Site
+from bench.simulator.violation import Violation
+from cluster.ids import Epoch, RequestId, RouterId, WorkerId
+from cluster.request import RequestSpec
+from cluster.wire.messages import Refused, Register, Welcome
+from router.conductor import Conductor
+from router.conductor_io import (
+    Deliver,
+    Ended,
+    Event,
+    FromWorker,
+    Lifecycle,
+    Send,
+    Submitted,
+    Tick,
+    WorkerGone,
+    WorkerJoined,
+)
+from router.registration import refusal
+from router.worker_links import SECOND_LOOK_S
+
+if TYPE_CHECKING:
+    from bench.simulator.clients import Client
+
+
+class _Link:
+    """The router's end of a worker's stream."""
+
+    def __init__(self, router: RouterProcess, endpoint: Endpoint) -> None:
+        self._router = router
+        self.endpoint = endpoint
+        self.register: Register | None = None
+        self.last_sign_at = 0.0
+        self.is_suspected = False
+
+    def on_message(self, message: Any) -> None:
+        if self.register is None:
+            self._router.on_register(self, message)
+        else:
+            self._router.on_worker_message(self, self.register, message)
+
+    def on_closed(self) -> None:
+        self._router.let_out(self, "it closed its stream")
+
+
+class RouterProcess(Process):
+    """One life of a router. Its requests end with it."""
+
+    def __init__(self, site: Site, slot: int, epoch: Epoch) -> None:
+        super().__init__(site.queue, site.rng, f"router-{slot}", epoch)
+        self.slot = slot
+        self.conductor = Conductor(site.scenario.conductor)
+        self.clients: dict[RequestId, Client] = {}
+        self._site = site
+        self._links: dict[WorkerId, _Link] = {}
+        self._epochs: dict[WorkerId, Epoch] = {}
+        self._events: deque[Event] = deque()
+        self._is_feeding = False
+        scenario = site.scenario
+        self._silence_limit_s = scenario.missed_heartbeats * scenario.heartbeat_interval_s
+
+    def submit(self, client: Client, spec: RequestSpec) -> None:
+        self.clients[spec.request] = client
+        self.feed(Submitted(spec))
+
+    def feed(self, event: Event) -> None:
+        """As `ConductorDriver.feed`."""
+        self._events.append(event)
+        if self._is_feeding:
+            return
+        self._is_feeding = True
+        try:
+            while self._events:
+                for action in self._handle(self._events.popleft()):
+                    match action:
+                        case Send(worker, message):
+                            link = self._links.get(worker)
+                            if link is not None:
+                                link.endpoint.post(message)
+                        case Deliver(request, delivery):
+                            self.clients[request].deliver(delivery)
+                        case Lifecycle():
+                            self.clients[action.request].lifecycle(action)
+                        case Ended(request, _):
+                            self.clients.pop(request).ended()
+        finally:
+            self._is_feeding = False
+        self.arm()
+
+    def next_deadline(self) -> float | None:
+        return self.conductor.next_deadline()
+
+    def tick(self) -> None:
+        self.feed(Tick())
+
+    def _handle(self, event: Event) -> Any:
+        try:
+            return self.conductor.handle(event, self.now())
+        except Exception as error:  # the live router ends here: never to be seen in a run
+            raise Violation("core", f"{self}: {event}: {type(error).__name__}: {error}") from error
+
+    # ---- links
+
+    def accept(self, endpoint: Endpoint) -> None:
+        endpoint.handler = _Link(self, endpoint)
+
+    def on_register(self, link: _Link, register: Any) -> None:
+        assert isinstance(register, Register), register
+        present = [other.register for other in self._links.values() if other.register is not None]
+        block_size = self._site.scenario.block_size
+        reason = refusal(register, present, self._epochs.get(register.worker), block_size)
+        if reason is not None:
+            link.endpoint.post(Refused(reason=reason))
+            link.endpoint.close()
+            return
+        link.register = register
+        link.last_sign_at = self.now()
+        old = self._links.get(register.worker)
+        self._links[register.worker] = link
+        self._epochs[register.worker] = register.epoch
+        if old is not None:
+            old.endpoint.close()
+        interval_s = self._site.scenario.heartbeat_interval_s
+        link.endpoint.post(Welcome(router=RouterId(self.name), heartbeat_interval_s=interval_s))
+        self.feed(WorkerJoined(register))
+        self._watch(link, self._silence_limit_s)
+
+    def on_worker_message(self, link: _Link, register: Register, message: Any) -> None:
+        if self._links.get(register.worker) is not link:
+            return
+        link.last_sign_at = self.now()
+        self.feed(FromWorker(register.worker, register.epoch, message))
+
+    def let_out(self, link: _Link, reason: str) -> None:
+        register = link.register
+        if register is not None and self._links.get(register.worker) is link:
+            del self._links[register.worker]
+            self.feed(WorkerGone(register.worker, register.epoch, reason))
+
+    def _watch(self, link: _Link, in_s: float) -> None:
+        self.later(in_s, self._check, link, self.now() + in_s)
+
+    def _check(self, link: _Link, due: float) -> None:
+        """As `WorkerLinks`: a silent worker gets a second look, so that this process may have slept itself."""
+        assert link.register is not None
+        if self._links.get(link.register.worker) is not link:
+            return
+        now = self.now()
+        silent_s = now - link.last_sign_at
+        if silent_s < self._silence_limit_s:
+            link.is_suspected = False
+            self._watch(link, self._silence_limit_s - silent_s)
+        elif not link.is_suspected or now - due > SECOND_LOOK_S:
+            link.is_suspected = True
+            self._watch(link, SECOND_LOOK_S)
+        else:
+            link.endpoint.close()
+            self._site.counters["found hung"] += 1
+            self.let_out(link, f"no sign of life for {silent_s:.1f} s")

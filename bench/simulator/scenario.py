@@ -1,0 +1,110 @@
+"""What one run simulates: the cluster, its timing and its clients, all drawn from a seed or given.
+
+Pools are small, prompts take several blocks, budgets are tight: chunks, prefix sharing, preemption, full pools and
+refusals are the rule. Some runs keep the live system's times, most have shorter ones, so that more meets.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from cluster.engine.prefill_order import PrefillOrder
+from decode_worker.core import DecodeConfig
+from prefill_worker.core import PrefillConfig
+from router.config import ConductorConfig, PolicyConfig
+
+BLOCK_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Times in virtual seconds. `fault_every`: mean number of events between two faults, None for none."""
+
+    seed: int
+    num_requests: int
+    num_clients: int  # each has one request at a time
+    think_s: float  # mean pause of a client between its requests
+    num_routers: int
+    num_prefill: int
+    num_decode: int
+    in_place: bool
+    block_size: int
+    prefill_blocks: int
+    decode_blocks: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    prefill: PrefillConfig
+    decode: DecodeConfig
+    conductor: ConductorConfig
+    heartbeat_interval_s: float = 0.5
+    missed_heartbeats: int = 6
+    drain_grace_s: float = 5.0
+    delay_s: float = 0.0005  # of a message, on average
+    block_s: float = 0.0003  # to move one block of KV
+    step_s: float = 0.004  # a step costs this and `token_s` per token
+    token_s: float = 0.0002
+    restart_s: float = 0.3  # from a worker's death to its next epoch
+    fault_every: int | None = None
+
+
+def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(f"{seed}/scenario")
+    size = rng.choice([2, 4, 4, 5, 8])
+    max_prompt, max_new = rng.choice([(20, 8), (30, 8), (40, 12)])
+    most_blocks = -(-(max_prompt + max_new) // size)
+    live_times = rng.random() < 0.2
+    peer_timeout_s = 10.0 if live_times else rng.choice([1.0, 3.0])
+    return Scenario(
+        seed=seed,
+        num_requests=num_requests,
+        num_clients=rng.choice([4, 8, 16, 24]),
+        think_s=rng.choice([0.0, 0.005, 0.05]),
+        num_routers=rng.choice([1, 1, 1, 2]),
+        num_prefill=rng.choice([0, 1, 1, 2, 2, 3]),
+        num_decode=rng.choice([1, 2, 2, 3]),
+        in_place=rng.random() < 0.5,
+        block_size=size,
+        prefill_blocks=most_blocks * rng.choice([2, 4, 8]),
+        decode_blocks=most_blocks * rng.choice([2, 3, 6, 12]),
+        max_prompt_tokens=max_prompt,
+        max_new_tokens=max_new,
+        prefill=PrefillConfig(
+            block_bytes=BLOCK_BYTES,
+            max_step_tokens=rng.choice([7, 16, 32]),
+            max_piece_bytes=BLOCK_BYTES * rng.choice([1, 2, 3]),
+            max_pieces_in_flight=rng.choice([1, 2, 4]),
+            peer_timeout_s=peer_timeout_s,
+            order=PrefillOrder(aging_bound_s=rng.choice([0.1, 1.0, 10.0])),
+        ),
+        decode=DecodeConfig(
+            block_bytes=BLOCK_BYTES,
+            max_num_seqs=rng.choice([4, 8, 16]),
+            growth_blocks=rng.choice([0, 1, 1, 2]),
+            chunk_tokens=rng.choice([8, 16, 32]),
+            mixed_chunk_tokens=rng.choice([4, 8]),
+        ),
+        conductor=_conductor(rng, live_times),
+        delay_s=rng.choice([0.0001, 0.0005, 0.003]),
+        block_s=rng.choice([0.0001, 0.0005, 0.004]),
+        restart_s=rng.choice([0.1, 0.5, 2.0]),
+        fault_every=rng.choice([300, 800, 800, 2000]) if faults else None,
+    )
+
+
+def _conductor(rng: random.Random, live_times: bool) -> ConductorConfig:
+    policy = PolicyConfig(growth_tokens=rng.choice([2, 8]), local_min_gain_s=rng.choice([0.001, 0.02]))
+    if live_times:
+        return ConductorConfig(policy=policy)
+    return ConductorConfig(
+        lease_ttl_s=rng.choice([0.5, 2.0]),
+        reserve_timeout_s=1.0,
+        prefill_timeout_s=6.0,
+        first_token_timeout_s=1.0,
+        commit_timeout_s=2.0,
+        decode_silence_s=6.0,
+        stall_timeout_s=3.0,
+        queue_timeout_s=20.0,
+        policy=policy,
+    )
