@@ -36,6 +36,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from cluster.step_model import StepModel, StepWork, chunk_attention
@@ -77,6 +78,9 @@ class DecodeBatch:
     num_rows: int = 0
     context: int = 0
     slack_s: float = math.inf
+    num_yielding: int = 0  # rows whose first token was late: they need not be in every step
+    yielding_context: int = 0
+    life_s: float = math.inf  # mean time a row decodes here
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,8 @@ class SloSettings:
     safety: float = 0.985  # share of the TPOT and gap targets that steps aim at
     max_idle_step_s: float = 0.05  # step without streams that have a target
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
-    leftover_load: float = 0.85  # decode share of a step up to which demoted prompts may start
-    aged_share: float = 0.02  # of the time, for those that are not on time
+    yielding_load: float = 0.25  # share of a step that rows which yield may take; more prompts do not begin
+    aged_share: float = 0.01  # of the time, for those that are not on time
     bank_use: float = 0.25  # share of a stream's lead that one step may use
     catch_up: float = 0.1  # share of a stream's lag that one step makes up for
     max_looked_at: int = 256
@@ -122,37 +126,54 @@ class Classes(Generic[P]):
 
 
 def classify(
-    prompts: Iterable[P], now: float, model: StepModel, load_s: float, tpot_s: float, min_share: float
+    prompts: Iterable[P], now: float, model: StepModel, decode: DecodeBatch, tpot_s: float, min_share: float
 ) -> Classes[P]:
     """Who will be on time; see the module.
 
     Args:
         prompts: by deadline.
-        load_s: seconds of each step that are taken, by decode and by the step's fixed cost.
         tpot_s: length of a step.
     """
     kept: list[tuple[float, int, float, float, P]] = []  # (-total cost, order, prefill, load, prompt)
     dropped: list[tuple[int, P]] = []
-    work_s = added_s = 0.0
     per_token_s, per_attention_s = model.per_token_s, model.per_attention_s
-    most, least = 1 - load_s / tpot_s, min_share
+    reading_s = model.per_context_s * decode.context
+    leaving = 1 / decode.life_s
+    work_s = added_s = 0.0
+    wait_s, num_kept = 0.0, 0
+    load_s = model.per_token_s * decode.num_rows + reading_s
     for order, prompt in enumerate(prompts):
         start = prompt.num_computed
         rest = prompt.num_tokens - start
         cost_s = rest * (per_token_s + per_attention_s * (start + (rest + 1) / 2))
         extra_s = prompt.load_s
         heapq.heappush(kept, (-(cost_s + prompt.decode_s), order, cost_s, extra_s, prompt))
+        num_kept += 1
         work_s += cost_s
         added_s += extra_s
-        share = most - added_s / tpot_s
-        if now + work_s / (share if share > least else least) > prompt.deadline_s:
+        staying = max(0.5, 1 - wait_s * leaving)
+        share = 1 - (model.fixed_s + load_s * staying + added_s) / tpot_s
+        if model.fixed_s + model.floor_s + reading_s * staying + added_s - num_kept * per_token_s > tpot_s:
+            share = 0.0
+        wait_s = work_s / max(share, min_share)
+        if now + wait_s > prompt.deadline_s:
             _, index, cost_s, extra_s, victim = heapq.heappop(kept)
+            num_kept -= 1
             work_s -= cost_s
             added_s -= extra_s
+            wait_s = min(wait_s, prompt.deadline_s - now)
             dropped.append((index, victim))
     kept.sort(key=lambda entry: entry[1])
     dropped.sort(key=lambda entry: entry[0])
     return Classes([entry[4] for entry in kept], [prompt for _, prompt in dropped], work_s, added_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan(Generic[P]):
+    """(prompt, tokens) to compute, and whether the rows that yield are in the step."""
+
+    chunks: list[tuple[P, int]]
+    runs_yielding: bool
 
 
 class SloScheduler(Generic[P]):
@@ -191,36 +212,35 @@ class SloScheduler(Generic[P]):
                 return
         self._late.remove(prompt)
 
-    def plan(self, now: float, decode: DecodeBatch, room: int) -> list[tuple[P, int]]:
-        """(prompt, tokens) for the step that begins now. `room`: tokens of KV that prompts not yet begun may
-        take; a prompt begins only if all of it fits."""
+    def plan(self, now: float, decode: DecodeBatch, room: int) -> StepPlan[P]:
+        """The step that begins now. `room`: tokens of KV that prompts not yet begun may take; a prompt begins
+        only if all of it fits."""
         self._expire(now)
-        if not self._waiting and not self._late:
-            self.work_s = self.load_s = self._credit_s = 0.0
-            self.num_demoted = 0
-            self._planned_at = now
-            return []
         settings, model = self.settings, self.model
         tpot_s = min(self.targets.tpot_s, self.targets.gap_s) * settings.safety
-        load_s = model.fixed_s + model.per_token_s * decode.num_rows + model.per_context_s * decode.context
-        classes = classify(
-            self._waiting[: settings.max_looked_at], now, model, load_s, tpot_s, settings.min_share
-        )
+        looked_at = self._waiting[: settings.max_looked_at]
+        classes = classify(looked_at, now, model, decode, tpot_s, settings.min_share)
         self.work_s, self.load_s, self.num_demoted = classes.work_s, classes.load_s, len(classes.demoted)
-        budget_s = step_budget_s(self.targets, decode.slack_s, settings)
-        step = _Step(model, decode, budget_s, room)
+        step = _Step(model, decode, step_budget_s(self.targets, decode.slack_s, settings), room)
+        yield_s = model.per_token_s * decode.num_yielding + model.per_context_s * decode.yielding_context
+        oldest = self._late[0] if self._late else classes.demoted[0] if classes.demoted else None
+        self._earn(now, is_owed=oldest is not None or decode.num_yielding > 0)
+        if decode.num_yielding and self._credit_s >= yield_s:
+            step.add_rows(decode.num_yielding, decode.yielding_context)
+            self._credit_s -= yield_s
+        elif oldest is not None and not decode.num_yielding:
+            self._age(oldest, step, tpot_s)
         for prompt in classes.on_time:
             if not step.take(prompt):
                 break
-        others = [*self._late, *classes.demoted] if self._late or classes.demoted else []
-        limit_s = settings.leftover_load * tpot_s - load_s
-        for prompt in others:
-            if prompt.load_s > limit_s and decode.num_rows:
-                continue
-            if not step.take(prompt):
-                break
-        self._age(now, others, step, tpot_s)
-        return step.chunks
+        if decode.num_yielding and not step.has_yielding and step.has_room(yield_s):
+            step.add_rows(decode.num_yielding, decode.yielding_context)
+        if not decode.num_yielding or step.has_yielding:
+            limit_s = settings.yielding_load * tpot_s - yield_s
+            for prompt in chain(self._late, classes.demoted):
+                if (prompt.load_s <= limit_s or not decode.num_yielding) and not step.take(prompt):
+                    break
+        return StepPlan(step.chunks, step.has_yielding)
 
     def _expire(self, now: float) -> None:
         count = 0
@@ -232,20 +252,15 @@ class SloScheduler(Generic[P]):
         self._late.extend(self.newly_late)
         del self._waiting[:count]
 
-    def _age(self, now: float, others: Sequence[P], step: _Step[P], tpot_s: float) -> None:
-        """The share of the oldest one; it pays as it goes, and first for what it got anyway."""
-        if not others:
-            self._credit_s, self._planned_at = 0.0, now
-            return
-        self._credit_s += (now - self._planned_at) * self.settings.aged_share
-        self._planned_at = now
-        oldest = others[0]
-        is_begun = any(prompt is oldest for prompt, _ in step.chunks)
-        if is_begun:
-            self._credit_s = 0.0
-            return
+    def _earn(self, now: float, is_owed: bool) -> None:
+        """What those that are not on time may claim."""
+        earned_s = (now - self._planned_at) * self.settings.aged_share if is_owed else -self._credit_s
+        self._credit_s, self._planned_at = self._credit_s + earned_s, now
+
+    def _age(self, oldest: P, step: _Step[P], tpot_s: float) -> None:
+        """A chunk for the oldest one, from the share it has waited for."""
         rest_s = prefill_s(self.model, oldest.num_tokens, oldest.num_computed)
-        wanted_s = min(rest_s + oldest.decode_s, tpot_s)
+        wanted_s = min(rest_s, tpot_s / 4)
         if self._credit_s >= wanted_s and step.force(oldest, wanted_s):
             self._credit_s -= wanted_s
 
@@ -255,6 +270,7 @@ class _Step(Generic[P]):
 
     def __init__(self, model: StepModel, decode: DecodeBatch, budget_s: float, room: int) -> None:
         self.chunks: list[tuple[P, int]] = []
+        self.has_yielding = False
         self._model = model
         self._budget_s = budget_s
         self._room = room
@@ -262,22 +278,38 @@ class _Step(Generic[P]):
         self._context = decode.context
         self._attention = 0.0
 
+    def has_room(self, seconds: float) -> bool:
+        """Whether more work of so many seconds keeps the budget (beyond the ridge)."""
+        return self._model.step_s(self._work) + seconds <= self._budget_s
+
+    def add_rows(self, num_rows: int, context: int) -> None:
+        """Rows that yield, all of them."""
+        self._tokens += num_rows
+        self._context += context
+        self.has_yielding = True
+
+    @property
+    def _work(self) -> StepWork:
+        return StepWork(self._tokens, self._context, self._attention)
+
     def take(self, prompt: P) -> bool:
         """False: the step is full."""
         return self._take(prompt, self._budget_s)
 
-    def force(self, prompt: P, extra_s: float) -> bool:
-        """A chunk of about `extra_s`, whatever the budget. False: no KV for it."""
-        work = StepWork(self._tokens, self._context, self._attention)
-        return self._take(prompt, max(self._budget_s, self._model.step_s(work)) + extra_s)
+    def force(self, prompt: P, wanted_s: float) -> bool:
+        """A chunk of at most `wanted_s`, of the budget if that has room, else beyond it. False: no KV for it."""
+        count = len(self.chunks)
+        self._take(prompt, self._model.step_s(self._work) + wanted_s)
+        return len(self.chunks) > count
 
     def _take(self, prompt: P, budget_s: float) -> bool:
         start = prompt.num_computed
         new_tokens = prompt.new_kv_tokens
         if new_tokens > self._room:
             return True  # others may be smaller
-        work = StepWork(self._tokens, self._context, self._attention)
-        count = self._model.most_chunk_tokens(work, start, prompt.num_tokens - start, budget_s)
+        if self.chunks and self.chunks[0][0] is prompt:
+            return True  # it has its chunk
+        count = self._model.most_chunk_tokens(self._work, start, prompt.num_tokens - start, budget_s)
         if count <= 0:
             return False
         self.chunks.append((prompt, count))

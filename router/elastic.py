@@ -74,6 +74,7 @@ class ElasticSettings:
     safety: float = 0.985  # share of the targets that predictions must stay within
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
     near: float = 0.05  # costs within this share of the least are equal
+    local_bonus: float = 1.2  # so much longer may a step be where the prompt's KV is already
     max_wait_s: float = math.inf
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
@@ -87,6 +88,7 @@ class Ask:
     expected_output: float
     cached: Column | None = None
     kv_bytes_per_token: int = 131_072
+    life_s: float = math.inf  # mean time a row decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
         late_s = float(np.where(fleet.can_prefill, fleet.late_s, np.inf).min())
         if soonest_s > targets.ttft_s and late_s > settings.max_wait_s:
             return TurnAway(late_s - settings.max_wait_s)
-    decode = choose_decode(fleet, ask, prefill, targets, settings)
+    decode = choose_decode(fleet, ask, prefill, targets, settings, min(soonest_s, targets.ttft_s))
     return Place(prefill, decode, soonest_s)
 
 
@@ -126,21 +128,24 @@ def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: Elastic
     start: Column | float = 0.0 if ask.cached is None else ask.cached
     rest = ask.num_tokens - start
     own_s = rest * (fleet.per_token_s + fleet.per_attention_s * (start + (rest + 1) / 2))
-    reading_s = fleet.fixed_s + fleet.per_context_s * fleet.context
-    load_s = reading_s + fleet.per_token_s * fleet.rows + fleet.queued_load_s
-    load_s = load_s + fleet.per_token_s + fleet.per_context_s * ask.num_tokens
+    staying = np.maximum(0.5, 1 - np.minimum(fleet.work_s + own_s, targets.ttft_s) / ask.life_s)
+    reading_s = fleet.fixed_s + fleet.per_context_s * (fleet.context * staying + ask.num_tokens)
+    load_s = reading_s + fleet.per_token_s * (fleet.rows * staying + 1) + fleet.queued_load_s
     share = 1 - load_s / step_s
-    share = np.where(reading_s + fleet.floor_s > step_s, 0.0, share)
+    share = np.where(reading_s + fleet.queued_load_s + fleet.floor_s > step_s, 0.0, share)
     idle = (fleet.rows + fleet.queued_load_s) == 0
     share = np.where(idle, 0.95, np.maximum(share, settings.min_share))
     return (fleet.work_s + own_s) / share + np.where(idle, fleet.fixed_s + fleet.floor_s, step_s / 2)
 
 
-def choose_decode(fleet: Fleet, ask: Ask, prefill: int, targets: Targets, settings: ElasticSettings) -> int:
-    """The worker where a prompt that worker `prefill` computes should decode."""
+def choose_decode(
+    fleet: Fleet, ask: Ask, prefill: int, targets: Targets, settings: ElasticSettings, wait_s: float
+) -> int:
+    """The worker where a prompt that worker `prefill` has computed in `wait_s` should decode."""
     step_limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety
-    rows = fleet.rows + fleet.coming_rows + 1
-    context = fleet.context + fleet.coming_context + ask.num_tokens
+    staying = max(0.5, 1 - wait_s / ask.life_s)
+    rows = fleet.rows * staying + fleet.coming_rows + 1
+    context = fleet.context * staying + fleet.coming_context + ask.num_tokens
     busy_s = fleet.per_token_s * rows
     step_s = fleet.fixed_s + np.maximum(fleet.floor_s, busy_s) + fleet.per_context_s * context
     room = fleet.kv_tokens * (1 - settings.kv_headroom) - fleet.kv_used - fleet.coming_context
@@ -152,17 +157,17 @@ def choose_decode(fleet: Fleet, ask: Ask, prefill: int, targets: Targets, settin
         moving_s[prefill] = 0.0
         can &= step_s + moving_s <= targets.gap_s * settings.safety
     good = can & (step_s <= step_limit_s)
+    good[prefill] = can[prefill] and step_s[prefill] <= step_limit_s * settings.local_bonus
     if not good.any():
         if not can.any():
             can = fleet.can_decode
         over_s = np.where(can, step_s, np.inf)
         best = int(over_s.argmin())
-        is_near = can[prefill] and step_s[prefill] <= over_s[best] * (1 + settings.near)
+        is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
         return prefill if is_near else best
     cost = (fleet.per_token_s + fleet.per_context_s * ask.num_tokens) / fleet.per_token_s
     cost = np.where(good, cost, np.inf)
-    least = float(cost.min())
-    if cost[prefill] <= least * (1 + settings.near):
+    near = float(cost.min()) * (1 + settings.near)
+    if cost[prefill] <= near:
         return prefill
-    load_s = np.where(cost <= least * (1 + settings.near), step_s, np.inf)
-    return int(load_s.argmin())
+    return int(np.where(cost <= near, step_s, np.inf).argmin())

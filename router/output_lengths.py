@@ -26,6 +26,10 @@ class OutputLengths:
         weight = min(weight + 1, MEMORY)
         self._buckets[num_prompt.bit_length()] = (mean + (num_output - mean) / weight, weight)
 
+    @property
+    def mean(self) -> float:
+        return self._mean
+
     def expect(self, num_prompt: int) -> float:
         mean, weight = self._buckets.get(num_prompt.bit_length(), (0.0, 0.0))
         return (mean * weight + self._mean * PRIOR_WEIGHT) / (weight + PRIOR_WEIGHT)

@@ -93,7 +93,9 @@ def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
         kind = hardware(name)
         if count is None:
             if len(parts) > 1:
-                raise ConfigError(f"--hardware `{part}`: with several kinds give each a count, as in {name}:8")
+                raise ConfigError(
+                    f"--hardware `{part}`: with several kinds give each a count, as in {name}:8"
+                )
             count = 1 if num_workers is None else num_workers
         if count <= 0:
             raise ConfigError(f"--hardware `{part}`: a kind needs at least one worker, or leave it out")
@@ -117,7 +119,9 @@ def hardware(name: str) -> Hardware:
     if known is not None:
         return known
     if not name.endswith(".json") and not Path(name).is_file():
-        raise ConfigError(f"--hardware `{name}` is unknown: use {', '.join(KINDS)}, or a calibration's JSON file")
+        raise ConfigError(
+            f"--hardware `{name}` is unknown: use {', '.join(KINDS)}, or a calibration's JSON file"
+        )
     return _from_file(Path(name))
 
 
@@ -129,7 +133,9 @@ def _from_file(path: Path) -> Hardware:
     except msgspec.DecodeError as error:
         raise ConfigError(f"--hardware {path}: not a calibration: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"--hardware {path}: not a calibration: write an object with {', '.join(COEFFICIENTS)}")
+        raise ConfigError(
+            f"--hardware {path}: not a calibration: write an object with {', '.join(COEFFICIENTS)}"
+        )
     inner = raw.get("step_model", raw)
     if not isinstance(inner, dict):
         raise ConfigError(f"--hardware {path}: `step_model` is not an object with {', '.join(COEFFICIENTS)}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bench.simulator.fleet.request import Request
+from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
 from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets, prefill_s
 from router.elastic import Ask, ElasticSettings, Fleet, Place, choose_decode, place
@@ -61,7 +62,11 @@ class ElasticPolicy:
     def _ask(self, request: Request, cached: Any = None) -> Ask:
         expected = self._lengths.expect(request.num_prompt)
         size = self._workers[0].hardware.kv_bytes_per_token
-        return Ask(request.num_tokens, max(1.0, expected - request.num_generated), cached, size)
+        return Ask(request.num_tokens, max(1.0, expected - request.num_generated), cached, size, self._life_s)
+
+    @property
+    def _life_s(self) -> float:
+        return self._lengths.mean * self._targets.tpot_s
 
     def _cached(self, request: Request) -> Any:
         if not self._caches or not request.blocks:
@@ -99,17 +104,23 @@ class ElasticPolicy:
         fleet.work_s[index] = scheduler.work_s
         fleet.queued_load_s[index] = scheduler.load_s
 
-    def chunks(self, worker: Worker, now: float) -> list[tuple[Request, int]]:
-        scheduler = self._schedulers[worker.index]
-        if not len(scheduler):
-            return []
-        slack_s = worker.slack_s(now, self._targets.tpot_s)
-        batch = DecodeBatch(worker.rows, worker.context, slack_s)
-        chunks = scheduler.plan(now, batch, worker.kv_room - 2 * worker.rows)
+    def plan(self, worker: Worker, now: float) -> Plan:
+        scheduler, yielding = self._schedulers[worker.index], worker.yielding
+        if not len(scheduler) and not yielding.rows:
+            return Plan([])
+        batch = DecodeBatch(
+            worker.batch.rows,
+            worker.batch.context,
+            worker.slack_s(now, self._targets.tpot_s),
+            yielding.rows,
+            yielding.context,
+            self._life_s,
+        )
+        step = scheduler.plan(now, batch, worker.kv_room - 2 * worker.rows)
         for request in scheduler.newly_late:
             self._release(request)
         self._report(worker.index)
-        return chunks
+        return Plan(step.chunks, step.runs_yielding)
 
     def is_waiting(self, worker: Worker) -> bool:
         return bool(len(self._schedulers[worker.index]))
@@ -117,7 +128,7 @@ class ElasticPolicy:
     def decode_worker(self, request: Request, worker: Worker, now: float) -> int:
         if not request.is_reserved:
             request.decode_at = choose_decode(
-                self._fleet, self._ask(request), worker.index, self._targets, self._settings
+                self._fleet, self._ask(request), worker.index, self._targets, self._settings, 0.0
             )
             self._reserve(request)
         return request.decode_at
@@ -131,8 +142,7 @@ class ElasticPolicy:
 
     def joined(self, request: Request, worker: Worker) -> None:
         self._release(request)
-        self._fleet.rows[worker.index] = worker.rows
-        self._fleet.context[worker.index] = worker.context
+        self._count(worker)
 
     def ended(self, request: Request, worker: Worker) -> None:
         self._release(request)
@@ -144,9 +154,12 @@ class ElasticPolicy:
         return worker.index
 
     def stepped(self, worker: Worker) -> None:
+        self._count(worker)
+
+    def _count(self, worker: Worker) -> None:
         fleet, index = self._fleet, worker.index
-        fleet.rows[index] = worker.rows
-        fleet.context[index] = worker.context
+        fleet.rows[index] = worker.batch.rows
+        fleet.context[index] = worker.batch.context
         fleet.kv_used[index] = worker.kv_used
 
     def facts(self) -> dict[str, Any]:

@@ -10,12 +10,14 @@ Both take `fcfs` or `srf` (shortest remaining first) as order of the prompts, an
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bench.simulator.fleet.request import Request
+from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import Worker
 from cluster.step_model import StepModel, StepWork
 
@@ -33,9 +35,8 @@ class FixedSettings:
 class FixedPolicy:
     """See the module."""
 
-    def __init__(self, settings: FixedSettings, ttft_s: float) -> None:
+    def __init__(self, settings: FixedSettings, _: float = 0.0) -> None:
         self._settings = settings
-        self._ttft_s = ttft_s
         self._workers: Sequence[Worker] = ()
         self._queues: list[list[Request]] = []
         self._queued_tokens: list[int] = []
@@ -56,7 +57,7 @@ class FixedPolicy:
         return range(self._settings.num_prefill, len(self._workers))
 
     def arrive(self, request: Request, now: float) -> int | None:
-        request.deadline_s = request.arrival_s + self._ttft_s
+        request.deadline_s = math.inf  # it knows none: all rows are equal
         where = self._prefill_workers()
         if self._settings.is_round_robin:
             index = where[self._turn % len(where)]
@@ -80,7 +81,10 @@ class FixedPolicy:
             queue.append(request)
         self._queued_tokens[index] += request.num_tokens - request.num_computed
 
-    def chunks(self, worker: Worker, now: float) -> list[tuple[Request, int]]:
+    def plan(self, worker: Worker, now: float) -> Plan:
+        return Plan(self._chunks(worker))
+
+    def _chunks(self, worker: Worker) -> list[tuple[Request, int]]:
         chosen: list[tuple[Request, int]] = []
         queue = self._queues[worker.index]
         if not queue:

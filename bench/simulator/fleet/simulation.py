@@ -17,13 +17,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from bench.simulator.fleet.request import Request
-from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
+from bench.simulator.fleet.worker import BLOCK_TOKENS, Batch, Worker
 from bench.simulator.hardware import HANDOFF_S, Hardware
 from cluster.errors import BatonError
 from cluster.step_model import StepWork, chunk_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: what rides in it beside the batch, and whether the rows that yield are in it."""
+
+    chunks: list[tuple[Request, int]]
+    runs_yielding: bool = True
 
 
 class Policy(Protocol):
@@ -34,8 +43,8 @@ class Policy(Protocol):
     def arrive(self, request: Request, now: float) -> int | None:
         """Queue it; the worker that may now have something to do. None: it is turned away."""
 
-    def chunks(self, worker: Worker, now: float) -> list[tuple[Request, int]]:
-        """What rides in the step that begins; no prompt it has no KV room for."""
+    def plan(self, worker: Worker, now: float) -> Plan:
+        """The step that begins; no prompt it has no KV room for."""
 
     def is_waiting(self, worker: Worker) -> bool:
         """Somebody waits here, so the next step must be asked for."""
@@ -144,8 +153,12 @@ class Simulation:
 
     def _begin(self, worker: Worker) -> None:
         joining = self._join(worker) if worker.landed else ()
-        chunks = self._policy.chunks(worker, self.now)
-        rows = worker.rows
+        plan = self._policy.plan(worker, self.now)
+        batch, yielding, chunks = worker.batch, worker.yielding, plan.chunks
+        rows, context = batch.rows, batch.context
+        worker.runs_yielding = plan.runs_yielding and yielding.rows > 0
+        if worker.runs_yielding:
+            rows, context = rows + yielding.rows, context + yielding.context
         if not rows and not chunks:
             return
         tokens, attention = rows, 0.0
@@ -154,15 +167,18 @@ class Simulation:
                 self._begin_prompt(request, worker)
             tokens += count
             attention += chunk_attention(request.num_computed, count)
-        seconds = worker.model.step_s(StepWork(tokens, worker.context, attention))
+        seconds = worker.model.step_s(StepWork(tokens, context, attention))
         if chunks and rows:
             seconds += worker.hardware.mixed_s
         for request in joining:
             request.worst_gap_s = max(request.worst_gap_s, self.now - request.last_token_s + seconds)
         length = 1
-        if not chunks and not self._policy.is_waiting(worker):
-            growth = worker.kv_room // rows
-            length = max(1, min(worker.finishing[0][0] - worker.steps, growth))
+        if not chunks and not self._policy.is_waiting(worker) and worker.runs_yielding == (yielding.rows > 0):
+            length = worker.kv_room // rows
+            for group in (batch, yielding):
+                if group.rows:
+                    length = min(length, group.next_finish())
+            length = max(1, length)
         worker.chunks = chunks
         worker.run_start_s, worker.run_base_s, worker.run_length = self.now, seconds, length
         worker.run_growth_s = worker.model.per_context_s * rows
@@ -178,16 +194,16 @@ class Simulation:
                 waiting.append(request)
                 continue
             worker.hold(needed)
-            worker.rows += 1
-            worker.context += request.num_tokens + 1
-            request.start_step = worker.steps
-            finish = worker.steps + request.num_output - request.num_generated
-            heapq.heappush(worker.finishing, (finish, request.index, request))
             assert request.first_s is not None
-            if request.first_s <= request.deadline_s and not request.num_preemptions:
-                due_s = request.first_s - worker.steps * self._tpot_s
+            if request.first_s <= request.deadline_s:
+                worker.batch.join(request)
+                due_s = request.first_s - (worker.batch.steps + 1 - request.num_generated) * self._tpot_s
                 heapq.heappush(worker.due, (due_s, request.index, request))
-            joined.append(request)
+                joined.append(request)
+            else:
+                if not worker.yielding.rows:
+                    worker.yielded_s = self.now
+                worker.yielding.join(request)
             self._policy.joined(request, worker)
         worker.landed = waiting
         return joined
@@ -205,19 +221,22 @@ class Simulation:
         request.decode_at = self._policy.decode_worker(request, worker, self.now)
 
     def _end(self, worker: Worker) -> None:
-        length, rows = worker.run_length, worker.rows
+        length = worker.run_length
         worker.is_busy = False
         worker.steps += length
         worker.busy_s += self.now - worker.run_start_s
         self.num_steps += length
-        if rows:
-            worker.context += rows * length
-            worker.kv_used += rows * length
-            worker.note_step(worker.run_base_s + worker.run_growth_s * (length - 1))
-            self._finish_rows(worker)
+        longest_s = worker.run_base_s + worker.run_growth_s * (length - 1)
+        if worker.batch.rows:
+            worker.kv_used += worker.batch.rows * length
+            self._finish(worker, worker.batch, worker.batch.advance(length, longest_s))
+        if worker.runs_yielding:
+            waited_s = worker.run_start_s - worker.yielded_s
+            worker.yielded_s = self.now
+            worker.kv_used += worker.yielding.rows * length
+            self._finish(worker, worker.yielding, worker.yielding.advance(length, longest_s + waited_s))
         for request, count in worker.chunks:
             request.num_computed = min(request.num_tokens, request.num_computed + count)
-            worker.num_prefilled += count
             is_complete = request.num_computed >= request.num_tokens
             if request.decode_at != worker.index and request.num_output - request.num_generated > 1:
                 self._send(request, worker, count, is_complete)
@@ -229,28 +248,13 @@ class Simulation:
         self._policy.stepped(worker)
         self._begin(worker)
 
-    def _finish_rows(self, worker: Worker) -> None:
-        finishing = worker.finishing
-        while finishing and finishing[0][0] <= worker.steps:
-            finish, _, request = heapq.heappop(finishing)
-            if request.finish_s is not None or finish != self._finish_step(request):
-                continue
-            self._leave(request, worker)
+    def _finish(self, worker: Worker, group: Batch, done: list[Request]) -> None:
+        for request in done:
+            group.leave(request)
             request.finish_s = self.now
             request.num_generated = request.num_output
             self._release(worker, request, request.num_prompt + request.num_output)
             self._policy.ended(request, worker)
-
-    @staticmethod
-    def _finish_step(request: Request) -> int:
-        return request.start_step + request.num_output - request.num_generated
-
-    def _leave(self, request: Request, worker: Worker) -> None:
-        """Out of the batch; its worst gap is known now."""
-        grown = worker.steps - request.start_step
-        worker.rows -= 1
-        worker.context -= request.num_tokens + 1 + grown
-        request.worst_gap_s = max(request.worst_gap_s, worker.longest_since(request.start_step))
 
     def _release(self, worker: Worker, request: Request, num_tokens: int) -> None:
         worker.kv_used -= num_tokens
@@ -288,16 +292,10 @@ class Simulation:
         """The latest row goes until the next step has room; it is computed again when there is."""
         evicted = []
         while worker.rows and worker.kv_used > worker.hardware.kv_tokens - worker.rows:
-            request = max(
-                (entry[2] for entry in worker.finishing if entry[0] == self._finish_step(entry[2])),
-                key=lambda row: (row.start_step, row.index),
-            )
-            self._leave(request, worker)
-            grown = worker.steps - request.start_step
-            held = request.num_tokens + 1 + grown
-            worker.kv_used -= held
-            worker.finishing = [entry for entry in worker.finishing if entry[2] is not request]
-            heapq.heapify(worker.finishing)
+            group = worker.yielding if worker.yielding.rows else worker.batch
+            request = group.pop_latest()
+            grown = group.leave(request)
+            worker.kv_used -= request.num_tokens + 1 + grown
             request.num_generated += grown
             request.num_tokens = request.num_prompt + request.num_generated
             request.num_computed = 0

@@ -82,7 +82,9 @@ def make_requests(
 def _own_times(rows: Sequence[TraceRow], rate: float, num_requests: int, first: int) -> list[float]:
     span_s = rows[-1].time_s
     if span_s <= 0:
-        raise ConfigError("The rows of the trace all have one time, so it has no rhythm: use Poisson arrivals.")
+        raise ConfigError(
+            "The rows of the trace all have one time, so it has no rhythm: use Poisson arrivals."
+        )
     lap_s = span_s * len(rows) / max(1, len(rows) - 1)
     times_s = []
     for index in range(num_requests):
@@ -90,6 +92,8 @@ def _own_times(rows: Sequence[TraceRow], rate: float, num_requests: int, first: 
         times_s.append(lap * lap_s + rows[at].time_s - rows[first].time_s)
     length_s = times_s[-1]
     if length_s <= 0:
-        raise ConfigError("The rows taken from the trace all have one time: use Poisson arrivals or more rows.")
+        raise ConfigError(
+            "The rows taken from the trace all have one time: use Poisson arrivals or more rows."
+        )
     scale = (num_requests - 1) / rate / length_s
     return [time_s * scale for time_s in times_s]
