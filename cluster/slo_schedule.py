@@ -98,8 +98,9 @@ class SloSettings:
 def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> float:
     """How long the next step may take.
 
-    A stream in time is due one TPOT from now. One with a lead allows for more, one that lags for less: part of
-    the difference is used per step, since the mean counts. Never above the gap limit, nor below half a TPOT.
+    A stream in time is due one TPOT from now. One with a lead allows for more, one that lags for less: part
+    of the difference is used per step, since the mean counts. Never above the gap limit, nor below half a
+    TPOT.
     """
     tpot_s = targets.tpot_s * settings.safety
     lead_s = slack_s - targets.tpot_s
@@ -221,7 +222,7 @@ class SloScheduler(Generic[P]):
         looked_at = self._waiting[: settings.max_looked_at]
         classes = classify(looked_at, now, model, decode, tpot_s, settings.min_share)
         self.work_s, self.load_s, self.num_demoted = classes.work_s, classes.load_s, len(classes.demoted)
-        step = _Step(model, decode, step_budget_s(self.targets, decode.slack_s, settings), room)
+        step: _Step[P] = _Step(model, decode, step_budget_s(self.targets, decode.slack_s, settings), room)
         yield_s = model.per_token_s * decode.num_yielding + model.per_context_s * decode.yielding_context
         oldest = self._late[0] if self._late else classes.demoted[0] if classes.demoted else None
         self._earn(now, is_owed=oldest is not None or decode.num_yielding > 0)
@@ -297,7 +298,7 @@ class _Step(Generic[P]):
         return self._take(prompt, self._budget_s)
 
     def force(self, prompt: P, wanted_s: float) -> bool:
-        """A chunk of at most `wanted_s`, of the budget if that has room, else beyond it. False: no KV for it."""
+        """A chunk of at most `wanted_s`, within the budget or not. False: there is no KV for it."""
         count = len(self.chunks)
         self._take(prompt, self._model.step_s(self._work) + wanted_s)
         return len(self.chunks) > count

@@ -2,7 +2,7 @@
 
 1. The router keeps one `Fleet`: a column per figure, an entry per worker. Workers report their load after
    each step or heartbeat; what has been placed since is added by the router.
-2. `place(fleet, request, targets)` gives the pair (P, D), or a rejection. P == D: it prefills where it decodes.
+2. `place(fleet, request, targets)` gives the pair (P, D), or a rejection. P == D: D prefills itself.
 3. When a prompt begins, `choose_decode` may be asked again, with the load of that moment.
 
 Algorithm:
@@ -75,6 +75,7 @@ class ElasticSettings:
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
     near: float = 0.05  # costs within this share of the least are equal
     local_bonus: float = 1.2  # so much longer may a step be where the prompt's KV is already
+    far_fill: float = 0.95  # share of the target up to which a worker takes rows computed elsewhere
     max_wait_s: float = math.inf
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
@@ -156,7 +157,9 @@ def choose_decode(
         moving_s = settings.handoff_s + ask.num_tokens * ask.kv_bytes_per_token / fleet.bytes_s * 0.1
         moving_s[prefill] = 0.0
         can &= step_s + moving_s <= targets.gap_s * settings.safety
-    good = can & (step_s <= step_limit_s)
+    lag_s = settings.handoff_s + ask.num_tokens * ask.kv_bytes_per_token / fleet.bytes_s * 0.1 + step_limit_s
+    far_limit_s = settings.far_fill * step_limit_s - lag_s / max(1.0, 0.5 * ask.expected_output)
+    good = can & (step_s <= far_limit_s)
     good[prefill] = can[prefill] and step_s[prefill] <= step_limit_s * settings.local_bonus
     if not good.any():
         if not can.any():

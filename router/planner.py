@@ -1,4 +1,4 @@
-"""Roles of workers: which only prefill, which only decode, which do both. By predicted goodput, with hysteresis.
+"""Roles of workers: which only prefill, only decode, or do both. By predicted goodput, with hysteresis.
 
 1. A `Workload` sums up recent requests: their prefill and decode work, the costliest tenth left out, since a
    tenth may miss its targets.
@@ -8,8 +8,8 @@
 Algorithm: a worker has `step - fixed` seconds of each step for tokens. One that decodes may not spend more on
 reading KV than its target leaves beside the weights; one that does both pays `mixed_s` per step. A rate is
 feasible if decode fits into the workers that may decode, taken in order of comparative advantage (decode
-seconds over prefill seconds, least first), and prefill into what is left of those that may prefill. The rate is
-found by bisection.
+seconds over prefill seconds, least first), and prefill into what is left of those that may prefill. The rate
+is found by bisection.
 
 Order: among equal predictions the split with the most workers that do both.
 

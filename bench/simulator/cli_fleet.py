@@ -1,5 +1,5 @@
-"""`baton simulate --trace FILE`: a pool of workers serves a trace in virtual time, at one rate or at the highest
-that keeps 90 % of all requests within the SLO. `baton plan`: which roles the workers should have for it.
+"""`baton simulate --trace FILE`: a pool of workers serves a trace in virtual time, at one rate or at the
+highest that keeps 90 % of all requests within the SLO. `baton plan`: which roles the workers should have.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def plan(
     trace_format: FormatOption = None,
     out: OutOption = None,
 ) -> None:
-    """Say which workers should prefill, decode or do both for a workload and SLO, and what that would serve."""
+    """Say which workers should prefill, decode or do both for a trace and SLO, and what that would serve."""
     _told(lambda: _plan(_Given(trace, slo, hardware, workers, trace_format, out)))
 
 
@@ -257,8 +257,9 @@ def _plan_lines(found: Plan, pool: list[Hardware]) -> list[str]:
         total = sum(roles.values())
         lines.append(f"{name:<18}{total:>8}{roles['prefill']:>14}{roles['decode']:>13}{roles['both']:>6}")
     lines.append(
-        f"Predicted: {found.predicted_rate:.4g} req/s within the SLO, {found.predicted_rate / len(pool):.3g} per "
-        f"accelerator; all workers doing both: {found.rate_if_both:.4g}."
+        f"Predicted: {found.predicted_rate:.4g} req/s within the SLO, "
+        f"{found.predicted_rate / len(pool):.3g} per accelerator; "
+        f"all workers doing both: {found.rate_if_both:.4g}."
     )
     return lines
 

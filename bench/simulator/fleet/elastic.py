@@ -13,7 +13,7 @@ import numpy as np
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
-from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets, prefill_s
+from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets
 from router.elastic import Ask, ElasticSettings, Fleet, Place, choose_decode, place
 from router.output_lengths import OutputLengths
 

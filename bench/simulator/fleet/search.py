@@ -1,8 +1,8 @@
 """The highest rate at which a policy keeps 90 % of all requests within the SLO, per seed: the search of
 `baton bench max-goodput` over simulated runs.
 
-`find_best` finds the best of many policies without searching each: a policy is searched only if it passes at a
-rate above what the best so far reaches.
+`find_best` finds the best of many policies without searching each: a policy is searched only if it passes at
+a rate above what the best so far reaches.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from bench.load.goodput.search import GoodputSearch, to_dict
-from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
+from bench.load.goodput.values import ProbeOutcome, SearchSettings
 from bench.simulator.fleet.policies import PolicySpec
 from bench.simulator.fleet.trial import Outcome, Setup, run_trial
 
-OnOutcome = Callable[[Outcome], None]
+OnOutcome = Callable[[Outcome], object]
 GOAL = 0.9
 TOLERANCE = 0.03
 
@@ -87,6 +87,3 @@ def find_best(
         if rate > best_rate:
             best, best_rate = policy, rate
     return best, best_rate
-
-
-__all__ = ["GOAL", "Probe", "find_best", "max_goodput", "rates", "start_rate"]

@@ -2,8 +2,8 @@
 
 1. `Setup` says what is run: pool, trace, policy, SLO, length.
 2. `run_trial` offers the trace at a rate and drains what is in flight.
-3. Requests that arrive in the first fifth (the batch is not full yet) and the last tenth are not measured; all
-   others are, whatever became of them.
+3. Requests that arrive in the first fifth (the batch is not full yet) and the last tenth are not measured;
+   all others are, whatever became of them.
 
 How long: ten times the life of a request within its targets, since the decode batch needs several lives to
 build up, 40 to 240 s, and at least `MIN_REQUESTS` requests.
@@ -204,7 +204,7 @@ def impossible(setup: Setup) -> list[str]:
     )
     if least_ttft_s > targets.ttft_s:
         sentences.append(
-            f"The shortest prompt ({shortest} tokens) takes {least_ttft_s * 1e3:.3g} ms on an idle worker, so no "
-            f"request meets a TTFT of {targets.ttft_s * 1e3:.3g} ms."
+            f"The shortest prompt ({shortest} tokens) takes {least_ttft_s * 1e3:.3g} ms on an idle worker, so "
+            f"no request meets a TTFT of {targets.ttft_s * 1e3:.3g} ms."
         )
     return sentences

@@ -20,7 +20,7 @@ BLOCK_TOKENS = 512  # of the traces' block ids
 
 
 class PrefixCache:
-    """KV of ended requests, by block; the least recently used goes first. It never holds more than is free."""
+    """KV of ended requests, by block; the least recently used goes first. It holds no more than is free."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
@@ -69,8 +69,8 @@ class Batch:
         heapq.heappush(self.finishing, (finish, request.index, request))
 
     def leave(self, request: Request) -> int:
-        """Out of the sums; its worst gap is known now. The caller takes it out of the heap. Returns the tokens it
-        generated here."""
+        """Out of the sums; its worst gap is known now. The caller takes it out of the heap. Returns the tokens
+        it generated here."""
         grown = self.steps - request.start_step
         self.rows -= 1
         self.context -= request.num_tokens + 1 + grown

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from bench.load.plans.trace_formats import TraceRow
@@ -46,7 +47,7 @@ def _longest_hole(rows: Sequence[TraceRow]) -> tuple[float, float] | None:
     span_s = rows[-1].time_s
     if len(rows) < 100 or span_s <= 0:
         return None
-    gaps = ((after.time_s - row.time_s, row.time_s) for row, after in zip(rows, rows[1:], strict=False))
+    gaps = ((after.time_s - row.time_s, row.time_s) for row, after in pairwise(rows))
     longest_s, at_s = max(gaps)
     return (at_s, longest_s) if longest_s > HOLE_GAPS * span_s / len(rows) else None
 
