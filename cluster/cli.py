@@ -228,7 +228,7 @@ def bench(context: typer.Context) -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def simulate(context: typer.Context) -> None:
-    """Run a whole cluster in virtual time: with faults, checking every rule; or with --trace, for its goodput."""
+    """Run a whole cluster in virtual time: with faults, checking every rule; or --trace, for its goodput."""
     if any(argument.split("=")[0] == "--trace" for argument in context.args):
         from bench.simulator.cli_fleet import app as fleet_app
 

@@ -204,7 +204,7 @@ def impossible(setup: Setup) -> list[str]:
     )
     if least_ttft_s > targets.ttft_s:
         sentences.append(
-            f"The shortest prompt ({shortest} tokens) takes {least_ttft_s * 1e3:.3g} ms on an idle worker, so "
-            f"no request meets a TTFT of {targets.ttft_s * 1e3:.3g} ms."
+            f"The shortest prompt ({shortest} tokens) takes {least_ttft_s * 1e3:.3g} ms on an idle worker, "
+            f"so no request meets a TTFT of {targets.ttft_s * 1e3:.3g} ms."
         )
     return sentences

@@ -69,8 +69,8 @@ class Batch:
         heapq.heappush(self.finishing, (finish, request.index, request))
 
     def leave(self, request: Request) -> int:
-        """Out of the sums; its worst gap is known now. The caller takes it out of the heap. Returns the tokens
-        it generated here."""
+        """Out of the sums; its worst gap is known now. The caller takes it out of the heap. Returns the
+        tokens it generated here."""
         grown = self.steps - request.start_step
         self.rows -= 1
         self.context -= request.num_tokens + 1 + grown
