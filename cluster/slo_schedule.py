@@ -213,9 +213,9 @@ class SloScheduler(Generic[P]):
                 return
         self._late.remove(prompt)
 
-    def plan(self, now: float, decode: DecodeBatch, room: int) -> StepPlan[P]:
+    def plan(self, now: float, decode: DecodeBatch, room: int, reserve: int = 0) -> StepPlan[P]:
         """The step that begins now. `room`: tokens of KV that prompts not yet begun may take; a prompt begins
-        only if all of it fits."""
+        only if all of it fits, and one that is not on time leaves `reserve` of them."""
         self._expire(now)
         settings, model = self.settings, self.model
         tpot_s = min(self.targets.tpot_s, self.targets.gap_s) * settings.safety
@@ -238,6 +238,7 @@ class SloScheduler(Generic[P]):
             step.add_rows(decode.num_yielding, decode.yielding_context)
         if not decode.num_yielding or step.has_yielding:
             limit_s = settings.yielding_load * tpot_s - yield_s
+            step.keep(reserve)
             for prompt in chain(self._late, classes.demoted):
                 if (prompt.load_s <= limit_s or not decode.num_yielding) and not step.take(prompt):
                     break
@@ -288,6 +289,10 @@ class _Step(Generic[P]):
         self._tokens += num_rows
         self._context += context
         self.has_yielding = True
+
+    def keep(self, num_tokens: int) -> None:
+        """KV that whoever comes now must leave."""
+        self._room -= num_tokens
 
     @property
     def _work(self) -> StepWork:

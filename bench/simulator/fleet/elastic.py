@@ -17,6 +17,8 @@ from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets
 from router.elastic import Ask, ElasticSettings, Fleet, Place, choose_decode, place
 from router.output_lengths import OutputLengths
 
+LATE_RESERVE = 0.15  # of the KV, left to requests that are on time
+
 
 class ElasticPolicy:
     """See the module."""
@@ -116,7 +118,10 @@ class ElasticPolicy:
             yielding.context,
             self._life_s,
         )
-        step = scheduler.plan(now, batch, worker.kv_room - 2 * worker.rows)
+        growth = 2 + round(self._lengths.mean / 2)
+        reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
+        room = worker.kv_room - growth * worker.rows if worker.kv_used else worker.kv_room
+        step = scheduler.plan(now, batch, room, reserve if worker.kv_used else 0)
         for request in scheduler.newly_late:
             self._release(request)
         self._report(worker.index)
