@@ -240,10 +240,25 @@ def bench(context: typer.Context) -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def simulate(context: typer.Context) -> None:
-    """Run a whole cluster in virtual time, with faults, and check that no request is lost."""
-    from bench.simulator.cli import app as simulator_app
+    """Run a whole cluster in virtual time: with faults, checking every rule; or --trace, for its goodput."""
+    if any(argument.split("=")[0] == "--trace" for argument in context.args):
+        from bench.simulator.cli_fleet import app as fleet_app
 
-    simulator_app(args=context.args, prog_name="baton simulate")
+        fleet_app(args=context.args, prog_name="baton simulate")
+    else:
+        from bench.simulator.cli import app as simulator_app
+
+        simulator_app(args=context.args, prog_name="baton simulate")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def plan(context: typer.Context) -> None:
+    """Say which workers should prefill, decode or do both for a trace and SLO."""
+    from bench.simulator.cli_fleet import plan_app
+
+    plan_app(args=context.args, prog_name="baton plan")
 
 
 @app.command()

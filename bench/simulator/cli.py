@@ -38,6 +38,8 @@ def simulate(
 
     The model's tokens are hashes of all that came before them, read from simulated KV: a wrong, lost, doubled
     or reordered token is always seen. Equal seeds give equal runs.
+
+    With --trace FILE it serves a trace instead, for its goodput: see `baton simulate --trace FILE --help`.
     """
     if trace_log and seed is None:
         raise typer.BadParameter("--trace-log needs --seed: one run is enough to read")

@@ -26,13 +26,17 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("cluster/metrics.py",),
     "gguf": ("cluster/engine/gguf_",),
     "safetensors": ("cluster/engine/weights", "bench/peers/hf_model.py"),
-    "typer": ("cluster/cli", "bench/load/cli", "bench/simulator/cli.py"),
-    "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py", "bench/simulator/cli.py"),
+    "typer": ("cluster/cli", "bench/load/cli", "bench/simulator/cli"),
+    "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py", "bench/simulator/cli"),
     "httptools": ("router/server.py", "bench/load/client/http_stream.py", "bench/load/mock/connection.py"),
     "yaml": ("cluster/config",),
 }
 # `baton bench` and `baton simulate` are verbs of the one command line; they are imported only when called.
-COMMAND_LINE_MOUNTS = {("cluster.cli", "bench.load.cli"), ("cluster.cli", "bench.simulator.cli")}
+COMMAND_LINE_MOUNTS = {
+    ("cluster.cli", "bench.load.cli"),
+    ("cluster.cli", "bench.simulator.cli"),
+    ("cluster.cli", "bench.simulator.cli_fleet"),
+}
 FORBIDDEN = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 

@@ -1,0 +1,269 @@
+"""`baton simulate --trace FILE`: a pool of workers serves a trace in virtual time, at one rate or at the
+highest that keeps 90 % of all requests within the SLO. `baton plan`: which roles the workers should have.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from bench.load.figures.slo import format_slos, parse_slos, slos_to_ms
+from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.simulator.fleet.planner import Plan, plan_roles
+from bench.simulator.fleet.policies import parse_policy
+from bench.simulator.fleet.search import GOAL, max_goodput, rates
+from bench.simulator.fleet.trial import Outcome, Setup, impossible, run_trial, targets_of
+from bench.simulator.fleet.workload import read_rows
+from bench.simulator.hardware import Hardware, parse_pool
+from cluster.errors import BatonError, ConfigError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+console = Console(stderr=True, highlight=False)
+
+TraceOption = Annotated[
+    Path, typer.Option("--trace", help="Azure or BurstGPT CSV, Mooncake or canonical JSONL")
+]
+FormatOption = Annotated[
+    str | None, typer.Option(help="azure, mooncake, burstgpt or canonical (default: detected)")
+]
+WorkersOption = Annotated[int | None, typer.Option(help="number of workers; with one kind of hardware")]
+HardwareOption = Annotated[
+    str, typer.Option(help="KIND, or KIND:COUNT,KIND:COUNT; a kind is a name or a calibration's JSON file")
+]
+SloOption = Annotated[str, typer.Option(help="targets, such as ttft=0.5s,tpot=25ms (and gap=100ms)")]
+OutOption = Annotated[Path | None, typer.Option(help="write the result as JSON")]
+
+
+@app.command()
+def simulate(
+    trace: TraceOption,
+    slo: SloOption,
+    hardware: HardwareOption = "h100-llama3-8b",
+    workers: WorkersOption = None,
+    policy: Annotated[
+        str, typer.Option(help="elastic, colocated:CHUNK[:srf][:rr], static:XpYd[:srf][:rr][:CHUNK]")
+    ] = "elastic",
+    rate: Annotated[float | None, typer.Option(help="requests per second, for one run per seed")] = None,
+    max_goodput: Annotated[
+        bool, typer.Option("--max-goodput", help=f"find the highest rate with {GOAL:.0%} within the SLO")
+    ] = False,
+    seeds: Annotated[int, typer.Option(help="number of runs or searches, each with its seed")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0)] = 0,
+    duration: Annotated[
+        float | None, typer.Option(help="seconds of arrivals (default: ten lives of a request, 40 to 240)")
+    ] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, or trace: its own rhythm at that rate")] = "poisson",
+    prefix_cache: Annotated[
+        bool, typer.Option(help="reuse KV of equal prefixes (traces with hash_ids)")
+    ] = True,
+    trace_format: FormatOption = None,
+    out: OutOption = None,
+) -> None:
+    """Serve a trace in virtual time and hold every request against the SLO."""
+    _told(
+        lambda: _simulate(
+            _Given(trace, slo, hardware, workers, trace_format, out),
+            policy,
+            rate,
+            max_goodput,
+            range(first_seed, first_seed + seeds),
+            duration,
+            arrivals,
+            prefix_cache,
+        )
+    )
+
+
+@plan_app.command()
+def plan(
+    trace: TraceOption,
+    slo: SloOption,
+    hardware: HardwareOption = "h100-llama3-8b",
+    workers: WorkersOption = None,
+    trace_format: FormatOption = None,
+    out: OutOption = None,
+) -> None:
+    """Say which workers should prefill, decode or do both for a trace and SLO, and what that would serve."""
+    _told(lambda: _plan(_Given(trace, slo, hardware, workers, trace_format, out)))
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """Options of both commands."""
+
+    trace: Path
+    slo: str
+    hardware: str
+    workers: int | None
+    trace_format: str | None
+    out: Path | None
+
+
+def _told(command: Any) -> None:
+    try:
+        command()
+    except BatonError as error:
+        console.print(f"[red]{str(error).rstrip('.')}.[/red]", soft_wrap=True, markup=True)
+        raise typer.Exit(2) from None
+
+
+def _simulate(
+    given: _Given,
+    policy: str,
+    rate: float | None,
+    is_search: bool,
+    seeds: range,
+    duration_s: float | None,
+    arrivals: str,
+    prefix_cache: bool,
+) -> None:
+    _check(rate, is_search, seeds, duration_s, arrivals)
+    pool = parse_pool(given.hardware, given.workers)
+    slos = parse_slos(given.slo)
+    targets_of(slos)
+    spec = parse_policy(policy, len(pool))
+    if given.out is not None:
+        check_output(given.out)
+    trace, warnings = read_rows(given.trace, given.trace_format)
+    setup = Setup(trace.rows, pool, spec, slos, duration_s, arrivals == "trace", prefix_cache)
+    warnings += impossible(setup)
+    for warning in warnings:
+        console.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
+    result: dict[str, Any] = {
+        "kind": "simulated-max-goodput" if is_search else "simulated-run",
+        "policy": policy,
+        "hardware": given.hardware,
+        "num_workers": len(pool),
+        "trace": {
+            "path": trace.path,
+            "sha256": trace.sha256,
+            "format": trace.format,
+            "rows": len(trace.rows),
+        },
+        "slo": format_slos(slos),
+        "slos_ms": slos_to_ms(slos),
+        "goal": GOAL,
+        "offered_s": setup.offered_s,
+        "arrivals": arrivals,
+        "prefix_cache": prefix_cache,
+        "seeds": list(seeds),
+        "warnings": warnings,
+    }
+    if is_search:
+        result |= _search(setup, seeds, rate)
+    else:
+        assert rate is not None
+        outcomes = [_shown(run_trial(setup, rate, seed)) for seed in seeds]
+        result |= _of_runs(outcomes)
+    result["warnings"] += result.pop("notes", [])
+    if given.out is not None:
+        _write(given.out, result)
+
+
+def _check(
+    rate: float | None, is_search: bool, seeds: range, duration_s: float | None, arrivals: str
+) -> None:
+    if rate is None and not is_search:
+        raise ConfigError("Nothing to do: give --rate R for runs at one rate, or --max-goodput")
+    if rate is not None and not 0 < rate <= 1e6:
+        raise ConfigError(f"--rate {rate:g}: give requests per second above 0, up to 1e6")
+    if len(seeds) < 1:
+        raise ConfigError(f"--seeds {len(seeds)}: give 1 or more")
+    if duration_s is not None and not 0 < duration_s <= 1e6:
+        raise ConfigError(f"--duration {duration_s:g}: give seconds above 0")
+    if arrivals not in ("poisson", "trace"):
+        raise ConfigError(f"--arrivals `{arrivals}` is unknown: use poisson or trace")
+
+
+def _shown(outcome: Outcome) -> Outcome:
+    ttft, tpot = outcome.distributions["ttft"], outcome.distributions["tpot"]
+    typer.echo(
+        f"seed {outcome.seed}: {outcome.rate:8.4g} req/s  {outcome.attainment:6.1%} within the SLO  "
+        f"TTFT p90 {_ms(ttft['p90_s'])}  TPOT p90 {_ms(tpot['p90_s'])}  "
+        f"({outcome.num_offered:,} requests, {outcome.wall_s:.1f} s)"
+    )
+    return outcome
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"
+
+
+def _search(setup: Setup, seeds: range, start: float | None) -> dict[str, Any]:
+    found, outcomes = max_goodput(setup, seeds, start, _shown)
+    per_seed = rates(found)
+    mean = sum(per_seed) / len(per_seed)
+    at = [
+        next((one for one in outcomes if one.seed == seed and one.rate == rate), None)
+        for seed, rate in zip(seeds, per_seed, strict=True)
+    ]
+    passed = [one.attainment for one in at if one is not None]
+    typer.echo(
+        f"{setup.policy.text}: {mean:.4g} req/s "
+        f"({mean / len(setup.pool):.3g} per worker; seeds: {', '.join(f'{rate:.4g}' for rate in per_seed)})"
+    )
+    notes = list(found["notes"]) + list(found["answers"][0]["notes"])
+    if mean <= 0.011:
+        notes.append("No rate meets the SLO: the targets are out of reach for this pool and trace.")
+        console.print(f"[yellow]{notes[-1]}[/yellow]", soft_wrap=True)
+    return {
+        "max_goodput": mean,
+        "max_goodput_per_seed": per_seed,
+        "max_goodput_per_worker": mean / len(setup.pool),
+        "slo_attainment": sum(passed) / len(passed) if passed else 0.0,
+        "slo_attainment_per_seed": [None if one is None else one.attainment for one in at],
+        "runs": [msgspec.to_builtins(one) for one in at if one is not None],
+        "search": found,
+        "notes": notes,
+    }
+
+
+def _of_runs(outcomes: list[Outcome]) -> dict[str, Any]:
+    count = len(outcomes)
+    return {
+        "rate": outcomes[0].rate,
+        "slo_attainment": sum(one.attainment for one in outcomes) / count,
+        "slo_attainment_per_seed": [one.attainment for one in outcomes],
+        "goodput": sum(one.goodput for one in outcomes) / count,
+        "goodput_per_seed": [one.goodput for one in outcomes],
+        "runs": [msgspec.to_builtins(one) for one in outcomes],
+    }
+
+
+def _plan(given: _Given) -> None:
+    pool = parse_pool(given.hardware, given.workers)
+    slos = parse_slos(given.slo)
+    targets = targets_of(slos)
+    if given.out is not None:
+        check_output(given.out)
+    trace, warnings = read_rows(given.trace, given.trace_format)
+    for warning in warnings:
+        console.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
+    found = plan_roles(pool, [(row.input_tokens, row.output_tokens) for row in trace.rows], targets)
+    for line in _plan_lines(found, pool):
+        typer.echo(line)
+    if given.out is not None:
+        _write(given.out, msgspec.to_builtins(found) | {"slo": format_slos(slos), "hardware": given.hardware})
+
+
+def _plan_lines(found: Plan, pool: list[Hardware]) -> list[str]:
+    lines = [f"{'kind':<18}{'workers':>8}{'prefill only':>14}{'decode only':>13}{'both':>6}"]
+    for name, roles in found.roles.items():
+        total = sum(roles.values())
+        lines.append(f"{name:<18}{total:>8}{roles['prefill']:>14}{roles['decode']:>13}{roles['both']:>6}")
+    lines.append(
+        f"Predicted: {found.predicted_rate:.4g} req/s within the SLO, "
+        f"{found.predicted_rate / len(pool):.3g} per accelerator; "
+        f"all workers doing both: {found.rate_if_both:.4g}."
+    )
+    return lines
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    write_atomically(path, [json.dumps(json_safe(result), indent=1).encode(), b"\n"])
+    typer.echo(f"Written: {path}")

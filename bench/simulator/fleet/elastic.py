@@ -1,0 +1,171 @@
+"""The elastic policy in the simulated pool: `router.elastic` places, one `SloScheduler` per worker orders.
+
+It keeps what the router would know (the columns of its `Fleet`) and hands decisions over; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.simulator.fleet.request import Request
+from bench.simulator.fleet.simulation import Plan
+from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
+from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets
+from router.elastic import Ask, ElasticSettings, Fleet, Place, choose_decode, place
+from router.output_lengths import OutputLengths
+
+LATE_RESERVE = 0.15  # of the KV, left to requests that are on time
+
+
+class ElasticPolicy:
+    """See the module."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        settings: ElasticSettings | None = None,
+        scheduling: SloSettings | None = None,
+        use_prefix_cache: bool = True,
+    ) -> None:
+        self._targets = targets
+        self._settings = settings or ElasticSettings()
+        self._scheduling = scheduling or SloSettings()
+        self._lengths = OutputLengths()
+        self._caches = use_prefix_cache
+        self._workers: Sequence[Worker] = ()
+        self._schedulers: list[SloScheduler[Request]] = []
+        self._fleet = Fleet([], [], [])
+        self.num_local = self.num_moved = 0
+
+    def attach(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._schedulers = [SloScheduler(one.model, self._targets, self._scheduling) for one in workers]
+        self._fleet = Fleet(
+            [one.model for one in workers],
+            [one.hardware.kv_tokens for one in workers],
+            [one.hardware.link_bytes_s for one in workers],
+        )
+
+    def arrive(self, request: Request, now: float) -> int | None:
+        request.deadline_s = request.arrival_s + self._targets.ttft_s
+        cached = self._cached(request)
+        ask = self._ask(request, cached)
+        decision = place(self._fleet, ask, self._targets, self._settings)
+        if not isinstance(decision, Place):
+            return None
+        if cached is not None:
+            request.num_computed = int(min(cached[decision.prefill], request.num_tokens - 1))
+        self._enqueue(request, decision.prefill, decision.decode)
+        return decision.prefill
+
+    def _ask(self, request: Request, cached: Any = None) -> Ask:
+        expected = self._lengths.expect(request.num_prompt)
+        size = self._workers[0].hardware.kv_bytes_per_token
+        return Ask(request.num_tokens, max(1.0, expected - request.num_generated), cached, size, self._life_s)
+
+    @property
+    def _life_s(self) -> float:
+        return self._lengths.mean * self._targets.tpot_s
+
+    def _cached(self, request: Request) -> Any:
+        if not self._caches or not request.blocks:
+            return None
+        found = [worker.cache.match(request.blocks) for worker in self._workers]
+        if not any(found):
+            return None
+        return np.minimum(np.array(found, dtype=np.float64) * BLOCK_TOKENS, request.num_tokens - 1)
+
+    def _enqueue(self, request: Request, prefill: int, decode: int) -> None:
+        model = self._workers[prefill].model
+        load_s = model.per_token_s + model.per_context_s * request.num_tokens
+        request.decode_s = self._ask(request).expected_output * load_s
+        request.load_s = load_s if decode == prefill else 0.0
+        request.prefill_at, request.decode_at = prefill, decode
+        self._reserve(request)
+        self._schedulers[prefill].add(request)
+        self._report(prefill)
+
+    def _reserve(self, request: Request) -> None:
+        fleet, decode = self._fleet, request.decode_at
+        fleet.coming_rows[decode] += 1
+        fleet.coming_context[decode] += request.num_tokens
+        request.is_reserved = True
+
+    def _release(self, request: Request) -> None:
+        if request.is_reserved:
+            fleet, decode = self._fleet, request.decode_at
+            fleet.coming_rows[decode] -= 1
+            fleet.coming_context[decode] -= request.num_tokens
+            request.is_reserved = False
+
+    def _report(self, index: int) -> None:
+        fleet, scheduler = self._fleet, self._schedulers[index]
+        fleet.work_s[index] = scheduler.work_s
+        fleet.queued_load_s[index] = scheduler.load_s
+
+    def plan(self, worker: Worker, now: float) -> Plan:
+        scheduler, yielding = self._schedulers[worker.index], worker.yielding
+        if not len(scheduler) and not yielding.rows:
+            return Plan([])
+        batch = DecodeBatch(
+            worker.batch.rows,
+            worker.batch.context,
+            worker.slack_s(now, self._targets.tpot_s),
+            yielding.rows,
+            yielding.context,
+            self._life_s,
+        )
+        growth = 2 + round(self._lengths.mean / 2)
+        reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
+        room = worker.kv_room - growth * worker.rows if worker.kv_used else worker.kv_room
+        step = scheduler.plan(now, batch, room, reserve if worker.kv_used else 0)
+        for request in scheduler.newly_late:
+            self._release(request)
+        self._report(worker.index)
+        return Plan(step.chunks, step.runs_yielding)
+
+    def is_waiting(self, worker: Worker) -> bool:
+        return bool(len(self._schedulers[worker.index]))
+
+    def decode_worker(self, request: Request, worker: Worker, now: float) -> int:
+        if not request.is_reserved:
+            request.decode_at = choose_decode(
+                self._fleet, self._ask(request), worker.index, self._targets, self._settings, 0.0
+            )
+            self._reserve(request)
+        return request.decode_at
+
+    def prefilled(self, request: Request, worker: Worker, now: float) -> None:
+        self._schedulers[worker.index].remove(request)
+        if request.decode_at == worker.index:
+            self.num_local += 1
+        else:
+            self.num_moved += 1
+
+    def joined(self, request: Request, worker: Worker) -> None:
+        self._release(request)
+        self._count(worker)
+
+    def ended(self, request: Request, worker: Worker) -> None:
+        self._release(request)
+        self._lengths.add(request.num_prompt, request.num_output)
+
+    def preempted(self, request: Request, worker: Worker, now: float) -> int:
+        request.num_computed = 0
+        self._enqueue(request, worker.index, worker.index)
+        return worker.index
+
+    def stepped(self, worker: Worker) -> None:
+        self._count(worker)
+
+    def _count(self, worker: Worker) -> None:
+        fleet, index = self._fleet, worker.index
+        fleet.rows[index] = worker.batch.rows
+        fleet.context[index] = worker.batch.context
+        fleet.kv_used[index] = worker.kv_used
+
+    def facts(self) -> dict[str, Any]:
+        return {"num_local": self.num_local, "num_moved": self.num_moved}

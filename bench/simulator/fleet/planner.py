@@ -1,0 +1,43 @@
+"""`baton plan`: the roles that `router.planner` would give a pool for a trace, and what they would serve."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from bench.simulator.hardware import Hardware
+from cluster.slo_schedule import Targets
+from router.planner import Kind, best_roles
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates in requests per second; roles by kind: prefill, decode, both."""
+
+    roles: dict[str, dict[str, int]]
+    predicted_rate: float
+    predicted_rate_per_accelerator: float
+    rate_if_both: float
+
+
+def kinds_of(pool: Sequence[Hardware]) -> list[Kind]:
+    counts = Counter(hardware.name for hardware in pool)
+    first = {hardware.name: hardware for hardware in reversed(pool)}
+    return [Kind(name, count, first[name].model, first[name].mixed_s) for name, count in counts.items()]
+
+
+def plan_roles(pool: Sequence[Hardware], requests: Sequence[tuple[int, int]], targets: Targets) -> Plan:
+    kinds = kinds_of(pool)
+    sample = requests[:: max(1, len(requests) // 2000)]
+    best, both = best_roles(kinds, sample, targets)
+    roles = {
+        kind.name: {"prefill": role.num_prefill, "decode": role.num_decode, "both": role.num_both}
+        for kind, role in zip(kinds, best.roles, strict=True)
+    }
+    return Plan(
+        roles=roles,
+        predicted_rate=best.rate,
+        predicted_rate_per_accelerator=best.rate / len(pool),
+        rate_if_both=both.rate,
+    )

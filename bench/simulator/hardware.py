@@ -1,0 +1,163 @@
+"""What a simulated worker is made of: how long its steps take, how much KV it holds, how fast its link is.
+
+Named kinds and where their numbers come from:
+
+- `h100-llama3-8b`, `h20-llama3-8b`: Llama-3-8B in bf16 on one GPU, by the roofline of the card:
+  `step = 0.9 ms + max(weights, arithmetic) + KV read + attention`. Weights: 16 GB at 3.35 and 4 TB/s;
+  arithmetic: 2 FLOP per parameter and token at what dense GEMMs reach; KV: 128 KiB per token read. KV
+  capacity: 90 % of the card (80 and 96 GB) less the weights. Measured GEMM and attention latencies of an H100
+  (AIConfigurator's tables) lie within a fifth of the same line.
+- `a100-opt13b`: OPT-13B in fp16 on one A100 of 80 GB, in the form of DistServe's published estimator
+  (prefill a + b L + c L², decode a + b ctx + c B), the coefficients by the same roofline.
+
+A file from a calibration (`{"fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s"}`, and
+perhaps "kv_tokens", "kv_bytes_per_token", "link_bytes_s", "mixed_s") is a kind of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cluster.errors import ConfigError
+from cluster.step_model import StepModel
+
+COEFFICIENTS = ("fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s")
+DEFAULT_LINK_BYTES_S = 50e9  # a 400 Gbit/s NIC per GPU
+HANDOFF_S = 0.5e-3  # control messages of a handoff, beside the transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of worker."""
+
+    name: str
+    model: StepModel
+    kv_tokens: int  # tokens of KV it holds
+    kv_bytes_per_token: int
+    link_bytes_s: float  # each way
+    mixed_s: float = 0.0  # what a step costs more when it has both decode rows and a chunk
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Hardware(
+            "h100-llama3-8b",
+            StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9),
+            430_000,
+            131_072,
+            DEFAULT_LINK_BYTES_S,
+        ),
+        Hardware(
+            "h20-llama3-8b",
+            StepModel(0.9e-3, 4.2e-3, 128e-6, 39.2e-9, 7.0e-9),
+            540_000,
+            131_072,
+            DEFAULT_LINK_BYTES_S,
+        ),
+        Hardware(
+            "a100-opt13b",
+            StepModel(1.5e-3, 13.6e-3, 115e-6, 480e-9, 2.2e-9),
+            55_000,
+            819_200,
+            25e9,
+        ),
+    )
+}
+
+
+def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
+    """The workers of `KIND[:COUNT],...`, one entry each, in the order given.
+
+    Raises:
+        ConfigError: an unknown kind, a broken file, a count that is none, counts that do not add up to
+            `num_workers`, or a pool without workers.
+    """
+    if num_workers is not None and num_workers <= 0:
+        raise ConfigError(f"--workers {num_workers}: a pool needs at least one worker")
+    pool: list[Hardware] = []
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        name, colon, count_text = part.rpartition(":")
+        if not colon or not _is_count(count_text):
+            name, count = part, None
+        else:
+            count = int(count_text)
+        if not name:
+            raise ConfigError(f"--hardware `{text}`: a kind is missing; write KIND or KIND:COUNT,KIND:COUNT")
+        kind = hardware(name)
+        if count is None:
+            if len(parts) > 1:
+                raise ConfigError(
+                    f"--hardware `{part}`: with several kinds give each a count, as in {name}:8"
+                )
+            count = 1 if num_workers is None else num_workers
+        if count <= 0:
+            raise ConfigError(f"--hardware `{part}`: a kind needs at least one worker, or leave it out")
+        pool += [kind] * count
+    if num_workers is not None and len(pool) != num_workers:
+        raise ConfigError(f"--workers {num_workers}, but --hardware `{text}` has {len(pool)} workers")
+    return pool
+
+
+def _is_count(text: str) -> bool:
+    return text.lstrip("-").isascii() and text.lstrip("-").isdigit()
+
+
+def hardware(name: str) -> Hardware:
+    """A named kind, or one read from a calibration file.
+
+    Raises:
+        ConfigError: neither.
+    """
+    known = KINDS.get(name)
+    if known is not None:
+        return known
+    if not name.endswith(".json") and not Path(name).is_file():
+        raise ConfigError(
+            f"--hardware `{name}` is unknown: use {', '.join(KINDS)}, or a calibration's JSON file"
+        )
+    return _from_file(Path(name))
+
+
+def _from_file(path: Path) -> Hardware:
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--hardware {path}: the file cannot be read: {error.strerror or error}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--hardware {path}: not a calibration: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"--hardware {path}: not a calibration: write an object with {', '.join(COEFFICIENTS)}"
+        )
+    inner = raw.get("step_model", raw)
+    if not isinstance(inner, dict):
+        raise ConfigError(f"--hardware {path}: `step_model` is not an object with {', '.join(COEFFICIENTS)}")
+    values = {name: _number(path, inner, name) for name in COEFFICIENTS}
+    if values["per_token_s"] <= 0 or values["fixed_s"] + values["floor_s"] <= 0:
+        raise ConfigError(
+            f"--hardware {path}: a step would take no time; per_token_s and fixed_s + floor_s must be above 0"
+        )
+    return Hardware(
+        name=path.stem,
+        model=StepModel(**values),
+        kv_tokens=int(_number(path, raw, "kv_tokens", 200_000)),
+        kv_bytes_per_token=int(_number(path, raw, "kv_bytes_per_token", 131_072)),
+        link_bytes_s=_number(path, raw, "link_bytes_s", DEFAULT_LINK_BYTES_S) or DEFAULT_LINK_BYTES_S,
+        mixed_s=_number(path, raw, "mixed_s", 0.0),
+    )
+
+
+def _number(path: Path, raw: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = raw.get(name, default)
+    if value is None:
+        raise ConfigError(f"--hardware {path}: the calibration lacks `{name}`; run it again")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"--hardware {path}: `{name}` is {value!r}, not a number of 0 or more")
+    return float(value)

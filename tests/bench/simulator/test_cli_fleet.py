@@ -1,0 +1,214 @@
+"""`baton simulate --trace` and `baton plan`: what they write, and one clear sentence for each bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.simulator.cli_fleet import app, plan_app
+
+SLO = ["--slo", "ttft=0.5s,tpot=25ms"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        json.dumps(
+            {
+                "timestamp": 100 * index,
+                "input_length": 100 + 37 * (index % 20),
+                "output_length": 20 + index % 9,
+            }
+        )
+        for index in range(60)
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def simulate(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_max_goodput_is_written(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = [
+        "--trace",
+        str(trace),
+        "--workers",
+        "1",
+        *SLO,
+        "--max-goodput",
+        "--seeds",
+        "2",
+        "--duration",
+        "3",
+    ]
+    code, text = simulate(*arguments, "--out", str(out))
+    assert code == 0, text
+    result = json.loads(out.read_text())
+    assert result["max_goodput"] > 1
+    assert len(result["max_goodput_per_seed"]) == 2
+    assert result["max_goodput"] == pytest.approx(sum(result["max_goodput_per_seed"]) / 2)
+    assert result["slo_attainment"] >= 0.9
+    assert result["policy"] == "elastic"
+
+
+def test_one_rate_gives_the_attainment(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    pool = ["--hardware", "h100-llama3-8b:1,h20-llama3-8b:1"]
+    code, text = simulate(
+        "--trace",
+        str(trace),
+        *pool,
+        *SLO,
+        "--rate",
+        "5",
+        "--seeds",
+        "1",
+        "--policy",
+        "static:1p1d",
+        "--out",
+        str(out),
+    )
+    assert code == 0, text
+    result = json.loads(out.read_text())
+    assert result["slo_attainment"] == 1.0
+    assert result["runs"][0]["distributions"]["ttft"]["p90_s"] > 0
+
+
+def test_a_calibration_of_this_machine_is_hardware(trace: Path, tmp_path: Path) -> None:
+    names = ("fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s")
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(dict(zip(names, (1e-3, 2e-2, 2e-4, 1e-7, 1e-8), strict=True))))
+    code, text = simulate(
+        "--trace",
+        str(trace),
+        "--hardware",
+        f"{path}:2",
+        "--slo",
+        "ttft=2s,tpot=100ms",
+        "--rate",
+        "3",
+        "--seeds",
+        "1",
+    )
+    assert code == 0, text
+    assert "100.0%" in text
+
+
+BAD = {
+    "no workers": (["--workers", "0", *SLO, "--rate", "1"], "at least one worker"),
+    "a kind without workers": (
+        ["--hardware", "h100-llama3-8b:0", *SLO, "--rate", "1"],
+        "at least one worker",
+    ),
+    "unknown hardware": (["--hardware", "b300", *SLO, "--rate", "1"], "`b300` is unknown"),
+    "counts that differ": (
+        ["--hardware", "h100-llama3-8b:2", "--workers", "3", *SLO, "--rate", "1"],
+        "has 2 workers",
+    ),
+    "unknown policy": (["--workers", "2", *SLO, "--rate", "1", "--policy", "best"], "`best` is unknown"),
+    "a split of another pool": (
+        ["--workers", "2", *SLO, "--rate", "1", "--policy", "static:2p2d"],
+        "pool has 2",
+    ),
+    "a split without decode": (
+        ["--workers", "2", *SLO, "--rate", "1", "--policy", "static:2p0d"],
+        "each role",
+    ),
+    "no chunk": (["--workers", "2", *SLO, "--rate", "1", "--policy", "colocated:0"], "number of tokens"),
+    "half an SLO": (["--workers", "2", "--slo", "ttft=1s", "--rate", "1"], "lacks `tpot`"),
+    "a broken SLO": (
+        ["--workers", "2", "--slo", "ttft=soon,tpot=1ms", "--rate", "1"],
+        "`soon` is not a time",
+    ),
+    "an SLO it does not know": (
+        ["--workers", "2", "--slo", "ttft=1s,tpot=9ms,e2e=3s", "--rate", "1"],
+        "leave it out",
+    ),
+    "nothing to do": (["--workers", "2", *SLO], "--max-goodput"),
+    "a negative rate": (["--workers", "2", *SLO, "--rate", "-1"], "above 0"),
+    "no seeds": (["--workers", "2", *SLO, "--rate", "1", "--seeds", "0"], "1 or more"),
+    "unknown arrivals": (["--workers", "2", *SLO, "--rate", "1", "--arrivals", "burst"], "poisson or trace"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence(trace: Path, name: str) -> None:
+    arguments, expected = BAD[name]
+    code, text = simulate("--trace", str(trace), *arguments)
+    assert code == 2, text
+    assert expected in text
+    assert text.endswith(".")
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "is empty"),
+        ("hello,world\n1,2", "none of the formats"),
+        ('{"timestamp": 0, "input_length": "x", "output_length": 1}', ":1:"),
+        ('{"timestamp": 0, "input_length": 0, "output_length": 0}', "nothing to offer"),
+    ],
+)
+def test_bad_traces_name_the_file(tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    code, text = simulate("--trace", str(path), "--workers", "1", *SLO, "--rate", "1")
+    assert code == 2
+    assert expected in text
+    assert "bad.jsonl" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "not a calibration"),
+        ("[]", "not a calibration"),
+        ('{"fixed_s": 1}', "lacks `floor_s`"),
+        ('{"fixed_s": 1, "floor_s": -1}', "`floor_s` is -1"),
+        (
+            '{"fixed_s": 1, "floor_s": 1, "per_token_s": 0, "per_context_s": 0, "per_attention_s": 0}',
+            "would take no time",
+        ),
+    ],
+)
+def test_bad_calibrations_say_what_is_wrong(trace: Path, tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(content)
+    code, text = simulate("--trace", str(trace), "--hardware", str(path), *SLO, "--rate", "1")
+    assert code == 2
+    assert expected in text
+
+
+def test_holes_disorder_and_impossible_targets_are_warned_of(tmp_path: Path) -> None:
+    times = [10 * index for index in range(200)] + [10**6, 5]
+    path = tmp_path / "holes.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"timestamp": at, "input_length": 50, "output_length": 5}) for at in times)
+    )
+    code, text = simulate(
+        "--trace", str(path), "--workers", "1", "--slo", "ttft=1s,tpot=5ms", "--rate", "2", "--seeds", "1"
+    )
+    assert code == 0
+    assert "not in order of time" in text
+    assert "hole" in text
+    assert "shortest step takes 5.9 ms" in text
+
+
+def test_plan_prints_roles_and_goodput_per_accelerator(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    result = CliRunner().invoke(
+        plan_app,
+        ["--trace", str(trace), "--hardware", "h100-llama3-8b:2,h20-llama3-8b:2", *SLO, "--out", str(out)],
+    )
+    assert result.exit_code == 0, result.output
+    assert "per accelerator" in result.output
+    written = json.loads(out.read_text())
+    assert set(written["roles"]) == {"h100-llama3-8b", "h20-llama3-8b"}
+    assert written["predicted_rate"] > 0

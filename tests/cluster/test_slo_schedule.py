@@ -1,0 +1,194 @@
+"""The worker's elastic schedule: who is on time, how long a step may be, and that nobody starves."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.slo_schedule import (
+    DecodeBatch,
+    SloScheduler,
+    SloSettings,
+    Targets,
+    classify,
+    prefill_s,
+    step_budget_s,
+)
+from cluster.step_model import StepModel, StepWork, chunk_attention
+
+MODEL = StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9)
+TARGETS = Targets(ttft_s=0.5, tpot_s=0.025)
+SETTINGS = SloSettings()
+
+
+@dataclass(eq=False)
+class Waiting:
+    deadline_s: float
+    num_tokens: int
+    num_computed: int = 0
+    decode_s: float = 0.02
+    load_s: float = 1e-4
+    new_kv_tokens: int = 0
+
+
+def waiting(num_tokens: int, deadline_s: float = 0.5, **given: float) -> Waiting:
+    return Waiting(deadline_s=deadline_s, num_tokens=num_tokens, **given)  # type: ignore[arg-type]
+
+
+def run(
+    scheduler: SloScheduler[Waiting], decode: DecodeBatch, until_s: float, now: float = 0.0
+) -> dict[int, float]:
+    """Step after step with an unchanging batch: when each prompt was complete, by id."""
+    done: dict[int, float] = {}
+    while len(scheduler) and now < until_s:
+        plan = scheduler.plan(now, decode, 10**9)
+        work = StepWork(
+            decode.num_rows + sum(count for _, count in plan.chunks),
+            decode.context,
+            sum(chunk_attention(prompt.num_computed, count) for prompt, count in plan.chunks),
+        )
+        now += MODEL.step_s(work)
+        for prompt, count in plan.chunks:
+            prompt.num_computed += count
+            assert prompt.num_computed <= prompt.num_tokens
+            if prompt.num_computed == prompt.num_tokens:
+                scheduler.remove(prompt)
+                done[id(prompt)] = now
+    return done
+
+
+lengths = st.lists(st.integers(1, 20_000), min_size=1, max_size=30)
+
+
+@given(lengths, st.integers(0, 400), st.integers(0, 200_000))
+def test_chunks_fit_the_budget(prompts: list[int], rows: int, context: int) -> None:
+    decode = DecodeBatch(rows, context if rows else 0, TARGETS.tpot_s if rows else math.inf)
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    for num_tokens in prompts:
+        scheduler.add(waiting(num_tokens))
+    plan = scheduler.plan(0.0, decode, 10**9)
+    work = StepWork(
+        decode.num_rows + sum(count for _, count in plan.chunks),
+        decode.context,
+        sum(chunk_attention(prompt.num_computed, count) for prompt, count in plan.chunks),
+    )
+    if plan.chunks:
+        assert MODEL.step_s(work) <= step_budget_s(TARGETS, decode.slack_s, SETTINGS) * (1 + 1e-9)
+    assert all(1 <= count <= prompt.num_tokens for prompt, count in plan.chunks)
+    assert len({id(prompt) for prompt, _ in plan.chunks}) == len(plan.chunks)
+
+
+@given(lengths, st.integers(0, 100_000))
+def test_prompts_begin_only_with_room_for_all_their_kv(prompts: list[int], room: int) -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    for num_tokens in prompts:
+        scheduler.add(waiting(num_tokens, new_kv_tokens=num_tokens + 1))
+    plan = scheduler.plan(0.0, DecodeBatch(), room)
+    assert sum(prompt.new_kv_tokens for prompt, _ in plan.chunks) <= room
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=8))
+def test_nobody_is_demoted_while_the_work_fits(prompts: list[int]) -> None:
+    """4,000 tokens take 0.1 s: all of them are in time for half a second, whatever their order."""
+    decode = DecodeBatch(20, 20_000, TARGETS.tpot_s)
+    classes = classify([waiting(n) for n in prompts], 0.0, MODEL, decode, TARGETS.tpot_s, 0.03)
+    assert not classes.demoted
+    assert [prompt.num_tokens for prompt in classes.on_time] == prompts
+    assert classes.work_s == pytest.approx(sum(prefill_s(MODEL, n, 0) for n in prompts))
+
+
+def test_overload_demotes_the_costliest_and_keeps_the_order_of_the_rest() -> None:
+    prompts = [waiting(2_000, 0.1), waiting(30_000, 0.2), waiting(2_000, 0.3), waiting(2_000, 0.4)]
+    classes = classify(prompts, 0.0, MODEL, DecodeBatch(), TARGETS.tpot_s, 0.03)
+    assert classes.on_time == [prompts[0], prompts[2], prompts[3]]
+    assert classes.demoted == [prompts[1]]
+
+
+def test_expected_decode_counts_as_cost() -> None:
+    cheap, dear = waiting(8_000, 0.3, decode_s=0.01), waiting(8_000, 0.3, decode_s=0.5)
+    classes = classify([dear, cheap], 0.0, MODEL, DecodeBatch(), TARGETS.tpot_s, 0.03)
+    assert classes.on_time == [cheap]
+
+
+@given(lengths, st.integers(0, 200))
+def test_nobody_starves_under_endless_new_work(prompts: list[int], rows: int) -> None:
+    """A late prompt is computed within (its work and that of older late ones) / aged_share, while small new
+    ones that are in time keep the worker busy."""
+    decode = DecodeBatch(rows, rows * 500, TARGETS.tpot_s if rows else math.inf)
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    late = [waiting(num_tokens, -1.0) for num_tokens in prompts[:5]]
+    for prompt in late:
+        scheduler.add(prompt)
+    total_s = sum(prefill_s(MODEL, prompt.num_tokens, 0) for prompt in late)
+    bound_s = total_s / SETTINGS.aged_share + len(late) * TARGETS.tpot_s / SETTINGS.aged_share
+    now, left = 0.0, set(map(id, late))
+    while left and now <= bound_s:
+        if len(scheduler) - scheduler.num_late < 5:
+            scheduler.add(waiting(3_000, now + TARGETS.ttft_s))
+        plan = scheduler.plan(now, decode, 10**9)
+        tokens = decode.num_rows + sum(count for _, count in plan.chunks)
+        attention = sum(chunk_attention(prompt.num_computed, count) for prompt, count in plan.chunks)
+        now += MODEL.step_s(StepWork(tokens, decode.context, attention))
+        for prompt, count in plan.chunks:
+            prompt.num_computed += count
+            if prompt.num_computed == prompt.num_tokens:
+                scheduler.remove(prompt)
+                left.discard(id(prompt))
+    assert not left
+
+
+def test_late_prompts_run_oldest_first() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    late = [waiting(6_000, -3.0), waiting(100, -2.0), waiting(4_000, -1.0)]
+    for prompt in reversed(late):
+        scheduler.add(prompt)
+    done = run(scheduler, DecodeBatch(), 60.0)
+    assert [done[id(prompt)] for prompt in late] == sorted(done.values())
+
+
+def test_yielding_rows_are_in_steps_with_room_and_get_their_share_otherwise() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    idle = DecodeBatch(10, 10_000, TARGETS.tpot_s, num_yielding=4, yielding_context=4_000)
+    assert scheduler.plan(0.0, idle, 10**9).runs_yielding
+    full = DecodeBatch(10, 600_000, TARGETS.tpot_s, num_yielding=40, yielding_context=40_000)
+    plans = [scheduler.plan(0.025 * step, full, 10**9).runs_yielding for step in range(1, 400)]
+    assert 0 < sum(plans) < len(plans) / 4
+
+
+@pytest.mark.parametrize(
+    ("slack_s", "expected_s"),
+    [
+        (0.025, 0.025 * 0.985),
+        (0.065, 0.025 * 0.985 + 0.25 * 0.040),
+        (0.015, 0.025 * 0.985 - 0.1 * 0.010),
+        (-5.0, 0.025 * 0.985 / 2),
+        (math.inf, 0.05),
+    ],
+)
+def test_budget_follows_the_tightest_stream(slack_s: float, expected_s: float) -> None:
+    assert step_budget_s(TARGETS, slack_s, SETTINGS) == pytest.approx(expected_s)
+
+
+def test_gap_limit_caps_every_step() -> None:
+    targets = Targets(0.5, 0.025, gap_s=0.03)
+    assert step_budget_s(targets, 10.0, SETTINGS) == pytest.approx(0.03 * 0.985)
+    assert step_budget_s(targets, math.inf, SETTINGS) == pytest.approx(0.03 * 0.985)
+
+
+def test_equal_inputs_give_equal_plans() -> None:
+    def plans() -> list[list[int]]:
+        scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+        for index in range(40):
+            scheduler.add(waiting(200 + 97 * index % 1500, 0.1 + 0.01 * index))
+        decode = DecodeBatch(60, 60_000, TARGETS.tpot_s)
+        return [[count for _, count in scheduler.plan(step / 50, decode, 10**9).chunks] for step in range(30)]
+
+    assert plans() == plans()
+
+
+def test_remove_of_one_that_is_not_here_is_an_error() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    with pytest.raises(ValueError, match="not in"):
+        scheduler.remove(waiting(10))

@@ -1,0 +1,169 @@
+"""Elastic placement: joint choice of P and D over columns, planner, expected lengths. Pure."""
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.slo_schedule import Targets
+from cluster.step_model import StepModel
+from router.elastic import Ask, ElasticSettings, Fleet, Place, TurnAway, choose_decode, place
+from router.output_lengths import OutputLengths
+from router.planner import Kind, Planner, PlannerState, Roles, best_roles, predicted_rate, work_of
+
+H100 = StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9)
+H20 = StepModel(0.9e-3, 4.2e-3, 128e-6, 39.2e-9, 7.0e-9)
+TARGETS = Targets(0.5, 0.025)
+SETTINGS = ElasticSettings()
+
+
+def fleet(models: list[StepModel], kv_tokens: int = 400_000) -> Fleet:
+    return Fleet(models, [kv_tokens] * len(models), [50e9] * len(models))
+
+
+def placed(pool: Fleet, num_tokens: int, **given: object) -> Place:
+    decision = place(pool, Ask(num_tokens, 200.0, **given), TARGETS, SETTINGS)  # type: ignore[arg-type]
+    assert isinstance(decision, Place)
+    return decision
+
+
+def test_equal_idle_workers_compute_where_they_decode() -> None:
+    assert placed(fleet([H100] * 4), 1_000) == Place(0, 0, pytest.approx(placed(fleet([H100]), 1_000).ttft_s))
+
+
+def test_the_soonest_first_token_wins() -> None:
+    pool = fleet([H100] * 3)
+    pool.work_s[:] = [0.3, 0.1, 0.2]
+    assert placed(pool, 1_000).prefill == 1
+
+
+def test_decode_load_slows_a_worker_down() -> None:
+    pool = fleet([H100] * 2)
+    pool.rows[0], pool.context[0] = 150, 300_000
+    assert placed(pool, 1_000).prefill == 1
+
+
+def test_unequal_kinds_do_what_they_are_comparatively_good_at() -> None:
+    pool = fleet([H100, H100, H20, H20])
+    decision = placed(pool, 1_000)
+    assert decision.prefill < 2 <= decision.decode
+
+
+def test_decode_stays_where_the_others_are_full() -> None:
+    pool = fleet([H100, H20])
+    pool.rows[1], pool.context[1] = 200, 200_000
+    assert placed(pool, 1_000).decode == placed(pool, 1_000).prefill == 0
+
+
+def test_a_cached_prefix_draws_the_request() -> None:
+    pool = fleet([H100] * 3)
+    pool.work_s[1] = 0.02
+    assert placed(pool, 8_000, cached=np.array([0.0, 7_500.0, 0.0])).prefill == 1
+
+
+def test_roles_are_kept() -> None:
+    pool = fleet([H100] * 4)
+    pool.can_prefill[:] = [True, False, False, False]
+    pool.can_decode[:] = [False, True, True, True]
+    pool.context[1] = 5_000
+    decision = placed(pool, 1_000)
+    assert decision.prefill == 0
+    assert decision.decode == 2
+
+
+def test_too_large_for_everyone_is_turned_away_for_good() -> None:
+    assert place(fleet([H100], 1_000), Ask(1_000, 10.0), TARGETS, SETTINGS) == TurnAway(None)
+
+
+def test_a_hopeless_backlog_is_turned_away_with_the_time_it_takes() -> None:
+    pool = fleet([H100] * 2)
+    pool.work_s[:], pool.late_s[:] = 5.0, [90.0, 100.0]
+    decision = place(pool, Ask(1_000, 100.0), TARGETS, ElasticSettings(max_wait_s=60.0))
+    assert decision == TurnAway(30.0)
+
+
+loads = st.lists(
+    st.tuples(st.floats(0, 2), st.integers(0, 300), st.integers(0, 400_000), st.integers(0, 400_000)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(loads, st.integers(1, 300_000), st.floats(1, 2_000), st.booleans())
+def test_decisions_are_equal_for_the_same_recorded_view(
+    load: list[tuple[float, int, int, int]], num_tokens: int, output: float, is_mixed: bool
+) -> None:
+    pool = fleet([H20 if is_mixed and index % 2 else H100 for index in range(len(load))])
+    for index, (work_s, rows, context, kv_used) in enumerate(load):
+        pool.work_s[index], pool.rows[index] = work_s, rows
+        pool.context[index], pool.kv_used[index] = context, kv_used
+    recorded = copy.deepcopy(pool)
+    ask = Ask(num_tokens, output)
+    decision = place(pool, ask, TARGETS, SETTINGS)
+    assert decision == place(recorded, ask, TARGETS, SETTINGS)
+    for name, column in vars(pool).items():
+        assert np.array_equal(column, vars(recorded)[name]), name  # a decision changes nothing
+
+
+@given(loads, st.integers(1, 100_000))
+def test_a_far_worker_is_chosen_only_with_room_for_the_kv_and_within_the_target(
+    load: list[tuple[float, int, int, int]], num_tokens: int
+) -> None:
+    pool = fleet([H100, *[H20] * len(load)])
+    for index, (_, rows, context, kv_used) in enumerate(load, 1):
+        pool.rows[index], pool.context[index], pool.kv_used[index] = rows, context, kv_used
+    chosen = choose_decode(pool, Ask(num_tokens, 200.0), 0, TARGETS, SETTINGS, 0.0)
+    if chosen != 0:
+        assert pool.kv_used[chosen] + num_tokens <= 400_000
+
+
+def test_expected_output_is_learned_per_prompt_length() -> None:
+    lengths = OutputLengths(prior_tokens=100.0)
+    assert lengths.expect(1_000) == 100.0
+    for _ in range(500):
+        lengths.add(1_000, 400)
+        lengths.add(50, 10)
+    assert lengths.expect(1_000) == pytest.approx(400, rel=0.05)
+    assert lengths.expect(50) == pytest.approx(10, rel=0.9)
+
+
+AZURE_LIKE = [(1_100, 200), (400, 100), (4_000, 300), (200, 20)] * 5
+
+
+def test_planner_gives_unequal_kinds_unequal_roles_and_never_less_than_all_doing_both() -> None:
+    kinds = [Kind("h100", 8, H100), Kind("h20", 8, H20)]
+    best, both = best_roles(kinds, AZURE_LIKE, Targets(0.3, 0.015))
+    assert best.rate >= both.rate > 0
+    assert sum(best.roles[1].__getattribute__(f"num_{role}") for role in ("prefill", "decode", "both")) == 8
+    uniform, plain = best_roles(kinds[:1], AZURE_LIKE, TARGETS)
+    assert uniform.rate == pytest.approx(plain.rate, rel=0.05)
+
+
+def test_a_price_of_mixed_steps_makes_splitting_pay() -> None:
+    priced = [Kind("h100", 8, H100, mixed_s=8e-3)]
+    best, both = best_roles(priced, AZURE_LIKE, TARGETS)
+    assert best.rate > both.rate * 1.1
+    assert best.roles[0].num_prefill > 0
+
+
+def test_an_impossible_target_predicts_nothing() -> None:
+    best, both = best_roles([Kind("h100", 2, H100)], AZURE_LIKE, Targets(0.3, 0.004))
+    assert best == both
+    assert best.rate == pytest.approx(0.0, abs=1e-6)
+
+
+def test_roles_change_only_for_a_lasting_gain() -> None:
+    kinds = [Kind("h100", 8, H100, mixed_s=8e-3)]
+    state = PlannerState((Roles(0, 0, 8),))
+    planner = Planner(patience=3)
+    seen = []
+    for _ in range(3):
+        state = planner.decide(state, kinds, AZURE_LIKE, TARGETS)
+        seen.append(state.roles[0])
+    assert seen[:2] == [Roles(0, 0, 8)] * 2
+    assert seen[2] != Roles(0, 0, 8)
+    assert planner.decide(state, kinds, AZURE_LIKE, TARGETS).roles == state.roles
+    works = work_of(AZURE_LIKE, kinds)
+    assert predicted_rate(kinds, state.roles, works, TARGETS) > 0
