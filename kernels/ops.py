@@ -34,7 +34,7 @@ PackedWeight = NewType("PackedWeight", object)  # opaque to the model; made by `
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements that a pool of `dtype` keeps of one token and head: `head_dim`, in int8 a scale's bytes too."""
+    """Elements that a pool of `dtype` keeps of one token and head: `head_dim`, in int8 the scale too."""
     return head_dim + KV_SCALE_BYTES if dtype is torch.int8 else head_dim
 
 

@@ -31,6 +31,7 @@ SOURCE_DIR = Path(__file__).parent
 SOURCES = ("gemm.cpp", "attention.cpp", "rowwise.cpp", "forward.cpp", "probe.cpp")
 HEADERS = (
     "attention.h",
+    "attention_pages.h",
     "attention_panels.h",
     "attention_tiles.h",
     "gemm.h",

@@ -184,7 +184,8 @@ private:
             }
             const int64_t head = part - s_.num_heads, which = head / s_.num_kv_heads;
             if (which == 0) rotate(source, layer.k_norm, m, source);
-            write_row(source, kv, pool_ + kv.offset(batch_.slots[m], index, which) + head % s_.num_kv_heads * kv.row_bytes);
+            const int64_t place = kv.offset(batch_.slots[m], index, which) + head % s_.num_kv_heads * kv.row_bytes;
+            write_row(source, kv, pool_ + place);
         }
     }
 
@@ -274,8 +275,8 @@ void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
 int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t max_blocks, int64_t num_logit_rows,
                       const int64_t* tokens, const int64_t* positions, const int64_t* slots, const int64_t* logit_rows,
                       const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
-                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, void* hidden, float* logits, int64_t* best,
-                      int64_t* index) {
+                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, void* hidden, float* logits,
+                      int64_t* best, int64_t* index) {
     Model& m = *static_cast<Model*>(model);
     const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens,     positions, slots,  logit_rows, query_starts,
                       context_lens, block_tables, pool, num_blocks, block_size, kv_int8, hidden, logits, best};
