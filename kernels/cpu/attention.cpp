@@ -17,6 +17,7 @@
 // sum is one chain in key order per element. None depends on the item, so a decode step and a prefill chunk agree.
 #include "attention.h"
 
+#include "attention_pages.h"
 #include "attention_tiles.h"
 #include "simd.h"
 #include "threads.h"
@@ -24,74 +25,9 @@
 namespace baton {
 namespace {
 
-constexpr int64_t kTileRows = 192;     // about as many rows of one KV head share what is packed
+constexpr int64_t kTileRows = 192;        // about as many rows of one KV head share what is packed
 constexpr int64_t kFewKeys = 2 * kGroup;  // a chunk where rows are few; else a whole partition
-constexpr int64_t kDecodeQueries = 4;  // up to as many queries of a sequence are taken for all KV heads at once
-constexpr int64_t kAheadBytes = 16384;  // half of L1; less leaves memory waiting
-constexpr int64_t kLine = 64;
-
-// One sequence's keys (`which` 0) and values (1), found through its block table.
-struct Pages {
-    const char* pool;
-    const int32_t* block_table;
-    const Shape& shape;
-
-    const char* token(int64_t position, int64_t which) const {
-        const int64_t block_size = shape.kv.block_size;
-        const int64_t slot = block_table[position / block_size] * block_size + position % block_size;
-        return pool + shape.kv.offset(slot, shape.layer, which);
-    }
-    // Positions from `position` to the end of its block or to `end`.
-    int64_t run_length(int64_t position, int64_t end) const {
-        return std::min(shape.kv.block_size - position % shape.kv.block_size, end - position);
-    }
-};
-
-// Asks memory for rows some bytes before they are used, in the order of use: blocks lie anywhere, where no hardware
-// prefetcher looks. Keys of a partition, its values, the next keys; of each token, the item's heads.
-class Ahead {
-public:
-    Ahead(const Pages& pages, const Item& item, int64_t end)
-        : pages_(pages), first_byte_(item.first_head * pages.shape.kv.row_bytes),
-          num_bytes_(item.num_heads * pages.shape.kv.row_bytes), end_(end) {
-        begin_half();
-        advance(kAheadBytes);
-    }
-
-    // `bytes` were used.
-    void advance(int64_t bytes) {
-        for (credit_ += bytes; credit_ >= num_bytes_ && start_ < end_; credit_ -= num_bytes_) next();
-    }
-
-private:
-    void next() {
-        if (left_ == 0) {
-            left_ = pages_.run_length(position_, half_end_);
-            token_ = pages_.token(position_, which_) + first_byte_;
-            position_ += left_;
-        }
-        const char* const token_end = token_ + num_bytes_;
-        if (asked_ < token_ || asked_ > token_end) asked_ = token_ - reinterpret_cast<uintptr_t>(token_) % kLine;
-        for (; asked_ < token_end; asked_ += kLine) prefetch(asked_);
-        token_ += pages_.shape.kv.token_bytes();
-        if (--left_ == 0 && position_ == half_end_) {
-            start_ += which_ == 1 ? kPartition : 0;
-            which_ = 1 - which_;
-            if (start_ < end_) begin_half();
-        }
-    }
-
-    void begin_half() {
-        position_ = start_;
-        half_end_ = std::min(start_ + kPartition, end_);
-    }
-
-    const Pages& pages_;
-    const int64_t first_byte_, num_bytes_, end_;
-    int64_t start_ = 0, which_ = 0, position_ = 0, half_end_ = 0;  // of the partition; in its keys or values
-    int64_t left_ = 0, credit_ = 0;                                // tokens of the run; bytes used, not yet asked for
-    const char *token_ = nullptr, *asked_ = nullptr;
-};
+constexpr int64_t kDecodeQueries = 4;     // up to as many queries of a sequence are taken for all KV heads at once
 
 // One KV head's share of an item: its rows and what they have accumulated so far.
 struct HeadState {
@@ -117,13 +53,14 @@ template <typename T, typename Kv>
 class Attention {
 public:
     Attention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position)
-        : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim), dim_(ceil_div(head_dim_, kGroup) * kGroup),
-          rows_(item.num_queries * shape.group), first_position_(first_position),
+        : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim),
+          dim_(ceil_div(head_dim_, kGroup) * kGroup), rows_(item.num_queries * shape.group), first_position_(first_position),
           end_(first_position + item.num_queries), chunk_(rows_ < 4 * kMostRows ? kFewKeys : kPartition),
           in_place_(rows_ <= kMostRows && head_dim_ % kGroup == 0),
           ahead_(pages_, item, end_) {
         static thread_local Scratch scratch;
-        const int64_t head_floats = HeadState::num_floats(rows_, dim_), row_floats = ceil_div(dim_ * 4 + kScaleBytes, 64) * 16;
+        const int64_t head_floats = HeadState::num_floats(rows_, dim_);
+        const int64_t row_floats = ceil_div(dim_ * 4 + kScaleBytes, 64) * 16;
         float* memory = scratch.floats(chunk_ * dim_ + (kWidth + 1) * row_floats + item.num_heads * head_floats);
         panel_ = memory, memory += chunk_ * dim_;
         zeros_ = reinterpret_cast<const char*>(memory);
@@ -218,7 +155,7 @@ private:
                 store(panel_ + (count / kGroup * dim_ + d) * kGroup + kWidth, Vec{});
     }
 
-    // The few rows of an item and the chunk, read where it lies; rows that do not see the partition's end are masked later.
+    // The few rows of an item and the chunk's keys, read where they lie; what a row does not see is masked later.
     template <int Rows>
     void score_in_place(const float* q, int64_t count, float* scores) {
         for (int64_t j = 0; j < count; j += kGroup) {
@@ -403,7 +340,8 @@ int64_t baton_paged_attention(const void* q, int64_t q_row_stride, const void* p
     const int64_t bad = first_unfit(query_starts, context_lens, block_tables, max_blocks, num_seqs, num_tokens,
                                     num_blocks, block_size);
     if (bad >= 0) return bad;
-    const Shape shape(KvShape(num_layers, block_size, num_kv_heads, head_dim, is_int8, is_bf16), num_heads, scale, layer);
+    const KvShape kv(num_layers, block_size, num_kv_heads, head_dim, is_int8, is_bf16);
+    const Shape shape(kv, num_heads, scale, layer);
     if (is_bf16)
         paged_attention(static_cast<const bf16*>(q), q_row_stride, static_cast<const char*>(pool), shape,
                         query_starts, context_lens, block_tables, max_blocks, num_seqs, static_cast<bf16*>(out),

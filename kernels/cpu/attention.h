@@ -9,6 +9,8 @@
 
 namespace baton {
 
+constexpr int64_t kPartition = 128;  // kernels.ops.PARTITION_SIZE
+
 struct Shape {
     KvShape kv;
     int64_t num_heads, group, layer;

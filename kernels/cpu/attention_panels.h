@@ -59,8 +59,10 @@ inline void load_words(const char* const* rows, int64_t byte, UintVec (&words)[4
     UintVec quarters[4];  // rows i, i + 4, ... side by side
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) quarters[i] = load_quarters(rows + i, byte);
-    const UintVec ab_low = pick(quarters[0], quarters[1], low_words), ab_high = pick(quarters[0], quarters[1], high_words);
-    const UintVec cd_low = pick(quarters[2], quarters[3], low_words), cd_high = pick(quarters[2], quarters[3], high_words);
+    const UintVec ab_low = pick(quarters[0], quarters[1], low_words);
+    const UintVec ab_high = pick(quarters[0], quarters[1], high_words);
+    const UintVec cd_low = pick(quarters[2], quarters[3], low_words);
+    const UintVec cd_high = pick(quarters[2], quarters[3], high_words);
     words[0] = pick(ab_low, cd_low, low_pairs), words[1] = pick(ab_low, cd_low, high_pairs);
     words[2] = pick(ab_high, cd_high, low_pairs), words[3] = pick(ab_high, cd_high, high_pairs);
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "attention.h"
 #include "attention_panels.h"
 #include "simd.h"
 
@@ -15,8 +16,7 @@ namespace baton {
 // Tiles are compiled once, not once per place and type that uses them: half the time of a first start.
 #define BATON_NOINLINE __attribute__((noinline))
 
-constexpr int64_t kPartition = 128;  // kernels.ops.PARTITION_SIZE
-constexpr int64_t kMostRows = 6;     // of a tile
+constexpr int64_t kMostRows = 6;  // of a tile
 
 // sums[r][v] += row(r) * line(v). The fewer of the two are held in registers beside the sums.
 template <int Rows, int Vecs, typename Row, typename Line>
@@ -67,7 +67,8 @@ inline void score_tile(const float* q, int64_t dim, const float* keys, const flo
 
 // As `score_tile` for few rows, and Halves times kWidth keys straight from the pool.
 template <typename Kv, int Rows, int Halves>
-BATON_NOINLINE void score_keys(const float* q, int64_t dim, const char* const* keys, const float* factors, float* scores) {
+BATON_NOINLINE void score_keys(const float* q, int64_t dim, const char* const* keys, const float* factors,
+                               float* scores) {
     constexpr int per_word = 4 / int(sizeof(Kv));
     Vec sums[Rows][Halves];
 #pragma GCC unroll 8
@@ -113,8 +114,8 @@ inline void add_value_vecs(const float* weights, const char* const* values, int6
 }
 
 template <typename Kv, int Rows>
-BATON_NOINLINE void add_values_in_place(const float* weights, const char* const* values, int64_t head_dim, int64_t count,
-                                int64_t dim, float* out) {
+BATON_NOINLINE void add_values_in_place(const float* weights, const char* const* values, int64_t head_dim,
+                                        int64_t count, int64_t dim, float* out) {
     constexpr int vecs = Rows <= 3 ? 4 : 2;
     int64_t d = 0;
     for (; d + vecs * kWidth <= head_dim; d += vecs * kWidth)
@@ -123,8 +124,8 @@ BATON_NOINLINE void add_values_in_place(const float* weights, const char* const*
 }
 
 template <int Rows>
-BATON_NOINLINE void score_groups(const float* q, int64_t dim, const float* keys, int64_t num_groups, const float* factors,
-                         float* scores) {
+BATON_NOINLINE void score_groups(const float* q, int64_t dim, const float* keys, int64_t num_groups,
+                                 const float* factors, float* scores) {
     int64_t g = 0;
     if constexpr (Rows <= 3)
         for (; g + 2 <= num_groups; g += 2)
@@ -156,7 +157,7 @@ inline void value_tile(const float* weights, const float* values, int64_t strip,
 
 template <int Rows>
 BATON_NOINLINE void add_values(const float* weights, const float* values, int64_t strip, int64_t count, int64_t dim,
-                       float* out) {
+                               float* out) {
     int64_t d = 0;
     if constexpr (Rows <= 3)
         for (; d + 2 * kGroup <= dim; d += 2 * kGroup)

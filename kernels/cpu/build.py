@@ -41,6 +41,7 @@ SOURCES = (
 )
 HEADERS = (
     "attention.h",
+    "attention_pages.h",
     "attention_panels.h",
     "attention_tiles.h",
     "core_board.h",

@@ -212,7 +212,8 @@ private:
             }
             const int64_t head = part - s_.num_heads, which = head / s_.num_kv_heads;
             if (which == 0) rotate(source, layer.k_norm, m, source);
-            write_row(source, kv, pool_ + kv.offset(batch_.slots[m], index, which) + head % s_.num_kv_heads * kv.row_bytes);
+            const int64_t place = kv.offset(batch_.slots[m], index, which) + head % s_.num_kv_heads * kv.row_bytes;
+            write_row(source, kv, pool_ + place);
         }
     }
 
