@@ -91,9 +91,13 @@ class FixedPolicy:
             return chosen
         budget = self._settings.chunk - worker.rows
         room = worker.kv_room - worker.rows
+        is_full = False  # who does not fit keeps those behind from beginning
         for request in queue:
-            if budget <= 0 or (request.new_kv_tokens > room and not request.has_begun):
+            if budget <= 0:
                 break
+            is_full = is_full or request.new_kv_tokens > room
+            if is_full and not request.has_begun:
+                continue
             room -= request.new_kv_tokens
             count = min(budget, request.num_tokens - request.num_computed)
             chosen.append((request, count))

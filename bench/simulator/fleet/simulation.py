@@ -114,9 +114,11 @@ class Simulation:
             if kind == LAND:
                 request = self._moving.pop(index)
                 worker = self.workers[request.decode_at]
-                self._release(self.workers[request.prefill_at], request, request.num_tokens + 1)
+                source = self.workers[request.prefill_at]
+                self._release(source, request, request.num_tokens + 1)
                 worker.landed.append(request)
                 self._kick(worker)
+                self._kick(source)  # somebody may have waited for that KV
             else:
                 worker = self.workers[index]
                 if worker.version == version:
