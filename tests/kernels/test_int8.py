@@ -213,7 +213,8 @@ def unpack(packed: Tensor, out_features: int, in_features: int, panel: int) -> t
     quads = -(-in_features // 4)
     scales = packed[64 : 64 + 4 * columns].view(torch.float32)
     sums = packed[64 + 4 * columns : 64 + 8 * columns].view(torch.int32)
-    values = packed[64 + 8 * columns :].view(torch.int8).view(-1, quads, panel, 4)
+    start = 64 + 8 * columns
+    values = packed[start : start + 4 * quads * columns].view(torch.int8).view(-1, quads, panel, 4)
     values = values.permute(0, 2, 1, 3).reshape(columns, quads * 4)
     assert not values[out_features:].any()
     assert not values[:, in_features:].any()
