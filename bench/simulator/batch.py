@@ -24,7 +24,7 @@ from bench.simulator.scenario import draw
 from bench.simulator.simulation import Report, Simulation
 from cluster.errors import BatonError
 
-_GARBAGE_THRESHOLD = 200_000  # new objects between two collections: a run's own cycles are few
+_COLLECT_EVERY = 10  # runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class Batch:
 
     def runs_of(self, worker: int, num_workers: int) -> Iterator[Report]:
         """The share of one worker, run here."""
-        gc.set_threshold(_GARBAGE_THRESHOLD)
         if self.every_moment:
             all_strikes = (strike for in_place in (True, False) for strike in every_moment.strikes(in_place))
             for number, strike in enumerate(all_strikes):
@@ -95,14 +94,17 @@ def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
 
 
 def main() -> None:
-    """A worker process."""
+    """A worker process. Garbage is collected between runs: within one there is little."""
     parser = argparse.ArgumentParser()
     parser.add_argument("given")
     text = parser.parse_args().given
     batch, worker, num_workers = msgspec.json.decode(text, type=tuple[Batch, int, int])
-    for report in batch.runs_of(worker, num_workers):
+    gc.disable()
+    for number, report in enumerate(batch.runs_of(worker, num_workers), 1):
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         sys.stdout.buffer.flush()
+        if number % _COLLECT_EVERY == 0:
+            gc.collect()
 
 
 if __name__ == "__main__":

@@ -232,9 +232,8 @@ class Injector:
         self._last(self._some_time(), heal, holds_up=_is_control(end))
 
     def _jitter(self, end: Endpoint) -> None:
-        factor = self._rng.choice([10.0, 100.0])
-        end.slow_down(factor)
-        self._last(self._some_time(), lambda: end.slow_down(1 / factor), holds_up=_is_control(end))
+        end.slow_down(self._rng.choice([10.0, 100.0]))
+        self._last(self._some_time(), lambda: end.slow_down(1.0), holds_up=_is_control(end))
 
     def _slow_edge(self, edge: PrefillEdge) -> None:
         edge.slowness = self._rng.choice([20.0, 300.0])

@@ -70,6 +70,7 @@ class Endpoint:
         self._queue = network.queue
         self._decoder = FrameDecoder[Any](decode_type)
         self._delay_s = delay_s
+        self._factor = 1.0
         self._last_at = 0.0
         self._num_posted = 0
         self._num_arrived = 0
@@ -124,7 +125,8 @@ class Endpoint:
         self._drain()
 
     def slow_down(self, factor: float) -> None:
-        self._delay_s *= factor
+        """Messages towards here take so many times as long; 1: as usual."""
+        self._factor = factor
 
     def duplicate(self, count: int) -> None:
         """The next `count` messages towards here arrive twice."""
@@ -148,7 +150,7 @@ class Endpoint:
         self._num_posted = serial + 1
         if serial % CODEC_EVERY == 0 and message is not _END:
             (message,) = self._decoder.feed(encode(message))
-        at = self._queue.now + self._delay_s * (0.5 + self._network.rng.random())
+        at = self._queue.now + self._delay_s * self._factor * (0.5 + self._network.rng.random())
         if at < self._last_at:
             at = self._last_at
         self._last_at = at

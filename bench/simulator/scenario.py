@@ -52,12 +52,13 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"{seed}/scenario")
     size = rng.choice([2, 4, 4, 5, 8])
-    max_prompt, max_new = rng.choice([(14, 5), (20, 6), (36, 10)])
+    max_prompt, max_new = rng.choice([(12, 4), (18, 5), (18, 5), (32, 9), (8, 20)])
     most_blocks = -(-(max_prompt + max_new) // size)
     num_decode = rng.choice([1, 2, 2, 3])
     max_num_seqs = rng.choice([4, 8, 16])
-    decode_blocks = most_blocks * rng.choice([2, 3, 6, 12])
-    room = num_decode * min(max_num_seqs, 2 * decode_blocks // most_blocks)  # requests that fit at once
+    is_long = max_new > max_prompt  # answers outgrow what was granted: sequences are preempted
+    decode_blocks = most_blocks * (rng.choice([1, 2]) if is_long else rng.choice([2, 3, 6, 12]))
+    room = num_decode * min(max_num_seqs, 3 * decode_blocks // most_blocks)  # requests that fit at once
     live_times = rng.random() < 0.2
     peer_timeout_s = 10.0 if live_times else rng.choice([1.0, 3.0])
     return Scenario(
@@ -85,13 +86,13 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
         decode=DecodeConfig(
             block_bytes=BLOCK_BYTES,
             max_num_seqs=max_num_seqs,
-            growth_blocks=rng.choice([0, 1, 1, 2]),
+            growth_blocks=0 if is_long else rng.choice([0, 1, 1, 2]),
             chunk_tokens=rng.choice([8, 16, 32]),
             mixed_chunk_tokens=rng.choice([4, 8]),
         ),
         conductor=_conductor(rng, live_times),
         delay_s=rng.choice([0.0001, 0.0005, 0.003, 0.02]),
-        block_s=rng.choice([0.0001, 0.0005, 0.004]),
+        block_s=rng.choice([0.0001, 0.001, 0.01]),
         restart_s=rng.choice([0.1, 0.5, 2.0]),
         fault_every=rng.choice([300, 800, 800, 2000]) if faults else None,
     )
