@@ -2,6 +2,9 @@
 #pragma once
 
 #include <omp.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -36,24 +39,42 @@ inline void parallel_items(int64_t num_threads, int64_t num_items, const Body& b
     for (int64_t item = 0; item < num_items; ++item) body(item);
 }
 
-// Memory a thread keeps between calls, 64-byte aligned, contents undefined.
+// Memory a thread keeps between calls, 64-byte aligned, contents undefined. What fills huge pages asks for them: the
+// rows of a long step are walked with large strides, and small pages miss the translation cache at each.
 class Scratch {
 public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() { release(); }
+
     float* floats(int64_t count) {
         if (count > capacity_) {
-            ::operator delete(data_, std::align_val_t(64));
-            data_ = nullptr;
-            capacity_ = 0;
-            data_ = static_cast<float*>(::operator new(size_t(count) * sizeof(float), std::align_val_t(64)));
+            release();
+            const size_t num_bytes = size_t(count) * sizeof(float);
+            alignment_ = std::align_val_t(num_bytes >= kHugePageBytes ? kHugePageBytes : 64);
+            data_ = static_cast<float*>(::operator new(num_bytes, alignment_));
             capacity_ = count;
+#if defined(__linux__)
+            // advice only: where there are no huge pages it changes nothing
+            if (num_bytes >= kHugePageBytes) madvise(data_, num_bytes / kHugePageBytes * kHugePageBytes, MADV_HUGEPAGE);
+#endif
         }
         return data_;
     }
-    ~Scratch() { ::operator delete(data_, std::align_val_t(64)); }
 
 private:
+    static constexpr size_t kHugePageBytes = size_t(2) << 20;
+
+    void release() {
+        ::operator delete(data_, alignment_);
+        data_ = nullptr;
+        capacity_ = 0;
+    }
+
     float* data_ = nullptr;
     int64_t capacity_ = 0;
+    std::align_val_t alignment_{64};
 };
 
 }  // namespace baton
