@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.slo_schedule import (
@@ -113,6 +113,7 @@ def test_expected_decode_counts_as_cost() -> None:
 
 
 @given(lengths, st.integers(0, 200))
+@settings(max_examples=20)
 def test_nobody_starves_under_endless_new_work(prompts: list[int], rows: int) -> None:
     """A late prompt is computed within (its work and that of older late ones) / aged_share, while small new
     ones that are in time keep the worker busy."""
