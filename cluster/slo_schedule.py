@@ -21,8 +21,9 @@ Order: deadline, then arrival. Nobody is demoted while the work fits.
 When nothing fits: no chunk; the decode batch goes on alone.
 
 Bounds: a prompt that is not on time has `aged_share` of the worker's time: the oldest of them runs in any
-case once that share has paid for it, even if the step then takes longer than its budget. So it waits at most
-(what it and those demoted before it cost) / aged_share. A plan is O(n log n) in the prompts looked at, at
+case once that share has paid for it, even if the step then takes longer than its budget; if there is no KV
+for it by then, nobody else begins until there is. So it waits at most (what it and those demoted before it
+cost) / aged_share, and for the KV of those that have begun. A plan is O(n log n) in the prompts looked at, at
 most `max_looked_at`.
 
 No IO, no clock.
@@ -36,7 +37,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
 
 from cluster.step_model import StepModel, StepWork, chunk_attention
@@ -93,6 +94,7 @@ class SloSettings:
     bank_use: float = 0.25  # share of a stream's lead that one step may use
     catch_up: float = 0.1  # share of a stream's lag that one step makes up for
     max_looked_at: int = 256
+    max_late_looked_at: int = 16
 
 
 def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> float:
@@ -239,7 +241,7 @@ class SloScheduler(Generic[P]):
         if not decode.num_yielding or step.has_yielding:
             limit_s = settings.yielding_load * tpot_s - yield_s
             step.keep(reserve)
-            for prompt in chain(self._late, classes.demoted):
+            for prompt in islice(chain(self._late, classes.demoted), settings.max_late_looked_at):
                 if (prompt.load_s <= limit_s or not decode.num_yielding) and not step.take(prompt):
                     break
         return StepPlan(step.chunks, step.has_yielding)
@@ -263,6 +265,9 @@ class SloScheduler(Generic[P]):
         """A chunk for the oldest one, from the share it has waited for."""
         rest_s = prefill_s(self.model, oldest.num_tokens, oldest.num_computed)
         wanted_s = min(rest_s, tpot_s / 4)
+        if oldest.new_kv_tokens > step.room and self._credit_s >= rest_s + oldest.decode_s:
+            step.keep(step.room)  # it has waited for all it costs: nobody else begins before it
+            return
         if self._credit_s >= wanted_s and step.force(oldest, wanted_s):
             self._credit_s -= wanted_s
 
@@ -275,7 +280,7 @@ class _Step(Generic[P]):
         self.has_yielding = False
         self._model = model
         self._budget_s = budget_s
-        self._room = room
+        self.room = room
         self._tokens = decode.num_rows
         self._context = decode.context
         self._attention = 0.0
@@ -292,7 +297,7 @@ class _Step(Generic[P]):
 
     def keep(self, num_tokens: int) -> None:
         """KV that whoever comes now must leave."""
-        self._room -= num_tokens
+        self.room -= num_tokens
 
     @property
     def _work(self) -> StepWork:
@@ -311,7 +316,7 @@ class _Step(Generic[P]):
     def _take(self, prompt: P, budget_s: float) -> bool:
         start = prompt.num_computed
         new_tokens = prompt.new_kv_tokens
-        if new_tokens > self._room:
+        if new_tokens > self.room:
             return True  # others may be smaller
         if self.chunks and self.chunks[0][0] is prompt:
             return True  # it has its chunk
@@ -319,7 +324,7 @@ class _Step(Generic[P]):
         if count <= 0:
             return False
         self.chunks.append((prompt, count))
-        self._room -= new_tokens
+        self.room -= new_tokens
         self._tokens += count
         self._attention += chunk_attention(start, count)
         return True

@@ -54,6 +54,8 @@ class Fleet:
         self.per_token_s = np.array([model.per_token_s for model in models])
         self.per_context_s = np.array([model.per_context_s for model in models])
         self.per_attention_s = np.array([model.per_attention_s for model in models])
+        ratios = self.per_context_s / self.per_token_s
+        self.least_reading = float(ratios.min()) if models else 0.0  # of a key, in tokens computed, anywhere
         self.kv_tokens = np.array(kv_tokens, dtype=np.float64)
         self.bytes_s = np.array(bytes_s)
         count = self.num_workers
@@ -145,6 +147,8 @@ def choose_decode(
     """The worker where a prompt that worker `prefill` has computed in `wait_s` should decode."""
     step_limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety
     staying = max(0.5, 1 - wait_s / ask.life_s)
+    if _is_best_where_computed(fleet, ask, prefill, step_limit_s, staying, settings):
+        return prefill
     rows = fleet.rows * staying + fleet.coming_rows + 1
     context = fleet.context * staying + fleet.coming_context + ask.num_tokens
     busy_s = fleet.per_token_s * rows
@@ -174,3 +178,19 @@ def choose_decode(
     if cost[prefill] <= near:
         return prefill
     return int(np.where(cost <= near, step_s, np.inf).argmin())
+
+
+def _is_best_where_computed(
+    fleet: Fleet, ask: Ask, at: int, limit_s: float, staying: float, settings: ElasticSettings
+) -> bool:
+    """No other worker is cheaper by more than `near`, and this one has room within the target: what the whole
+    comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
+    ratio = float(fleet.per_context_s[at] / fleet.per_token_s[at])
+    least = 1 + fleet.least_reading * ask.num_tokens
+    if not fleet.can_decode[at] or 1 + ratio * ask.num_tokens > least * (1 + settings.near):
+        return False
+    rows = float(fleet.rows[at]) * staying + float(fleet.coming_rows[at]) + 1
+    context = float(fleet.context[at]) * staying + float(fleet.coming_context[at]) + ask.num_tokens
+    busy_s = max(float(fleet.floor_s[at]), float(fleet.per_token_s[at]) * rows)
+    step_s = float(fleet.fixed_s[at]) + busy_s + float(fleet.per_context_s[at]) * context
+    return step_s <= limit_s * settings.local_bonus

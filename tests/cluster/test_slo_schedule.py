@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.slo_schedule import (
@@ -113,6 +113,7 @@ def test_expected_decode_counts_as_cost() -> None:
 
 
 @given(lengths, st.integers(0, 200))
+@settings(max_examples=20)
 def test_nobody_starves_under_endless_new_work(prompts: list[int], rows: int) -> None:
     """A late prompt is computed within (its work and that of older late ones) / aged_share, while small new
     ones that are in time keep the worker busy."""
@@ -137,6 +138,22 @@ def test_nobody_starves_under_endless_new_work(prompts: list[int], rows: int) ->
                 scheduler.remove(prompt)
                 left.discard(id(prompt))
     assert not left
+
+
+def test_a_late_prompt_without_kv_in_the_end_keeps_others_from_beginning() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    large = waiting(5_000, -1.0, new_kv_tokens=5_001)
+    scheduler.add(large)
+    began = []
+    for step in range(1_500):
+        now = step * 0.025
+        small = waiting(100, now + 0.5, new_kv_tokens=101)
+        scheduler.add(small)
+        began.append(bool(scheduler.plan(now, DecodeBatch(10, 10_000, 0.025), 1_000).chunks))
+        scheduler.remove(small)
+    assert began[0]
+    assert not began[-1]
+    assert scheduler.plan(40.0, DecodeBatch(10, 10_000, 0.025), 6_000).chunks[0][0] is large
 
 
 def test_late_prompts_run_oldest_first() -> None:
