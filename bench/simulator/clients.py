@@ -126,12 +126,12 @@ class Client:
         return self.oracle.spec.request
 
     def begin(self) -> None:
-        """Submit the next request, after a pause if no router is up."""
+        """Submit the next request, later if no router takes any."""
         if self._workload.is_over:
             return
         slots = self._site.routers
         routers = [slots[(self._index + step) % len(slots)] for step in range(len(slots))]
-        router = next((router for router in routers if router.is_alive), None)
+        router = next((router for router in routers if router.takes_requests()), None)
         if router is None:
             self._site.queue.after(_NO_ROUTER_S, self.begin)
             return

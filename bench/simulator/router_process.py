@@ -71,8 +71,15 @@ class RouterProcess(Process):
         self._epochs: dict[WorkerId, Epoch] = {}
         self._events: deque[Event] = deque()
         self._is_feeding = False
+        self._is_warm = False
         scenario = site.scenario
         self._silence_limit_s = scenario.missed_heartbeats * scenario.heartbeat_interval_s
+
+    def takes_requests(self) -> bool:
+        """As the gateway: once a decode worker was ready. From then on requests wait, or are told."""
+        if self.is_alive and not self._is_warm:
+            self._is_warm = any(worker.is_ready for worker in self.conductor.workers.view().decode)
+        return self.is_alive and self._is_warm
 
     def submit(self, client: Client, spec: RequestSpec) -> None:
         self.clients[spec.request] = client

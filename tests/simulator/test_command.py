@@ -16,20 +16,22 @@ from decode_worker.core import DecodeCore
 
 runner = CliRunner()
 
-# Those that the first few seeds reveal; the others need more, see `python -m bench.simulator.mutations`.
+# mutation |-> a seed from which on few are needed; `python -m bench.simulator.mutations` runs all from 0
 QUICK = {
-    "free before ack",
-    "resample token 0",
-    "lose the bitmap check",
-    "forget to renew leases",
-    "free while a piece is sent",
-    "free during a step",
-    "share blocks before they are computed",
-    "share blocks across salts",
-    "forget which attempts were taken",
-    "take every row as new",
-    "resume from the prompt alone",
-    "let go without telling the workers",
+    "skip the attempt check": 3,
+    "skip the epoch check": 53,
+    "free before ack": 0,
+    "resample token 0": 0,
+    "lose the bitmap check": 0,
+    "forget to renew leases": 25,
+    "reuse quarantined blocks": 3,
+    "free while a piece is sent": 0,
+    "free during a step": 0,
+    "share blocks before they are computed": 0,
+    "share blocks across salts": 0,
+    "forget which attempts were taken": 0,
+    "resume from the prompt alone": 0,
+    "let go without telling the workers": 0,
 }
 
 
@@ -104,11 +106,12 @@ def test_the_table_counts_requests_by_fault_and_outcome() -> None:
 
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.name in QUICK], ids=lambda m: m.name)
 def test_a_broken_rule_is_found(mutation: Mutation) -> None:
+    first = QUICK[mutation.name]
     originals = [vars(patch.owner)[patch.name] for patch in mutation.patches]
-    found = mutations.find(mutation, range(30))
+    found = mutations.find(mutation, range(first, first + 60))
     assert found is not None, mutation.name
     assert [vars(patch.owner)[patch.name] for patch in mutation.patches] == originals
 
 
 def test_every_quick_mutation_exists() -> None:
-    assert {mutation.name for mutation in MUTATIONS} >= QUICK
+    assert {mutation.name for mutation in MUTATIONS} >= QUICK.keys()
