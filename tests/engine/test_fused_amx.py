@@ -16,6 +16,8 @@ from tests.engine.test_fused import CASES, make_batches
 from tests.engine.tiny_models import BLOCK_SIZE, Engine
 from tests.support.amx_emulation import emulated_library
 
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
+
 VARIANTS = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
 
 

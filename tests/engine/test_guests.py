@@ -84,7 +84,7 @@ def prepared_of(checkpoint: Any, prepare: Any) -> Callable[[Dtype], Any]:
 
 def guests_of(script: Script, num_threads: int, num_lent: int) -> CpuBackend:
     lent = tuple(LentCore(num_threads + i, (OWNER,)) for i in range(num_lent))
-    return CpuBackend(num_threads, Seat(board=script.file.path, worker=SELF, lent=lent))
+    return CpuBackend(num_threads, seat=Seat(board=script.file.path, worker=SELF, lent=lent))
 
 
 def fused(engine: Engine) -> NativeForward:
@@ -179,7 +179,7 @@ def test_one_guest_at_a_time_on_a_core(script: Script, prepared_of: Any) -> None
 
 def test_a_board_that_is_not_there_is_said(prepared_of: Any) -> None:
     with pytest.raises(OSError, match="no core board can be opened at /nowhere"):
-        CpuBackend(1, Seat(board="/nowhere", worker=SELF, lent=(LentCore(1, (OWNER,)),)))
+        CpuBackend(1, seat=Seat(board="/nowhere", worker=SELF, lent=(LentCore(1, (OWNER,)),)))
 
 
 def run_until_helped(engine: Engine) -> None:

@@ -237,6 +237,8 @@ def test_the_emulation_faults_where_the_unit_would(library):
     """Tiles used by a process that has not asked for them: unnoticed, the emulation would prove nothing."""
     code = f"""
 import ctypes
+
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
 library = ctypes.CDLL({library._name!r})
 packed = (ctypes.c_char * 4096)()
 library.baton_amx_pack(bytes(64), 1, 32, packed)
