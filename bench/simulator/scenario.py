@@ -38,7 +38,7 @@ class Scenario:
     decode: DecodeConfig
     conductor: ConductorConfig
     heartbeat_interval_s: float = 0.5
-    missed_heartbeats: int = 6
+    missed_heartbeats: int = 5
     drain_grace_s: float = 5.0
     delay_s: float = 0.0005  # of a message, on average
     block_s: float = 0.0003  # to move one block of KV
@@ -111,5 +111,6 @@ def _conductor(rng: random.Random, live_times: bool) -> ConductorConfig:
         decode_silence_s=6.0,
         stall_timeout_s=3.0,
         queue_timeout_s=20.0,
+        recovery_wait_s=rng.choice([1.5, 5.0]),
         policy=policy,
     )
