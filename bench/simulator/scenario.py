@@ -52,7 +52,7 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"{seed}/scenario")
     size = rng.choice([2, 4, 4, 5, 8])
-    max_prompt, max_new = rng.choice([(12, 4), (18, 5), (18, 5), (32, 9), (8, 20)])
+    max_prompt, max_new = rng.choice([(12, 3), (12, 4), (18, 4), (30, 8), (8, 16)])
     most_blocks = -(-(max_prompt + max_new) // size)
     num_decode = rng.choice([1, 2, 2, 3])
     max_num_seqs = rng.choice([4, 8, 16])
