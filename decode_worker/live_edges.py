@@ -1,7 +1,7 @@
 """D's live KV side: it listens; prefill workers dial in, one stream and one receiver per peer.
 
-1. `EdgeHello`: same model bits, fitting layout, same edge kind, or `Refused` with the reason. Then the
-   receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears `EdgeUp`.
+1. `EdgeHello`: for this epoch, same model bits, fitting layout, same edge kind, or `Refused` with the reason.
+   Then the receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears `EdgeUp`.
 2. Messages become `FromPeer`. `PostReceive`, `Scatter` and `Discard` go to the receiver; what they
    lead to comes back as `ReceivePosted`, `PieceStaged`, `PieceScattered`.
 3. The stream or the receiver breaks: `EdgeDown`, once. For an in-place edge the peer may still write, so
@@ -64,13 +64,15 @@ class DecodeEdges:
     def __init__(
         self,
         *,
+        me: Peer,
         make_welcome: Callable[[KVReceiver], EdgeWelcome],
         check_hello: Callable[[EdgeHello], str | None],
         make_receiver: MakeReceiver,
         token: bytes,
         dispatch: Callable[[Event], None],
     ) -> None:
-        """`check_hello` returns why a peer is refused, or None."""
+        """`me`: this worker and its epoch; `check_hello` returns why a peer is refused, or None."""
+        self._me = me
         self._make_welcome = make_welcome
         self._check_hello = check_hello
         self._make_receiver = make_receiver
@@ -127,7 +129,11 @@ class DecodeEdges:
         if not isinstance(hello, EdgeHello):
             raise ProtocolError(f"expected EdgeHello, got {type(hello).__name__}")
         peer = Peer(hello.worker, hello.epoch)
-        reason = self._check_hello(hello)
+        wanted = Peer(hello.decode_worker, hello.decode_epoch)
+        if wanted != self._me:  # before an older edge is touched: that one may be in use
+            reason: str | None = f"it looks for `{wanted.worker}` epoch {wanted.epoch}"
+        else:
+            reason = self._check_hello(hello)
         if reason is not None:
             logger.warning("refused a KV edge from `%s`: %s", hello.worker, reason)
             await stream.send(Refused(reason=reason))

@@ -17,6 +17,7 @@ from cluster.kv.layout import single_edge
 from cluster.wire.address import TcpAddress, own_host_towards, parse_address
 from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
 from cluster.worker_driver import WorkerDriver
+from cluster.worker_io import Peer
 from decode_worker.core import DecodeConfig, DecodeCore
 from decode_worker.live_edges import DecodeEdges
 
@@ -88,6 +89,7 @@ async def run(
 
     edges = DecodeEdges(
         make_welcome=make_welcome,
+        me=Peer(config.worker, config.epoch),
         check_hello=check_hello,
         make_receiver=receiver_for,
         token=config.token,

@@ -54,12 +54,12 @@ class PrefillEdges:
     def __init__(
         self,
         *,
-        hello: EdgeHello,
+        make_hello: Callable[[Peer], EdgeHello],
         token: bytes,
         make_sender: MakeSender,
         dispatch: Callable[[Event], None],
     ) -> None:
-        self._hello = hello
+        self._make_hello = make_hello
         self._token = token
         self._make_sender = make_sender
         self._dispatch = dispatch
@@ -125,7 +125,7 @@ class PrefillEdges:
             self._dispatch(EdgeDown(peer, reason))
 
     async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill]) -> KVSender:
-        stream.post(self._hello)
+        stream.post(self._make_hello(peer))
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             welcome = await anext(aiter(stream), None)
             if isinstance(welcome, Refused):

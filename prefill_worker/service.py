@@ -15,6 +15,7 @@ from cluster.kv.edges import edge_kind, make_sender
 from cluster.kv.pool import KVPool
 from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
 from cluster.worker_driver import WorkerDriver
+from cluster.worker_io import Peer
 from prefill_worker.core import PrefillConfig, PrefillCore
 from prefill_worker.live_edges import PrefillEdges
 
@@ -43,14 +44,18 @@ async def run(
         clock=MonotonicClock(),
         step_timeout_s=config.step_timeout_s,
     )
-    hello = EdgeHello(
-        worker=config.worker,
-        epoch=config.epoch,
-        pid=os.getpid(),
-        fingerprint=engine.fingerprint,
-        kind=config.kv_edge,
-        geometry=geometry,
-    )
+
+    def hello_to(peer: Peer) -> EdgeHello:
+        return EdgeHello(
+            worker=config.worker,
+            epoch=config.epoch,
+            decode_worker=peer.worker,
+            decode_epoch=peer.epoch,
+            pid=os.getpid(),
+            fingerprint=engine.fingerprint,
+            kind=config.kv_edge,
+            geometry=geometry,
+        )
 
     async def sender_for(welcome: EdgeWelcome) -> KVSender:
         sender = make_sender(
@@ -63,7 +68,9 @@ async def run(
         await sender.ready()
         return sender
 
-    edges = PrefillEdges(hello=hello, token=config.token, make_sender=sender_for, dispatch=driver.dispatch)
+    edges = PrefillEdges(
+        make_hello=hello_to, token=config.token, make_sender=sender_for, dispatch=driver.dispatch
+    )
     register = Register(
         worker=config.worker,
         role=Role.PREFILL,

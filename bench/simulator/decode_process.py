@@ -2,7 +2,7 @@
 
 Life of an edge here:
 
-1. `EdgeHello`: an older edge of the same process is ended first. `EdgeWelcome`, then `EdgeUp`.
+1. `EdgeHello` for this epoch: an older edge of the same process is ended first. `EdgeWelcome`, then `EdgeUp`.
 2. Staged pieces land in the receive that was posted first, and are scattered when the core says so.
 3. The stream ends: scatters finish, then `EdgeDown`. An in-place peer is watched until it is dead or dials
    again: `WriterGone`.
@@ -23,7 +23,7 @@ from bench.simulator.violation import Violation
 from bench.simulator.worker_process import WorkerProcess
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.edge import Piece, Staged
-from cluster.wire.messages import EdgeHello, EdgeWelcome, Role
+from cluster.wire.messages import EdgeHello, EdgeWelcome, Refused, Role
 from cluster.worker_io import (
     Action,
     Discard,
@@ -69,6 +69,10 @@ class DecodeEdge:
             self.owner.dispatch(FromPeer(self.peer, message))
         else:
             assert isinstance(message, EdgeHello), message
+            if (message.decode_worker, message.decode_epoch) != (self.owner.worker, self.owner.epoch):
+                self.endpoint.post(Refused(reason="it looks for another worker"))
+                self.endpoint.close()
+                return
             self.owner.on_hello(self, Peer(message.worker, message.epoch))
 
     def on_closed(self) -> None:

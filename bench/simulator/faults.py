@@ -36,6 +36,7 @@ class Injector:
         self._repairs: dict[int, Callable[[], None]] = {}  # of what lasts, by number
         self._holding_up: set[int] = set()  # those of them that may make a lease expire
         self._num_lasting = 0
+        self._late_until = 0.0  # messages of a stream that was slow are under way until then
         self.counts: Counter[str] = Counter()
         workers, routers = self._workers, self._routers
         self.kinds: dict[str, tuple[Callable[[], list[Any]], Callable[[Any], None]]] = {
@@ -194,7 +195,7 @@ class Injector:
             if number in self._holding_up:
                 self._holding_up.discard(number)
                 if not self._holding_up:
-                    self._site.held_up_until = self._site.queue.now
+                    self._site.held_up_until = max(self._site.queue.now, self._late_until)
 
     def _some_time(self) -> float:
         """Between what nobody notices and what everybody does."""
@@ -233,7 +234,12 @@ class Injector:
 
     def _jitter(self, end: Endpoint) -> None:
         end.slow_down(self._rng.choice([10.0, 100.0]))
-        self._last(self._some_time(), lambda: end.slow_down(1.0), holds_up=_is_control(end))
+
+        def as_usual() -> None:
+            end.slow_down(1.0)
+            self._late_until = max(self._late_until, end.busy_until)
+
+        self._last(self._some_time(), as_usual, holds_up=_is_control(end))
 
     def _slow_edge(self, edge: PrefillEdge) -> None:
         edge.slowness = self._rng.choice([20.0, 300.0])

@@ -128,6 +128,11 @@ class Endpoint:
         """Messages towards here take so many times as long; 1: as usual."""
         self._factor = factor
 
+    @property
+    def busy_until(self) -> float:
+        """When the last message that is under way to here arrives."""
+        return self._last_at
+
     def duplicate(self, count: int) -> None:
         """The next `count` messages towards here arrive twice."""
         self._num_to_double = count

@@ -137,6 +137,8 @@ class PrefillProcess(WorkerProcess):
             EdgeHello(
                 worker=self.worker,
                 epoch=self.epoch,
+                decode_worker=edge.peer.worker,
+                decode_epoch=edge.peer.epoch,
                 pid=self.epoch,
                 fingerprint=FINGERPRINT,
                 kind="scripted",

@@ -3,7 +3,7 @@
 1. A worker's first message is `Register`: refused, or welcomed and fed as `WorkerJoined`
    (`router.worker_links`).
 2. Every event goes to `Conductor.handle`, its actions out in order (`router.driver`).
-3. A worker that says nothing for too long gets a second look, then its stream is closed.
+3. A worker that says nothing for too long gets a second look, then it is given up and its stream fenced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.simulator.site import Site
 from bench.simulator.violation import Violation
 from cluster.ids import Epoch, RequestId, RouterId, WorkerId
 from cluster.request import RequestSpec
-from cluster.wire.messages import Refused, Register, Welcome
+from cluster.wire.messages import Heartbeat, Refused, Register, Welcome
 from router.conductor import Conductor
 from router.conductor_io import (
     Deliver,
@@ -32,7 +32,7 @@ from router.conductor_io import (
     WorkerJoined,
 )
 from router.registration import refusal
-from router.worker_links import SECOND_LOOK_S
+from router.worker_links import FENCE_S, SECOND_LOOK_S
 
 if TYPE_CHECKING:
     from bench.simulator.clients import Client
@@ -47,6 +47,7 @@ class _Link:
         self.register: Register | None = None
         self.last_sign_at = 0.0
         self.is_suspected = False
+        self.is_fenced = False
 
     def on_message(self, message: Any) -> None:
         if self.register is None:
@@ -148,10 +149,22 @@ class RouterProcess(Process):
         self._watch(link, self._silence_limit_s)
 
     def on_worker_message(self, link: _Link, register: Register, message: Any) -> None:
-        if self._links.get(register.worker) is not link:
+        if link.is_fenced:
+            self._drop(link, register, message)
+        elif self._links.get(register.worker) is link:
+            link.last_sign_at = self.now()
+            self.feed(FromWorker(register.worker, register.epoch, message))
+
+    def _drop(self, link: _Link, register: Register, message: Any) -> None:
+        """Of a process that was given up: the conductor counts it. Its next heartbeat or stream ends it."""
+        present = self._links.get(register.worker)
+        register_here = None if present is None else present.register
+        if register_here is not None and register_here.epoch == register.epoch:
+            link.endpoint.close()
             return
-        link.last_sign_at = self.now()
         self.feed(FromWorker(register.worker, register.epoch, message))
+        if isinstance(message, Heartbeat):
+            link.endpoint.close()
 
     def let_out(self, link: _Link, reason: str) -> None:
         register = link.register
@@ -176,6 +189,7 @@ class RouterProcess(Process):
             link.is_suspected = True
             self._watch(link, SECOND_LOOK_S)
         else:
-            link.endpoint.close()
             self._site.counters["found hung"] += 1
             self.let_out(link, f"no sign of life for {silent_s:.1f} s")
+            link.is_fenced = True
+            self.later(FENCE_S, link.endpoint.close)

@@ -38,7 +38,7 @@ class Scenario:
     decode: DecodeConfig
     conductor: ConductorConfig
     heartbeat_interval_s: float = 0.5
-    missed_heartbeats: int = 6
+    missed_heartbeats: int = 5
     drain_grace_s: float = 5.0
     delay_s: float = 0.0005  # of a message, on average
     block_s: float = 0.0003  # to move one block of KV
@@ -52,7 +52,7 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"{seed}/scenario")
     size = rng.choice([2, 4, 4, 5, 8])
-    max_prompt, max_new = rng.choice([(12, 4), (18, 5), (18, 5), (32, 9), (8, 20)])
+    max_prompt, max_new = rng.choice([(12, 3), (12, 4), (18, 4), (30, 8), (8, 16)])
     most_blocks = -(-(max_prompt + max_new) // size)
     num_decode = rng.choice([1, 2, 2, 3])
     max_num_seqs = rng.choice([4, 8, 16])
@@ -111,5 +111,6 @@ def _conductor(rng: random.Random, live_times: bool) -> ConductorConfig:
         decode_silence_s=6.0,
         stall_timeout_s=3.0,
         queue_timeout_s=20.0,
+        recovery_wait_s=rng.choice([1.5, 5.0]),
         policy=policy,
     )

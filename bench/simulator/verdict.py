@@ -67,7 +67,9 @@ def judge(site: Site, client: Client, error: BatonError) -> Outcome:
             return Outcome.EXHAUSTED
         if not any(worker.is_ready for worker in router.conductor.workers.view().decode):
             return Outcome.NOTHING_SERVES
-        wait_s = limits.recovery_wait_s if client.num_retries else limits.queue_timeout_s
+        wait_s = limits.recovery_wait_s
+        if not client.num_retries:  # a short wait says that nobody was there when it began
+            wait_s = min(wait_s, limits.queue_timeout_s)
         if now - client.waiting_since >= wait_s - _SLACK_S:
             return Outcome.NO_ROOM
     raise Violation(

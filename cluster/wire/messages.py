@@ -266,10 +266,13 @@ class AttemptFailed(_Message, frozen=True, kw_only=True):
 
 
 class EdgeHello(_Message, frozen=True, kw_only=True):
-    """P → D, first message of a KV stream."""
+    """P → D, first message of a KV stream. It names whom it looks for: the successor of a decode worker that
+    is gone may listen at the same address, and must not take it for a new dial to itself."""
 
     worker: WorkerId
     epoch: Epoch
+    decode_worker: WorkerId
+    decode_epoch: Epoch
     pid: int
     fingerprint: str
     kind: str  # "shm" | "gloo" | ...
