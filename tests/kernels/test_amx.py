@@ -21,6 +21,8 @@ from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 from tests.support.amx_emulation import emulated_library
 
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
+
 ROWS = (1, 2, 7, 16, 17, 31, 32, 33, 48, 65, 70)
 SHAPES = ((576, 130), (100, 7), (33, 48), (31, 33), (1, 1), (64, 32), (200, 96))  # in features, out features
 SMALLEST_NORMAL = 2.0**-126
@@ -238,7 +240,6 @@ def test_the_emulation_faults_where_the_unit_would(library):
     code = f"""
 import ctypes
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
 library = ctypes.CDLL({library._name!r})
 packed = (ctypes.c_char * 4096)()
 library.baton_amx_pack(bytes(64), 1, 32, packed)
