@@ -7,10 +7,9 @@
 
 Algorithm:
   1. *P*: of the workers well in time for the TTFT target, the one whose seconds are worth least as decode;
-     of equal ones, or if none is in time, the one with the soonest first token. Its queue (work of the prompts
-     it expects to serve in time) and this prompt's uncached tokens are divided by the share of a step that
-     decode leaves there once all that is queued decodes. So a loaded decode worker is slow, a full one never
-     chosen.
+     of equal ones, or if none is in time, the one with the soonest first token. Its queue (work of prompts
+     expected in time) and this prompt's uncached tokens are divided by the share of a step that decode leaves
+     there once all that is queued decodes. So a loaded decode worker is slow, a full one never chosen.
   2. *D*: of the workers whose predicted step, with all that is on its way there, stays within the TPOT (and
      gap) target, and whose KV has room: the one where decode costs least. The cost of a second is what that
      worker could do with it instead: (decode seconds per token) x (its prefill speed). So of unequal kinds
