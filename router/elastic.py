@@ -6,9 +6,10 @@
 3. When a prompt begins, `choose_decode` may be asked again, with the load of that moment.
 
 Algorithm:
-  1. *P*: the worker with the soonest first token. Its queue (work of the prompts it expects to serve in
-     time) and this prompt's uncached tokens are divided by the share of a step that decode leaves there once
-     all that is queued decodes. So a loaded decode worker is slow, a worker full of decode never chosen.
+  1. *P*: of the workers well in time for the TTFT target, the one whose seconds are worth least as decode;
+     of equal ones, or if none is in time, the one with the soonest first token. Its queue (work of prompts
+     expected in time) and this prompt's uncached tokens are divided by the share of a step that decode leaves
+     there once all that is queued decodes. So a loaded decode worker is slow, a full one never chosen.
   2. *D*: of the workers whose predicted step, with all that is on its way there, stays within the TPOT (and
      gap) target, and whose KV has room: the one where decode costs least. The cost of a second is what that
      worker could do with it instead: (decode seconds per token) x (its prefill speed). So of unequal kinds
@@ -75,6 +76,7 @@ class Fleet:
 class ElasticSettings:
     safety: float = 0.985  # share of the targets that predictions must stay within
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
+    early: float = 0.6  # share of the TTFT target within which a worker is well in time
     near: float = 0.05  # costs within this share of the least are equal
     local_bonus: float = 1.2  # so much longer may a step be where the prompt's KV is already
     far_fill: float = 0.95  # share of the target up to which a worker takes rows computed elsewhere
@@ -115,7 +117,7 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
         return TurnAway(None)
     ttft_s = predicted_ttft_s(fleet, ask, targets, settings)
     ttft_s = np.where(fits & fleet.can_prefill, ttft_s, np.inf)
-    prefill = int(ttft_s.argmin())
+    prefill = _choose_prefill(fleet, ask, ttft_s, targets, settings)
     soonest_s = float(ttft_s[prefill])
     if math.isfinite(settings.max_wait_s):
         late_s = float(np.where(fleet.can_prefill, fleet.late_s, np.inf).min())
@@ -125,12 +127,31 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
     return Place(prefill, decode, soonest_s)
 
 
+def _choose_prefill(
+    fleet: Fleet, ask: Ask, ttft_s: Column, targets: Targets, settings: ElasticSettings
+) -> int:
+    """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
+    soonest = int(ttft_s.argmin())
+    in_time = ttft_s <= settings.early * targets.ttft_s
+    if not in_time[soonest]:
+        return soonest
+    cost = _own_s(fleet, ask) / (fleet.per_token_s + fleet.per_context_s * ask.num_tokens)
+    cost = np.where(in_time, cost, np.inf)
+    return int(np.where(cost <= float(cost.min()) * (1 + settings.near), ttft_s, np.inf).argmin())
+
+
+def _own_s(fleet: Fleet, ask: Ask) -> Column:
+    """Seconds of its uncached tokens, per worker."""
+    start: Column | float = 0.0 if ask.cached is None else ask.cached
+    rest = ask.num_tokens - start
+    own_s: Column = rest * (fleet.per_token_s + fleet.per_attention_s * (start + (rest + 1) / 2))
+    return own_s
+
+
 def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Column:
     """Per worker, in the order of the fleet."""
     step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
-    start: Column | float = 0.0 if ask.cached is None else ask.cached
-    rest = ask.num_tokens - start
-    own_s = rest * (fleet.per_token_s + fleet.per_attention_s * (start + (rest + 1) / 2))
+    own_s = _own_s(fleet, ask)
     staying = np.maximum(0.5, 1 - np.minimum(fleet.work_s + own_s, targets.ttft_s) / ask.life_s)
     reading_s = fleet.fixed_s + fleet.per_context_s * (fleet.context * staying + ask.num_tokens)
     load_s = reading_s + fleet.per_token_s * (fleet.rows * staying + 1) + fleet.queued_load_s

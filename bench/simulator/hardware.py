@@ -2,13 +2,12 @@
 
 Named kinds and where their numbers come from:
 
-- `h100-llama3-8b`, `h20-llama3-8b`: Llama-3-8B in bf16 on one GPU, by the roofline of the card:
-  `step = 0.9 ms + max(weights, arithmetic) + KV read + attention`. Weights: 16 GB at 3.35 and 4 TB/s;
-  arithmetic: 2 FLOP per parameter and token at what dense GEMMs reach; KV: 128 KiB per token read. KV
-  capacity: 90 % of the card (80 and 96 GB) less the weights. Measured GEMM and attention latencies of an H100
-  (AIConfigurator's tables) lie within a fifth of the same line.
-- `a100-opt13b`: OPT-13B in fp16 on one A100 of 80 GB, in the form of DistServe's published estimator
-  (prefill a + b L + c L², decode a + b ctx + c B), the coefficients by the same roofline.
+- `h100-llama3-8b`, `h20-llama3-8b`: Llama-3-8B in bf16 on one GPU,
+  `step = 0.9 ms + max(5.0 ms, 19.1 us m) + 46.8 ns ctx + 1.05 ns att` (H20: 4.2 ms, 128 us, 39.2 ns, 7 ns):
+  a rough model from memory bandwidth and arithmetic, not a measurement. KV: 128 KiB per token; its capacity
+  is 90 % of the card (80 and 96 GB) less 16 GB of weights.
+- `a100-opt13b`: OPT-13B in fp16 on one A100 of 80 GB, estimated in the same way (26 GB at 2 TB/s, 26 GFLOP
+  per token at 70 % of 312 TFLOP/s, 800 KiB of KV per token). These are not DistServe's fitted coefficients.
 
 A file from a calibration (`{"fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s"}`, and
 perhaps "kv_tokens", "kv_bytes_per_token", "link_bytes_s", "mixed_s") is a kind of its own.
@@ -62,7 +61,7 @@ KINDS = {
         ),
         Hardware(
             "a100-opt13b",
-            StepModel(1.5e-3, 13.6e-3, 115e-6, 480e-9, 2.2e-9),
+            StepModel(1.5e-3, 13.6e-3, 115e-6, 480e-9, 5e-9),
             55_000,
             819_200,
             25e9,

@@ -81,7 +81,9 @@ class ElasticPolicy:
     def _enqueue(self, request: Request, prefill: int, decode: int) -> None:
         model = self._workers[prefill].model
         load_s = model.per_token_s + model.per_context_s * request.num_tokens
-        request.decode_s = self._ask(request).expected_output * load_s
+        output = self._ask(request).expected_output
+        held = (request.num_tokens + output / 2) / self._workers[decode].hardware.kv_tokens
+        request.decode_s = output * max(load_s, held * self._targets.tpot_s)  # of time or KV, the scarcer
         request.load_s = load_s if decode == prefill else 0.0
         request.prefill_at, request.decode_at = prefill, decode
         self._reserve(request)
