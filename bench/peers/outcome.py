@@ -51,6 +51,7 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     rounds: list[list[ClosedLoop]] = []
     goodput: list[Goodput] = []
     goodput_note: str | None = None  # why there is no goodput
+    rounds_note: str | None = None  # why it has fewer rounds than others
     limits_tok_per_s: dict[int, float] = {}  # by concurrency: the most that machine and bytes allow
 
     skipped: dict[int, str] = {}  # by concurrency: why it was not measured
@@ -137,6 +138,28 @@ def best_peer(
         and (mean := mean_of(outcome, concurrency)) is not None
     ]
     return max(found, key=lambda pair: pair[1].output_tok_per_s, default=None)
+
+
+def far_behind(outcome: PeerOutcome, outcomes: Sequence[PeerOutcome]) -> bool:
+    """Less than half of the best peer's throughput at every load measured: another round would change none
+    of the ratios that matter. Never Baton."""
+    if outcome.is_baton:
+        return False
+    loads = {run.concurrency for one in outcome.rounds for run in one}
+    for concurrency in loads:
+        own, best = mean_of(outcome, concurrency), best_peer(outcomes, concurrency)
+        if own is None or best is None or own.output_tok_per_s * 2 >= best[1].output_tok_per_s:
+            return False
+    return bool(loads)
+
+
+def fastest(family: Sequence[PeerOutcome]) -> PeerOutcome | None:
+    """The one with the highest throughput at the highest load that any of them was measured at."""
+    loads = {run.concurrency for outcome in family for one in outcome.rounds for run in one}
+    if not loads:
+        return None
+    found = [(mean, outcome) for outcome in family if (mean := mean_of(outcome, max(loads))) is not None]
+    return max(found, key=lambda pair: pair[0].output_tok_per_s)[1]
 
 
 # field of `Mean`, what it is called, its unit, whether more is better

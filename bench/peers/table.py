@@ -60,6 +60,7 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
             rows.append(_row(one.title, one.precision, *["–"] * 7, reason))
             continue
         notes = [f"{mean.num_failed} failed"] if mean.num_failed else []
+        notes += [one.rounds_note] if one.rounds_note is not None else []
         notes += [f"invalid: {reason}" for reason in mean.invalid_reasons]
         rate = mean.output_tok_per_s
         rows.append(
