@@ -103,6 +103,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_edge: Annotated[
         EdgeKind, Meta(description="how KV moves from prefill to decode; auto: shm on one host, else gloo")
     ] = "auto"
+    slo_ttft_ms: Annotated[
+        float, Meta(gt=0, description="time to the first token that a request is promised unless it asks")
+    ] = 2000.0
+    slo_tpot_ms: Annotated[
+        float, Meta(gt=0, description="mean time per further token that a request is promised unless it asks")
+    ] = 100.0
+    slo_gap_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="longest time between two tokens of an answer (default: no limit)"),
+    ] = None
     max_attempts: Annotated[int, Meta(ge=1, le=100, description="worker pairs tried per request")] = 3
     recovery_wait_s: Annotated[
         float,
@@ -158,6 +168,9 @@ class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     heartbeat_interval_s: float = 0.5
     lease_ttl_s: float = 10.0
     drain_grace_s: float = 20.0
+    slo_ttft_s: float = 2.0  # of requests that ask for nothing else
+    slo_tpot_s: float = 0.1
+    slo_gap_s: float | None = None
     log: LogConfig = LogConfig()
 
     def __repr__(self) -> str:

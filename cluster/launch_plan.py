@@ -114,6 +114,9 @@ def plan_roles(
             heartbeat_interval_s=config.heartbeat_interval_s,
             lease_ttl_s=config.lease_ttl_s,
             drain_grace_s=config.drain_grace_s,
+            slo_ttft_s=config.slo_ttft_ms / 1e3,
+            slo_tpot_s=config.slo_tpot_ms / 1e3,
+            slo_gap_s=_seconds(config.slo_gap_ms),
             log=_log(config, site, ROUTER),
             router=RouterId(ROUTER),
             model_dir="",  # known once the model is prepared
@@ -178,6 +181,9 @@ def _worker_config(
         heartbeat_interval_s=config.heartbeat_interval_s,
         lease_ttl_s=config.lease_ttl_s,
         drain_grace_s=config.drain_grace_s,
+        slo_ttft_s=config.slo_ttft_ms / 1e3,
+        slo_tpot_s=config.slo_tpot_ms / 1e3,
+        slo_gap_s=_seconds(config.slo_gap_ms),
         log=_log(config, site, name),
         worker=WorkerId(name),
         role=role,
@@ -198,6 +204,10 @@ def _worker_config(
         kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
         kv_edge=edge,
     )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _log(config: ClusterConfig, site: Site, name: str) -> LogConfig:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.step_model import StepModel, StepModelFit, StepWork, chunk_attention
+from cluster.step_fit import StepModelFit
+from cluster.step_model import StepModel, StepWork, chunk_attention
 
 H100 = StepModel(
     fixed_s=0.9e-3, floor_s=5.0e-3, per_token_s=19.1e-6, per_context_s=46.8e-9, per_attention_s=1.05e-9
@@ -62,7 +63,7 @@ def observed(
 
 def test_a_fit_finds_the_model_that_made_the_steps() -> None:
     model = observed(H100, 1, 500, 0.0, (0, 0, 64, 256, 1024)).fit()
-    for name in StepModel.__dataclass_fields__:
+    for name in StepModel.__struct_fields__:
         assert getattr(model, name) == pytest.approx(getattr(H100, name), rel=1e-6), name
 
 
@@ -94,7 +95,7 @@ def test_coefficients_are_never_negative() -> None:
     for tokens, seconds in ((1, 9.0), (2, 8.0), (3, 7.0), (500, 6.0), (600, 5.0), (700, 4.0), (800, 3.0)):
         fit.add(StepWork(tokens, tokens * 10, tokens * 5.0), seconds)
     model = fit.fit()
-    assert all(getattr(model, name) >= 0 for name in StepModel.__dataclass_fields__)
+    assert all(getattr(model, name) >= 0 for name in StepModel.__struct_fields__)
 
 
 def test_steps_that_say_nothing_are_left_out() -> None:
