@@ -8,15 +8,18 @@ not ordered against each other, so decode tokens that overtake the first one wai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cluster.errors import BatonError
 from cluster.ids import Attempt, BlockHash, LeaseId, RequestId, WorkerId
-from cluster.request import RequestSpec, RequestState, transition
+from cluster.request import RequestSlo, RequestSpec, RequestState, transition
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.wire.messages import FirstToken, TokenRow
+from cluster.slo_schedule import Targets
+from cluster.wire.messages import FirstToken, SloTargets, TokenRow
+from router.config import SloDefaults
 from router.delivery import NewTokens, RequestSummary
 from router.policy import PlacementRequest
 
@@ -38,6 +41,7 @@ class AttemptRecord:
     decode: WorkerId
     prefill: WorkerId | None  # None: the decode worker prefills
     predicted_ttft_s: float
+    placed_at: float
     decode_holds: bool = True
     prefill_holds: bool = False
     lease: LeaseId | None = None
@@ -47,6 +51,8 @@ class AttemptRecord:
     early_finish: FinishReason | None = None
     queue_s: float = 0.0  # as the prefilling worker told with the first token
     prefill_s: float = 0.0
+    first_token_at: float | None = None
+    kv_bytes: int = 0  # handed over, once it is committed
 
     def __post_init__(self) -> None:
         self.next_row = self.base + 1
@@ -76,7 +82,8 @@ class LiveRequest:
     arrived_at: float
     deadline_at: float | None
     order: int  # of arrival
-    hashes: list[BlockHash] = field(default_factory=list)  # of the prompt's full blocks
+    targets: Targets  # from its arrival on
+    hashes: tuple[BlockHash, ...] = ()  # of the prompt's full blocks
     state: RequestState = RequestState.QUEUED
     attempt: AttemptRecord | None = None  # None while it waits for a place
     num_attempts: int = 1  # the current one included; a RESERVE that was refused does not count
@@ -128,13 +135,33 @@ class LiveRequest:
         self.last_token_at = now
         return NewTokens(tuple(outputs), finish)
 
-    def placement_request(self) -> PlacementRequest:
+    def due_at(self) -> float:
+        """When its next token is due: the first by its TTFT, the others by their mean pace."""
+        if self.first_token_at is None:
+            return self.arrived_at + self.targets.ttft_s
+        return self.first_token_at + len(self.output_ids) * self.targets.tpot_s
+
+    def slo(self, now: float) -> SloTargets:
+        """What its workers are told."""
+        gap_s = self.targets.gap_s
+        return SloTargets(
+            ttft_deadline_in_s=self.due_at() - now,
+            tpot_s=self.targets.tpot_s,
+            gap_s=gap_s if math.isfinite(gap_s) else None,
+            priority_class=self.spec.slo.priority_class,
+        )
+
+    def placement_request(self, expected_output: float, max_wait_s: float, now: float) -> PlacementRequest:
         """What placement needs to know to place the next attempt."""
+        targets = self.targets
         return PlacementRequest(
             num_tokens=len(self.spec.token_ids) + len(self.output_ids),
             num_prompt_tokens=len(self.spec.token_ids),
             max_tokens=self.spec.sampling.max_tokens,
             hashes=self.hashes,
+            targets=Targets(max(0.0, self.due_at() - now), targets.tpot_s, targets.gap_s),
+            expected_output=max(1.0, expected_output - len(self.output_ids)),
+            max_wait_s=max_wait_s,
             avoid=frozenset(self.avoid),
             too_large_for=frozenset(self.too_large_for),
         )
@@ -173,3 +200,13 @@ class LiveRequest:
             else max(0.0, last - max(started, first or started)),
             ttft_s=0.0 if first is None else first - self.arrived_at,
         )
+
+
+def targets_of(slo: RequestSlo, defaults: SloDefaults) -> Targets:
+    """What a request is promised: what it asks for, else what everybody is."""
+    gap_s = defaults.gap_s if slo.gap_s is None else slo.gap_s
+    return Targets(
+        defaults.ttft_s if slo.ttft_s is None else slo.ttft_s,
+        defaults.tpot_s if slo.tpot_s is None else slo.tpot_s,
+        math.inf if gap_s is None else gap_s,
+    )

@@ -17,7 +17,8 @@ Life of a request (`handle` is called with each event, in the order they happene
 
 Every wait has its end (`ConductorConfig`):
 
-    QUEUED, no place       queue_timeout_s                                → Overloaded
+    QUEUED, no place       queue_timeout_s, or at once if no place is expected by then → Overloaded
+    QUEUED, first token    further away than max_backlog_s, predicted     → Overloaded, at once
     QUEUED, nobody there   recovery_wait_s; also after a loss             → NotReady, or the loss
     QUEUED, RESERVE sent   reserve_timeout_s                              → retry, D avoided
     PREFILLING             prefill_timeout_s + 4 x the predicted TTFT     → retry, P avoided
@@ -34,16 +35,18 @@ Stale, duplicate and unknown messages are dropped and counted, by what made them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from cluster.block_hash import hash_blocks
 from cluster.errors import BatonError, DeadlineExceeded, NotReady
 from cluster.ids import Epoch, RequestId, WorkerId
-from cluster.request import LifecycleEvent, RequestSpec, RequestState
+from cluster.request import LifecycleEvent, RequestSlo, RequestSpec, RequestState
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.messages import (
     Drained,
     Heartbeat,
+    PriorityClass,
     Refused,
     Register,
     RenewLeases,
@@ -53,7 +56,7 @@ from cluster.wire.messages import (
     WorkerToRouter,
 )
 from router.admission import AdmissionQueue
-from router.attempt import LiveRequest
+from router.attempt import LiveRequest, targets_of
 from router.conductor_io import (
     Action,
     ClientFinished,
@@ -73,9 +76,11 @@ from router.config import ConductorConfig
 from router.deadlines import Deadlines
 from router.delivery import Failed, RequestSummary, StaleReason
 from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress
-from router.outcome import context_length_exceeded, overloaded, worker_lost
-from router.policy import LeastTtft, Placement, PlacementPolicy, Reject, RejectReason
-from router.view import WorkerBook
+from router.outcome import BACKLOG, QUEUE_TOO_SLOW, context_length_exceeded, overloaded, worker_lost
+from router.output_lengths import OutputLengths
+from router.placement_stats import PlacementStats
+from router.policy import Elastic, Placement, PlacementPolicy, PlacementRequest, Reject, RejectReason
+from router.worker_book import WorkerBook
 
 _S = RequestState
 _E = LifecycleEvent
@@ -90,14 +95,15 @@ class Conductor:
 
     def __init__(self, config: ConductorConfig, policy: PlacementPolicy | None = None) -> None:
         self._config = config
-        self._policy = policy or LeastTtft(config.policy)
+        self._policy = policy or Elastic(config.policy, targets_of(RequestSlo(), config.slo))
+        self._lengths = OutputLengths()
         self._requests: dict[RequestId, LiveRequest] = {}
         self._queue = AdmissionQueue(config.max_queued, config.max_overtake_s)
         self._deadlines: Deadlines[RequestId] = Deadlines()
         self._num_submitted = 0
         self._has_room = False  # something happened that may let a queued request be placed
         self._actions: list[Action] = []
-        self.workers = WorkerBook(config.stall_timeout_s)
+        self.workers = WorkerBook(config.stall_timeout_s, config.policy)
         self._legs = Legs(config, self.workers, self._emit)
         self._stale = dict.fromkeys(StaleReason, 0)
 
@@ -167,6 +173,11 @@ class Conductor:
         return sum(self._stale.values())
 
     @property
+    def placement_stats(self) -> PlacementStats:
+        """Counts so far; they go on growing."""
+        return self._legs.stats
+
+    @property
     def num_queued(self) -> int:
         """Requests accepted and not yet sent to any worker."""
         return len(self._queue)
@@ -181,6 +192,7 @@ class Conductor:
             arrived_at=now,
             deadline_at=None if spec.deadline_s is None else now + spec.deadline_s,
             order=self._num_submitted,
+            targets=targets_of(spec.slo, self._config.slo),
             wait_until=now + self._config.queue_timeout_s,
         )
         self._requests[spec.request] = live
@@ -195,8 +207,8 @@ class Conductor:
         register = self.workers.any_register()
         if register is not None and not live.hashes:
             block_size, salt = register.geometry.block_size, live.spec.cache_salt
-            live.hashes = hash_blocks(live.spec.token_ids, block_size, register.fingerprint, salt)
-        decision = self._policy.place(self.workers.view(), live.placement_request(), now)
+            live.hashes = tuple(hash_blocks(live.spec.token_ids, block_size, register.fingerprint, salt))
+        decision = self._policy.place(self.workers.view(), self._placement_request(live, now), now)
         if isinstance(decision, Placement):
             self._queue.remove(live.request)
             self._wait(live, now + self._legs.reserve(live, decision, now).wait_s)
@@ -204,11 +216,27 @@ class Conductor:
         if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
             live.is_recovering = True
             live.wait_until = now + self._config.recovery_wait_s
-        if decision.reason is not RejectReason.TOO_LARGE and now < live.wait_until:
+        is_final = decision.reason in (RejectReason.TOO_LARGE, RejectReason.BACKLOG)
+        if not is_final and now < live.wait_until:
             self._enqueue(live, now)
             return False
-        self._fail(live, self._rejection(live, decision, now), now)
+        self._reject(live, decision.reason.value, self._rejection(live, decision, now), now)
         return True
+
+    def _placement_request(self, live: LiveRequest, now: float) -> PlacementRequest:
+        spec, config = live.spec, self._config
+        expected = min(self._lengths.expect(len(spec.token_ids)), spec.sampling.max_tokens)
+        max_wait_s = math.inf  # those that had a place are not turned away
+        if live.num_reserves == 0:
+            times = 10 if spec.slo.priority_class is PriorityClass.BATCH else 1
+            longest_s = max(times * config.max_backlog_s, live.targets.ttft_s)
+            max_wait_s = max(0.0, longest_s - (now - live.arrived_at))
+        return live.placement_request(expected, max_wait_s, now)
+
+    def _reject(self, live: LiveRequest, reason: str, error: BatonError, now: float) -> None:
+        if live.cause is None:
+            self._legs.stats.rejected(reason)
+        self._fail(live, error, now)
 
     def _rejection(self, live: LiveRequest, reject: Reject, now: float) -> BatonError:
         if live.cause is not None:
@@ -217,6 +245,8 @@ class Conductor:
             return context_length_exceeded(live.spec, reject.limit_tokens)
         if reject.reason is RejectReason.BUSY:
             return self._overloaded(live, "no room became free in time", now)
+        if reject.reason is RejectReason.BACKLOG:
+            return overloaded(BACKLOG, max(1.0, reject.retry_after_s))
         return NotReady("No decode worker is ready.", retry_after_s=self._queue.retry_after_s(now))
 
     def _overloaded(self, live: LiveRequest, why: str, now: float) -> BatonError:
@@ -227,9 +257,16 @@ class Conductor:
         if live.request in self._queue:
             self._wait(live, live.wait_until)
             return
-        if self._queue.is_full and live.cause is None:  # those that had a place go before newcomers
-            self._fail(live, self._overloaded(live, "its queue is full", now), now)
-            return
+        if live.cause is None:  # those that had a place go before newcomers
+            wait_s = None if live.is_recovering else self._queue.expected_wait_s(now)
+            late_s = 0.0 if wait_s is None else wait_s - (live.wait_until - now)
+            if late_s > 0:
+                self._reject(live, "queue_too_slow", overloaded(QUEUE_TOO_SLOW, max(1.0, late_s)), now)
+                return
+            if self._queue.is_full:
+                error = self._overloaded(live, "its queue is full", now)
+                self._reject(live, "queue_full", error, now)
+                return
         self._queue.add(live.request, live.order, now)
         self._wait(live, live.wait_until)
 
@@ -359,7 +396,7 @@ class Conductor:
     # ---- the end
 
     def _finish(self, live: LiveRequest, now: float) -> None:
-        self._legs.remember(live)
+        self._lengths.add(len(live.spec.token_ids), len(live.output_ids))
         self._close(live, _S.DONE, _E.FINISHED, None, now)
 
     def _abort(self, live: LiveRequest, reason: str, now: float) -> None:

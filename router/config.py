@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from router.elastic import ElasticSettings
+
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all settings: unknown keys are errors."""
@@ -12,17 +14,20 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class PolicyConfig(_Config, frozen=True, kw_only=True):
     """What placement weighs; see `router.policy`."""
 
-    ttft_floor_s: float = 0.005  # what a prefill costs beside its tokens
-    default_prefill_tokens_per_s: float = 1000.0  # where nothing is measured: only ratios matter then
-    unmeasured_local_rate: float = (
-        0.5  # a decode worker that never prefilled, against the mean prefill worker
-    )
-    local_gain: float = 0.8  # local prefill must be predicted below this part of the remote TTFT ...
-    local_min_gain_s: float = 0.02  # ... and sooner by at least this
-    harm_weight: float = 1.0  # one second of delay to one running decode against one second of TTFT
-    tie_tolerance: float = 0.05  # predictions this close are equal
+    elastic: ElasticSettings = ElasticSettings()
     growth_tokens: int = 64  # generated tokens a new request should find room for at once
-    prefix_weight: float = 0.5  # a wholly cached prompt against a wholly occupied decode worker
+    default_prefill_tokens_per_s: float = 1000.0  # where nothing is measured: only ratios matter then
+    default_step_s: float = 0.02
+    edge_bytes_s: float = 2e9  # KV from one worker to another, until it is measured
+    cold_edge_s: float = 0.02  # a first hand-off between two workers builds their edge
+
+
+class SloDefaults(_Config, frozen=True, kw_only=True):
+    """What requests are promised that ask for nothing else."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.1
+    gap_s: float | None = None
 
 
 class ConductorConfig(_Config, frozen=True, kw_only=True):
@@ -37,7 +42,9 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     decode_silence_s: float = 60.0
     stall_timeout_s: float = 15.0
     queue_timeout_s: float = 30.0
+    max_backlog_s: float = 30.0  # a request whose first token is further away is refused; ten times for batch
     recovery_wait_s: float = 20.0
     max_queued: int = 1024
     max_overtake_s: float = 5.0
+    slo: SloDefaults = SloDefaults()
     policy: PolicyConfig = PolicyConfig()

@@ -120,8 +120,7 @@ class ConductorDriver:
         )
 
     def max_model_len(self) -> int | None:
-        view = self._conductor.workers.view()
-        return max((worker.max_model_len for worker in view.decode), default=None)
+        return self._conductor.workers.view().max_model_len()
 
     @property
     def num_live(self) -> int:

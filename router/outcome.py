@@ -24,6 +24,10 @@ def context_length_exceeded(spec: RequestSpec, limit_tokens: int) -> ContextLeng
     )
 
 
+BACKLOG = "the work that waits would delay its first token too long"
+QUEUE_TOO_SLOW = "the requests that wait for room would not have gone in time"
+
+
 def overloaded(why: str, retry_after_s: float) -> Overloaded:
     return Overloaded(f"The cluster is at its capacity: {why}.", retry_after_s=retry_after_s)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.engine.prefill_order import PrefillOrder
 from decode_worker.core import DecodeConfig
 from prefill_worker.core import PrefillConfig
-from router.config import ConductorConfig, PolicyConfig
+from router.config import ConductorConfig, PolicyConfig, SloDefaults
 
 BLOCK_BYTES = 64
 
@@ -99,9 +99,11 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
 
 
 def _conductor(rng: random.Random, live_times: bool) -> ConductorConfig:
-    policy = PolicyConfig(growth_tokens=rng.choice([2, 8]), local_min_gain_s=rng.choice([0.001, 0.02]))
+    policy = PolicyConfig(growth_tokens=rng.choice([2, 8]))
+    # Of tight promises workers are rarely in time, so placement mixes all it can do.
+    slo = SloDefaults(ttft_s=rng.choice([0.01, 0.05, 0.2, 2.0]), tpot_s=rng.choice([0.004, 0.01, 0.1]))
     if live_times:
-        return ConductorConfig(policy=policy)
+        return ConductorConfig(policy=policy, slo=slo)
     return ConductorConfig(
         lease_ttl_s=rng.choice([0.5, 2.0]),
         reserve_timeout_s=1.0,
@@ -113,4 +115,5 @@ def _conductor(rng: random.Random, live_times: bool) -> ConductorConfig:
         queue_timeout_s=20.0,
         recovery_wait_s=rng.choice([1.5, 5.0]),
         policy=policy,
+        slo=slo,
     )

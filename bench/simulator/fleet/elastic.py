@@ -14,7 +14,8 @@ from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
 from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets
-from router.elastic import Ask, ElasticSettings, Fleet, Place, choose_decode, place
+from router.elastic import Ask, ElasticSettings, Place, choose_decode, place
+from router.fleet import Fleet
 from router.output_lengths import OutputLengths
 
 LATE_RESERVE = 0.15  # of the KV, left to requests that are on time
@@ -38,6 +39,7 @@ class ElasticPolicy:
         self._workers: Sequence[Worker] = ()
         self._schedulers: list[SloScheduler[Request]] = []
         self._fleet = Fleet([], [], [])
+        self._num_placed = 0
         self.num_local = self.num_moved = 0
 
     def attach(self, workers: Sequence[Worker]) -> None:
@@ -87,21 +89,37 @@ class ElasticPolicy:
         request.load_s = load_s if decode == prefill else 0.0
         request.prefill_at, request.decode_at = prefill, decode
         self._reserve(request)
+        self._promise(request)
         self._schedulers[prefill].add(request)
+        self._num_placed += 1
+        self._fleet.last_placed[prefill] = self._fleet.last_placed[decode] = self._num_placed
         self._report(prefill)
 
     def _reserve(self, request: Request) -> None:
-        fleet, decode = self._fleet, request.decode_at
-        fleet.coming_rows[decode] += 1
-        fleet.coming_context[decode] += request.num_tokens
         request.is_reserved = True
+        self._add_coming(request, 1)
 
     def _release(self, request: Request) -> None:
         if request.is_reserved:
-            fleet, decode = self._fleet, request.decode_at
-            fleet.coming_rows[decode] -= 1
-            fleet.coming_context[decode] -= request.num_tokens
             request.is_reserved = False
+            self._add_coming(request, -1)
+
+    def _add_coming(self, request: Request, sign: int) -> None:
+        fleet, decode = self._fleet, request.decode_at
+        fleet.coming_rows[decode] += sign
+        fleet.coming_context[decode] += sign * request.num_tokens
+        if decode != request.prefill_at:
+            fleet.kv_promised[decode] += sign * request.num_tokens
+
+    def _promise(self, request: Request) -> None:
+        """KV where it is computed, until the prompt begins and holds it."""
+        request.is_promised = True
+        self._fleet.kv_promised[request.prefill_at] += request.num_tokens
+
+    def _unpromise(self, request: Request) -> None:
+        if request.is_promised:
+            request.is_promised = False
+            self._fleet.kv_promised[request.prefill_at] -= request.num_tokens
 
     def _report(self, index: int) -> None:
         fleet, scheduler = self._fleet, self._schedulers[index]
@@ -126,6 +144,7 @@ class ElasticPolicy:
         step = scheduler.plan(now, batch, room, reserve if worker.kv_used else 0)
         for request in scheduler.newly_late:
             self._release(request)
+            self._unpromise(request)
         self._report(worker.index)
         return Plan(step.chunks, step.runs_yielding)
 
@@ -133,6 +152,8 @@ class ElasticPolicy:
         return bool(len(self._schedulers[worker.index]))
 
     def decode_worker(self, request: Request, worker: Worker, now: float) -> int:
+        self._unpromise(request)
+        self._count(worker)
         if not request.is_reserved:
             request.decode_at = choose_decode(
                 self._fleet, self._ask(request), worker.index, self._targets, self._settings, 0.0

@@ -33,6 +33,7 @@ class Request:
     prefill_at: int = -1
     decode_at: int = -1
     is_reserved: bool = False  # counted in the decode worker's load
+    is_promised: bool = False  # its KV, where it is computed
     is_rejected: bool = False
 
     @property
