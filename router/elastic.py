@@ -17,7 +17,8 @@ Algorithm:
      gap) target, and whose KV has room: the one where decode costs least. The cost of a second is what that
      worker could do with it instead: (decode seconds per token) x (its prefill speed). So of unequal kinds
      each does what it is comparatively good at. Among equal ones P itself, which needs no transfer; else the
-     one whose steps, the hand-off spread over the answer, are shortest: what a D has cached need not move.
+     one whose steps, with the hand-off spread over the answer and the KV it newly takes, are shortest: what a D
+     has cached need neither move nor be held twice.
      With a gap limit, the exposed transfer must fit into it as well.
   3. When D has no room within the target anywhere, the request decodes where it adds least above the target.
 
@@ -62,6 +63,7 @@ class ElasticSettings:
     prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
+    kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,8 @@ def choose_decode(
     near = float(cost.min()) * (1 + settings.near)
     if cost[prefill] <= near:
         return prefill
-    return _least(np.where(cost <= near, spread_s, np.inf), fleet, settings)
+    taken_s = settings.kv_worth * step_limit_s * moving / np.maximum(fleet.kv_tokens, 1.0)
+    return _least(np.where(cost <= near, spread_s + taken_s, np.inf), fleet, settings)
 
 
 def _is_best_where_computed(
