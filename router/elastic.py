@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
 
 Column = NDArray[np.float64]

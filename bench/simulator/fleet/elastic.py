@@ -13,7 +13,8 @@ import numpy as np
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
-from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets
+from cluster.slo_classes import DecodeBatch, Targets
+from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
 from router.elastic import Ask, ElasticSettings, Fleet, Place, choose_decode, place
 from router.output_lengths import OutputLengths
 
@@ -115,10 +116,10 @@ class ElasticPolicy:
         batch = DecodeBatch(
             worker.batch.rows,
             worker.batch.context,
-            worker.slack_s(now, self._targets.tpot_s),
-            yielding.rows,
-            yielding.context,
-            self._life_s,
+            step_budget_s(self._targets, worker.slack_s(now, self._targets.tpot_s), self._scheduling),
+            num_yielding=yielding.rows,
+            yielding_context=yielding.context,
+            life_s=self._life_s,
         )
         growth = 2 + round(self._lengths.mean / 2)
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
@@ -127,7 +128,7 @@ class ElasticPolicy:
         for request in scheduler.newly_late:
             self._release(request)
         self._report(worker.index)
-        return Plan(step.chunks, step.runs_yielding)
+        return Plan(step.chunks, step.num_yielding > 0)
 
     def is_waiting(self, worker: Worker) -> bool:
         return bool(len(self._schedulers[worker.index]))
