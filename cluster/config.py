@@ -86,14 +86,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(ge=1, le=4096, description="sequences that one worker runs at once")
     ] = 64
     prefill_chunk: Annotated[
-        int, Meta(ge=1, le=65536, description="most prompt tokens per step of a prefill worker")
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="most prompt tokens per step of a prefill worker; targets and speed say how many",
+        ),
     ] = 512
     local_chunk: Annotated[
-        _AtLeastOne | None,
-        Meta(
-            description="most prompt tokens per step of a decode worker (default: 64; 256 with `--prefill 0`)"
-        ),
-    ] = None
+        int, Meta(ge=1, le=65536, description="most prompt tokens per step of a decode worker; as above")
+    ] = 512
     prefill_kv_bytes: Annotated[
         int, Meta(ge=1, extra=_BYTES, description="KV memory of each prefill worker")
     ] = 256 * MiB
@@ -218,7 +220,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     core_share: CoreShare | None = None  # None: it has its threads and no more
     max_model_len: int | None = None  # None: the model's
     max_num_seqs: int = 64
-    max_chunk_tokens: int = 512  # prompt tokens per step
+    max_chunk_tokens: int = 512  # prompt tokens per step, at most
     kv_bytes: int = 256 * MiB
     kv_edge: Literal["shm", "gloo"] = "shm"
     step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted

@@ -30,8 +30,6 @@ ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
         Role.DECODE.value: "decode_worker.service:run",
     }
 )
-LOCAL_CHUNK: Final = 64  # beside a prefill pool: bounded by what a running decode can bear
-COLOCATED_CHUNK: Final = 256  # without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +171,6 @@ def _worker_config(
     kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
     edge: Literal["shm", "gloo", "local"]
     edge = ("shm" if is_one_host else "gloo") if config.kv_edge == "auto" else config.kv_edge
-    local_chunk = config.local_chunk or (LOCAL_CHUNK if config.prefill else COLOCATED_CHUNK)
     return WorkerConfig(
         cluster_token=site.cluster_token,
         served_model_name=site.served_model_name,
@@ -200,7 +197,7 @@ def _worker_config(
         core_share=core_share,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_chunk_tokens=local_chunk if is_decode else config.prefill_chunk,
+        max_chunk_tokens=config.local_chunk if is_decode else config.prefill_chunk,
         kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
         kv_edge=edge,
     )

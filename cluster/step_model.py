@@ -72,6 +72,15 @@ class StepModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         above = _most(square, line + self.per_token_s, left_s - self.per_token_s * beside.num_tokens)
         return max(0, math.floor(min(below, above, limit)))
 
+    def most_rows(self, beside: StepWork, context: float, limit: int, budget_s: float) -> int:
+        """How many decode rows, `limit` at most, of `context` keys each fit beside `beside` into a step."""
+        left_s = budget_s - self.fixed_s - self.per_context_s * beside.context
+        left_s -= self.per_attention_s * beside.attention
+        reading_s = self.per_context_s * context
+        below = _most(0.0, reading_s, left_s - self.floor_s)
+        above = _most(0.0, reading_s + self.per_token_s, left_s - self.per_token_s * beside.num_tokens)
+        return max(0, math.floor(min(below, above, limit)))
+
 
 def _most(square: float, line: float, left: float) -> float:
     """The largest n with square * n^2 + line * n <= left; all coefficients are at least 0."""

@@ -24,6 +24,7 @@ from cluster.engine.batch import Runner
 from cluster.engine_thread import EngineThread
 from cluster.errors import BatonError, ConfigError, ProtocolError, WireError
 from cluster.ids import RouterId
+from cluster.step_model import StepModel
 from cluster.wire.messages import (
     Drain,
     Heartbeat,
@@ -34,7 +35,17 @@ from cluster.wire.messages import (
     WorkerState,
 )
 from cluster.wire.stream import Stream, connect
-from cluster.worker_io import Action, Event, FromRouter, RouterLost, RunStep, Tick, ToRouter, WorkerCore
+from cluster.worker_io import (
+    Action,
+    Calibrated,
+    Event,
+    FromRouter,
+    RouterLost,
+    RunStep,
+    Tick,
+    ToRouter,
+    WorkerCore,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +70,7 @@ class WorkerDriver:
         *,
         core: WorkerCore,
         make_runner: Callable[[], Runner],
+        calibrate: Callable[[Runner], StepModel] | None = None,
         token: bytes,
         router_addresses: Sequence[str],
         clock: Clock,
@@ -78,12 +90,18 @@ class WorkerDriver:
         self._is_stuck = False
         self._edges: Edges | None = None
         self._engine = EngineThread(
-            make_runner, on_outcome=self.dispatch, on_stuck=self._stuck, step_timeout_s=step_timeout_s
+            make_runner,
+            calibrate=calibrate,
+            on_outcome=self.dispatch,
+            on_stuck=self._stuck,
+            step_timeout_s=step_timeout_s,
         )
 
     async def loaded(self) -> None:
-        """Wait for the model."""
-        await self._engine.loaded()
+        """Wait for the model; the core is told how long its steps take."""
+        model = await self._engine.loaded()
+        if model is not None:
+            self.dispatch(Calibrated(model))
 
     async def run(self, register: Register, edges: Edges, stop: asyncio.Event, drain_grace_s: float) -> None:
         """Serve until `stop`, then drain.

@@ -17,9 +17,8 @@ from cluster.errors import BatonError
 from cluster.ids import Attempt, BlockHash, LeaseId, RequestId, WorkerId
 from cluster.request import RequestSlo, RequestSpec, RequestState, transition
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from cluster.wire.messages import FirstToken, SloTargets, TokenRow
-from router.config import SloDefaults
 from router.delivery import NewTokens, RequestSummary
 from router.policy import PlacementRequest
 
@@ -202,11 +201,10 @@ class LiveRequest:
         )
 
 
-def targets_of(slo: RequestSlo, defaults: SloDefaults) -> Targets:
+def targets_of(slo: RequestSlo, defaults: Targets) -> Targets:
     """What a request is promised: what it asks for, else what everybody is."""
-    gap_s = defaults.gap_s if slo.gap_s is None else slo.gap_s
     return Targets(
         defaults.ttft_s if slo.ttft_s is None else slo.ttft_s,
         defaults.tpot_s if slo.tpot_s is None else slo.tpot_s,
-        math.inf if gap_s is None else gap_s,
+        defaults.gap_s if slo.gap_s is None else slo.gap_s,
     )

@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from cluster.block_hash import hash_blocks
 from cluster.errors import BatonError, DeadlineExceeded, NotReady
 from cluster.ids import Epoch, RequestId, WorkerId
-from cluster.request import LifecycleEvent, RequestSlo, RequestSpec, RequestState
+from cluster.request import LifecycleEvent, RequestSpec, RequestState
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.messages import (
     Drained,
@@ -95,7 +95,7 @@ class Conductor:
 
     def __init__(self, config: ConductorConfig, policy: PlacementPolicy | None = None) -> None:
         self._config = config
-        self._policy = policy or Elastic(config.policy, targets_of(RequestSlo(), config.slo))
+        self._policy = policy or Elastic(config.policy, config.slo)
         self._lengths = OutputLengths()
         self._requests: dict[RequestId, LiveRequest] = {}
         self._queue = AdmissionQueue(config.max_queued, config.max_overtake_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.slo_classes import DEFAULT_TARGETS, Targets
 from router.elastic import ElasticSettings
 
 
@@ -22,14 +23,6 @@ class PolicyConfig(_Config, frozen=True, kw_only=True):
     cold_edge_s: float = 0.02  # a first hand-off between two workers builds their edge
 
 
-class SloDefaults(_Config, frozen=True, kw_only=True):
-    """What requests are promised that ask for nothing else."""
-
-    ttft_s: float = 2.0
-    tpot_s: float = 0.1
-    gap_s: float | None = None
-
-
 class ConductorConfig(_Config, frozen=True, kw_only=True):
     """Every wait of the conductor has its limit here; see `router.conductor` for which is which."""
 
@@ -46,5 +39,5 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     recovery_wait_s: float = 20.0
     max_queued: int = 1024
     max_overtake_s: float = 5.0
-    slo: SloDefaults = SloDefaults()
+    slo: Targets = DEFAULT_TARGETS  # of requests that ask for nothing else
     policy: PolicyConfig = PolicyConfig()

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from cluster.ids import BlockHash, WorkerId
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from router.config import PolicyConfig
 from router.elastic import Ask, Place, place
 from router.fleet import Column, Flags

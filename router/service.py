@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from cluster.config import RouterConfig
 from cluster.errors import InternalError, ModelError
 from cluster.metrics import new_metrics
 from cluster.preflight import DISTRIBUTION
+from cluster.slo_classes import Targets
 from cluster.tokenizer import Tokenizer
 from cluster.tokenizer_config import read_json
 from cluster.wire.messages import WorkerToRouter
@@ -53,6 +55,11 @@ async def run(
             max_attempts=config.max_attempts,
             lease_ttl_s=config.lease_ttl_s,
             recovery_wait_s=config.recovery_wait_s,
+            slo=Targets(
+                config.slo_ttft_s,
+                config.slo_tpot_s,
+                math.inf if config.slo_gap_s is None else config.slo_gap_s,
+            ),
         )
     )
     driver = ConductorDriver(

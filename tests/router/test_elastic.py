@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
 from router.elastic import Ask, ElasticSettings, Place, TurnAway, choose_decode, place
 from router.fleet import EdgeRow, Fleet

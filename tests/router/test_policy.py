@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.ids import RequestId, WorkerId
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
 from cluster.wire.messages import WorkerState
 from router.policy import Placement, Reject, RejectReason

@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.block_hash import hash_blocks
 from cluster.ids import BlockHash, RequestId, WorkerId
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
 from cluster.wire.messages import Role, WorkerLoad, WorkerState
 from router.claims import Claim, Phase

@@ -13,7 +13,8 @@ import numpy as np
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
-from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets
+from cluster.slo_classes import DecodeBatch, Targets
+from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
 from router.elastic import Ask, ElasticSettings, Place, choose_decode, place
 from router.fleet import Fleet
 from router.output_lengths import OutputLengths
@@ -125,6 +126,7 @@ class ElasticPolicy:
         fleet, scheduler = self._fleet, self._schedulers[index]
         fleet.work_s[index] = scheduler.work_s
         fleet.queued_load_s[index] = scheduler.load_s
+        fleet.late_s[index] = scheduler.late_s
 
     def plan(self, worker: Worker, now: float) -> Plan:
         scheduler, yielding = self._schedulers[worker.index], worker.yielding
@@ -133,10 +135,10 @@ class ElasticPolicy:
         batch = DecodeBatch(
             worker.batch.rows,
             worker.batch.context,
-            worker.slack_s(now, self._targets.tpot_s),
-            yielding.rows,
-            yielding.context,
-            self._life_s,
+            step_budget_s(self._targets, worker.slack_s(now, self._targets.tpot_s), self._scheduling),
+            num_yielding=yielding.rows,
+            yielding_context=yielding.context,
+            life_s=self._life_s,
         )
         growth = 2 + round(self._lengths.mean / 2)
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
@@ -146,7 +148,7 @@ class ElasticPolicy:
             self._release(request)
             self._unpromise(request)
         self._report(worker.index)
-        return Plan(step.chunks, step.runs_yielding)
+        return Plan(step.chunks, step.num_yielding > 0)
 
     def is_waiting(self, worker: Worker) -> bool:
         return bool(len(self._schedulers[worker.index]))
