@@ -43,6 +43,7 @@ from cluster.errors import BatonError, DeadlineExceeded, NotReady
 from cluster.ids import Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestSpec, RequestState
 from cluster.sampling import FinishReason, TokenOutput
+from cluster.wire.kv_events import KvEvents, KvResync, WorkerSays
 from cluster.wire.messages import (
     Drained,
     Heartbeat,
@@ -53,7 +54,6 @@ from cluster.wire.messages import (
     Tokens,
     WorkerLoad,
     WorkerState,
-    WorkerToRouter,
 )
 from router.admission import AdmissionQueue
 from router.attempt import LiveRequest, targets_of
@@ -280,13 +280,16 @@ class Conductor:
 
     # ---- what workers say
 
-    def _on_message(self, worker: WorkerId, message: WorkerToRouter, now: float) -> None:
+    def _on_message(self, worker: WorkerId, message: WorkerSays, now: float) -> None:
         match message:
             case Tokens(rows=rows):
                 for row in rows:
                     self._take(worker, row, now)
             case Heartbeat(state=state, load=load):
                 self._on_heartbeat(worker, state, load, now)
+            case KvEvents():
+                if not self.workers.cache_changed(worker, message):
+                    self._emit(Send(worker, KvResync()))
             case Register() | Drained() | Refused():
                 pass  # membership is the driver's
             case _:

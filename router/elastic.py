@@ -17,8 +17,8 @@ Algorithm:
      gap) target, and whose KV has room: the one where decode costs least. The cost of a second is what that
      worker could do with it instead: (decode seconds per token) x (its prefill speed). So of unequal kinds
      each does what it is comparatively good at. Among equal ones P itself, which needs no transfer; else the
-     one whose steps, with the hand-off spread over the answer and the KV newly taken, are shortest: what it has
-     cached need neither move nor be held twice. With a gap limit, the exposed transfer must fit into it as well.
+     one whose steps, with the hand-off spread over the answer and the KV newly taken, are shortest: what a D
+     has cached need neither move nor be held twice. With a gap limit, the exposed transfer must fit into it.
   3. When D has no room within the target anywhere, the request decodes where it adds least above the target.
 
 Load is that of the moment when the prefill will have ended: rows leave at the rate at which rows end, and all

@@ -43,9 +43,9 @@ class PrefixIndex:
         """Blocks known, each once, however many workers have it."""
         return len(self._holders)
 
-    def num_stored(self, row: int) -> int:
+    def stored(self, row: int) -> frozenset[BlockHash]:
         """Blocks this row's worker has reported."""
-        return len(self._stored.get(row, ()))
+        return frozenset(self._stored.get(row, ()))
 
     # ---- what workers say
 
@@ -89,12 +89,11 @@ class PrefixIndex:
             return
         stored = self._stored.get(row, ())
         for block_hash in hashes:
-            if expected[block_hash] > 1:
-                expected[block_hash] -= 1
-                continue
-            del expected[block_hash]
-            if block_hash not in stored:
-                self._drop(row, block_hash)
+            expected[block_hash] -= 1
+            if not expected[block_hash]:
+                del expected[block_hash]
+                if block_hash not in stored:
+                    self._drop(row, block_hash)
         if not expected:
             del self._expected[row]
 

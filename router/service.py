@@ -25,7 +25,7 @@ from cluster.preflight import DISTRIBUTION
 from cluster.slo_classes import Targets
 from cluster.tokenizer import Tokenizer
 from cluster.tokenizer_config import read_json
-from cluster.wire.messages import WorkerToRouter
+from cluster.wire.kv_events import WorkerSays
 from cluster.wire.stream import listen
 from router.app import create_app
 from router.conductor import Conductor
@@ -70,7 +70,7 @@ async def run(
         block_size=config.block_size,
         heartbeat_interval_s=config.heartbeat_interval_s,
     )
-    listener = await listen(config.control_address, config.token, WorkerToRouter, driver.links.on_stream)
+    listener = await listen(config.control_address, config.token, WorkerSays, driver.links.on_stream)
     logger.info("workers dial %s", listener.address)
     ending = asyncio.Event()  # of the HTTP server: asked to stop, or broken
     listening = asyncio.Event()

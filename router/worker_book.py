@@ -13,11 +13,11 @@ not a candidate until it steps again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.ids import BlockHash, Epoch, RequestId, WorkerId
 from cluster.step_model import StepModel
+from cluster.wire.kv_events import KvEvents
 from cluster.wire.messages import Register, Role, WorkerLoad, WorkerState
 from router.claims import Backlog, Claim, ClaimBook, Phase, Totals
 from router.config import PolicyConfig
@@ -57,7 +57,8 @@ class _Worker:
     claims: ClaimBook = field(default_factory=ClaimBook)
     fading: list[tuple[BlockHash, ...]] = field(default_factory=list)  # left, and perhaps not reported yet
     faded: list[tuple[BlockHash, ...]] = field(default_factory=list)  # as of the heartbeat before
-    next_report: int | None = None  # sequence number of its next cache report; None: it must begin anew
+    next_report: int | None = None  # sequence number of its next cache report, after the first one
+    has_lost_report: bool = False  # and must begin anew
 
 
 class WorkerBook:
@@ -212,30 +213,22 @@ class WorkerBook:
         if prefill in rows and decode in rows:
             self._edges.note(rows[prefill], rows[decode], num_bytes, exposed_s)
 
-    def cache_changed(
-        self,
-        worker: WorkerId,
-        sequence: int,
-        *,
-        begins: bool,
-        stored: Sequence[BlockHash],
-        removed: Sequence[BlockHash],
-    ) -> bool:
-        """A worker reports its cache: all of it from here on (`begins`), or what has changed. False: a
-        report is missing before this one, so nothing it has said holds, and it has to begin anew."""
+    def cache_changed(self, worker: WorkerId, report: KvEvents) -> bool:
+        """A worker reports its cache: all of it from here on, or what has changed. False: a report is missing
+        before this one, so nothing it has said holds, and it has to begin anew."""
         known = self._workers[worker]
         prefix = self._view.prefix
-        if begins:
+        if report.begins:
             prefix.forget(known.row)
-        elif known.next_report is None:
+        elif known.has_lost_report:
             return True  # it was asked to begin anew; this was under way
-        elif known.next_report != sequence:
+        elif known.next_report != report.sequence:
             prefix.forget(known.row)
-            known.next_report = None
+            known.has_lost_report = True
             return False
-        prefix.remove(known.row, removed)
-        prefix.store(known.row, stored)
-        known.next_report = sequence + 1
+        prefix.remove(known.row, report.removed)
+        prefix.store(known.row, report.stored)
+        known.next_report, known.has_lost_report = report.sequence + 1, False
         return True
 
     # ---- pictures

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.ids import BlockHash, WorkerId
+from cluster.wire.kv_events import KvEvents
 from router.prefix_index import MAX_LEVELS, PrefixIndex
 from tests.router.view_peers import Book
 
@@ -102,7 +103,7 @@ def test_against_plain_sets(moves: list[tuple[str, int, tuple[BlockHash, ...], i
             expected[row].clear()
         known = [stored[r].union(*expected[r]) for r in range(ROWS)]
         assert len(index) == len(set().union(*known))
-        assert [index.num_stored(r) for r in range(ROWS)] == [len(one) for one in stored]
+        assert [index.stored(r) for r in range(ROWS)] == stored
         for prompt in CHAINS:
             lengths = [next((i for i, h in enumerate(prompt) if h not in one), len(prompt)) for one in known]
             if all(set(prompt[length:]).isdisjoint(one) for length, one in zip(lengths, known, strict=True)):
@@ -118,9 +119,8 @@ def cached(book: Book, name: str, hashes: tuple[BlockHash, ...]) -> int:
 
 
 def report(book: Book, sequence: int, begins: bool, stored: int, removed: tuple[BlockHash, ...] = ()) -> bool:
-    return book.book.cache_changed(
-        WorkerId("d0"), sequence, begins=begins, stored=chain(stored), removed=removed
-    )
+    events = KvEvents(sequence=sequence, begins=begins, stored=list(chain(stored)), removed=list(removed))
+    return book.book.cache_changed(WorkerId("d0"), events)
 
 
 def test_reports_add_up_in_order() -> None:

@@ -8,6 +8,7 @@ from cluster.block_hash import hash_blocks
 from cluster.ids import BlockHash, RequestId, WorkerId
 from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
+from cluster.wire.kv_events import KvEvents
 from cluster.wire.messages import Role, WorkerLoad, WorkerState
 from router.claims import Claim, Phase
 from router.config import PolicyConfig
@@ -68,7 +69,8 @@ class Book:
 
     def cached(self, name: str, block_hashes: tuple[BlockHash, ...]) -> None:
         """The worker reports these blocks, and no others."""
-        assert self.book.cache_changed(WorkerId(name), 0, begins=True, stored=block_hashes, removed=())
+        report = KvEvents(sequence=0, begins=True, stored=list(block_hashes), removed=[])
+        assert self.book.cache_changed(WorkerId(name), report)
 
     def hold(self, name: str, num_blocks: int = 0) -> None:
         """Somebody takes a slot and blocks."""
