@@ -15,6 +15,7 @@ from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
 from cluster.slo_classes import DecodeBatch, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
+from cluster.wire.messages import Role
 from router.elastic import Ask, ElasticSettings, Place, choose_decode, place
 from router.fleet import Fleet
 from router.output_lengths import OutputLengths
@@ -31,8 +32,12 @@ class ElasticPolicy:
         settings: ElasticSettings | None = None,
         scheduling: SloSettings | None = None,
         use_prefix_cache: bool = True,
+        roles: Sequence[Role] | None = None,
     ) -> None:
+        """`roles` by worker: a pool like the live one, where prefill workers only send and decode workers
+        compute prompts for themselves alone. None: every worker does both, for anybody."""
         self._targets = targets
+        self._roles = roles
         self._settings = settings or ElasticSettings()
         self._scheduling = scheduling or SloSettings()
         self._lengths = OutputLengths()
@@ -51,6 +56,9 @@ class ElasticPolicy:
             [one.hardware.kv_tokens for one in workers],
             [one.hardware.link_bytes_s for one in workers],
         )
+        if self._roles is not None:
+            self._fleet.can_send[:] = [role is Role.PREFILL for role in self._roles]
+            self._fleet.can_decode[:] = ~self._fleet.can_send
 
     def arrive(self, request: Request, now: float) -> int | None:
         request.deadline_s = request.arrival_s + self._targets.ttft_s
