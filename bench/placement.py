@@ -5,7 +5,7 @@
 2. Requests come: new ones behind a system prompt, and next turns of conversations. Each decision is timed
    alone (`decide`), and so is what it writes: claims on both workers, and their end (`claim`, `release`).
    Heartbeats and cache reports come between them, as they would (`heartbeat`, `report`).
-3. The percentiles are printed, and written with `--out`. Exit code 1: p99 of a decision is above `--limit-us`.
+3. The percentiles are printed, and written with `--out`. Exit code 1: a decision's p99 is above `--limit-us`.
 
 One process, nothing else measured; garbage is collected as it comes.
 """

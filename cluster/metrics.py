@@ -19,6 +19,7 @@ from enum import Enum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 from cluster.ids import WorkerId
+from cluster.metrics_placement import PlacementMetrics
 from cluster.wire.messages import Role, WorkerLoad
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,6 +86,7 @@ class Metrics:
         def tokens(name: str, text: str) -> Histogram:
             return Histogram(f"baton_{name}", text, buckets=TOKEN_BUCKETS, registry=registry)
 
+        self.placement = PlacementMetrics(registry)
         build = Info("baton_build", "What runs here", registry=registry)
         build.info({"version": version, "model": model})
 

@@ -117,6 +117,7 @@ class ConductorDriver:
             queued=self._conductor.num_queued,
             workers=tuple(self._status(worker) for worker in sorted(self._conductor.workers.ids())),
             stale_messages=self._conductor.stale_messages(),
+            placement=self._conductor.placement_stats,
         )
 
     def max_model_len(self) -> int | None:
