@@ -99,8 +99,9 @@ class TurnAway:
 @dataclass(frozen=True, slots=True)
 class _Waits:
     """Per worker, seconds from now until the first token: of a prompt that is in time there, and behind all
-    that waits. `lacks_kv`: the prompt's KV has no room yet."""
+    that waits. `own_s`: of its uncached tokens. `lacks_kv`: the prompt's KV has no room yet."""
 
+    own_s: Column
     ttft_s: Column
     backlog_s: Column
     lacks_kv: Flags
@@ -117,30 +118,38 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
         return TurnAway(None)
     waits = _predict(fleet, ask, targets, settings)
     ttft_s = np.where(able, waits.ttft_s, np.inf)
-    prefill = _choose_prefill(fleet, ask, ttft_s, waits.lacks_kv, targets, settings)
-    soonest_s = float(ttft_s[prefill])
+    soonest_s = float(ttft_s.min())
     if soonest_s > targets.ttft_s and math.isfinite(ask.max_wait_s):
-        wait_s = float(np.where(able, waits.backlog_s, np.inf).min())
-        if wait_s > ask.max_wait_s:
-            return TurnAway(wait_s - ask.max_wait_s)
-    decode = choose_decode(fleet, ask, prefill, targets, settings, min(soonest_s, targets.ttft_s))
-    return Place(prefill, decode, soonest_s)
+        backlog_s = float(np.where(able, waits.backlog_s, np.inf).min())
+        if backlog_s > ask.max_wait_s:
+            return TurnAway(backlog_s - ask.max_wait_s)
+    wait_s = min(soonest_s, targets.ttft_s)
+    step_s = None
+    if not fleet.can_send.all():  # some decode what they compute: how long their steps would be
+        step_s = _decode_step_s(fleet, ask, _staying(ask, wait_s))
+    prefill = _choose_prefill(fleet, ask, ttft_s, waits, step_s, targets, settings)
+    decode = choose_decode(fleet, ask, prefill, targets, settings, wait_s, step_s)
+    return Place(prefill, decode, float(ttft_s[prefill]))
 
 
 def _choose_prefill(
-    fleet: Fleet, ask: Ask, ttft_s: Column, lacks_kv: Flags, targets: Targets, settings: ElasticSettings
+    fleet: Fleet,
+    ask: Ask,
+    ttft_s: Column,
+    waits: _Waits,
+    step_s: Column | None,
+    targets: Targets,
+    settings: ElasticSettings,
 ) -> int:
     """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
-    soonest = int(ttft_s.argmin())
-    in_time = (ttft_s <= settings.early * targets.ttft_s) & ~lacks_kv
-    if not in_time[soonest] and not in_time.any():
+    in_time = (ttft_s <= settings.early * targets.ttft_s) & ~waits.lacks_kv
+    if not in_time.any():
         return _least(ttft_s, fleet, settings)
-    if not fleet.can_send.all():
-        step_s = _decode_step_s(fleet, ask, 1.0)
+    if step_s is not None:
         limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety * settings.local_bonus
         good = in_time & (fleet.can_send | (step_s <= limit_s))
         in_time = good if good.any() else in_time
-    cost = _own_s(fleet, ask) / (fleet.per_token_s + fleet.per_context_s * ask.num_tokens)
+    cost = waits.own_s / (fleet.per_token_s + fleet.per_context_s * ask.num_tokens)
     cost *= np.where(fleet.can_decode, 1.0, settings.prefill_only_worth)
     cost = np.where(in_time, cost, np.inf)
     return _least(np.where(cost <= float(cost.min()) * (1 + settings.near), ttft_s, np.inf), fleet, settings)
@@ -178,12 +187,17 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     if lacks_kv.any():  # what is held goes within the life of a row, or with the prompts before this one
         hold_s = np.where(fleet.can_decode, min(ask.life_s, _LONG_S), fleet.work_s)
         start_s = start_s + np.where(lacks_kv, hold_s * lacking / np.maximum(held, 1.0), 0.0)
-    return _Waits(mine_s / share + start_s, (mine_s + fleet.late_s) / share + start_s, lacks_kv)
+    return _Waits(own_s, mine_s / share + start_s, (mine_s + fleet.late_s) / share + start_s, lacks_kv)
 
 
 def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Column:
     """Per worker, in the order of the fleet."""
     return _predict(fleet, ask, targets, settings).ttft_s
+
+
+def _staying(ask: Ask, wait_s: float) -> float:
+    """Share of the rows that will still decode after so long."""
+    return max(0.5, 1 - wait_s / ask.life_s)
 
 
 def _decode_step_s(fleet: Fleet, ask: Ask, staying: float) -> Column:
@@ -196,17 +210,25 @@ def _decode_step_s(fleet: Fleet, ask: Ask, staying: float) -> Column:
 
 
 def choose_decode(
-    fleet: Fleet, ask: Ask, prefill: int, targets: Targets, settings: ElasticSettings, wait_s: float
+    fleet: Fleet,
+    ask: Ask,
+    prefill: int,
+    targets: Targets,
+    settings: ElasticSettings,
+    wait_s: float,
+    step_s: Column | None = None,
 ) -> int:
-    """The worker where a prompt that worker `prefill` has computed in `wait_s` should decode."""
+    """The worker where a prompt that worker `prefill` will have computed in `wait_s` should decode. `step_s`:
+    as `_decode_step_s`, if it is known."""
     if not fleet.can_send[prefill]:
         return prefill
     decodes = fleet.can_decode if ask.may_decode is None else ask.may_decode
     step_limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety
-    staying = max(0.5, 1 - wait_s / ask.life_s)
+    staying = _staying(ask, wait_s)
     if decodes[prefill] and _is_best_where_computed(fleet, ask, prefill, step_limit_s, staying, settings):
         return prefill
-    step_s = _decode_step_s(fleet, ask, staying)
+    if step_s is None:
+        step_s = _decode_step_s(fleet, ask, staying)
     room = fleet.kv_tokens * (1 - settings.kv_headroom) - fleet.kv_used - fleet.kv_promised
     fits = room >= ask.num_tokens + ask.expected_output
     fits[prefill] = True  # it has the prompt's KV already

@@ -6,6 +6,7 @@ import pytest
 
 from cluster.errors import Overloaded
 from cluster.ids import BlockHash, Epoch, RequestId, WorkerId
+from cluster.metrics_placement import REASONS
 from cluster.request import RequestSlo, RequestSpec
 from cluster.wire.kv_events import KvEvents, KvResync
 from cluster.wire.messages import (
@@ -20,6 +21,7 @@ from cluster.wire.messages import (
 from router.conductor_io import FromWorker
 from router.config import ConductorConfig
 from router.outcome import BACKLOG, QUEUE_TOO_SLOW
+from router.policy import RejectReason
 from tests.router.conductor_peers import World, make_spec
 from tests.router.view_peers import CPU
 
@@ -128,6 +130,11 @@ def test_rejections_are_counted_by_reason() -> None:
         "queue_full": 1,
         "busy": 1,
     }
+
+
+def test_all_reasons_have_their_series() -> None:
+    reasons = {reason.value for reason in RejectReason}
+    assert {*reasons, "queue_full", "queue_too_slow"} == set(REASONS)
 
 
 # ---- what workers are told

@@ -78,8 +78,8 @@ def test_local_when_no_prefill_worker_is_in_time() -> None:
 def test_decode_load_keeps_prompts_away() -> None:
     book = Book("p0", "d0")
     book.beat("p0", on_time_prefill_s=1.5)
-    # Steps of 0.096 s: nothing is left beside them, and they do not end soon.
-    book.beat("d0", decode_rows=30, decode_context=800_000, row_life_s=60.0)
+    # Steps of 0.1 s: next to nothing is left beside them, and they do not end soon.
+    book.beat("d0", decode_rows=30, decode_context=850_000, row_life_s=60.0)
     assert book.placed(ask(1000))[0] == "p0"
 
 

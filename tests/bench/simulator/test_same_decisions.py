@@ -109,13 +109,13 @@ def test_live_and_simulated_decisions_are_equal(
 ) -> None:
     rng = random.Random(len(pool) * 1000 + rate)
     requests, at_s = [], 0.0
-    for index in range(400):
+    for index in range(300):
         at_s += rng.expovariate(rate)
         num_prompt = round(min(30_000, rng.lognormvariate(6.9, 1.1))) + 1
         requests.append(Request(index, at_s, num_prompt, rng.randint(1, 400)))
     shadow = Shadow(pool, roles, targets)
     Simulation(pool, requests, shadow, targets.tpot_s, use_prefix_cache=False).run(at_s)
-    assert shadow.outcomes["local"] + shadow.outcomes["remote"] >= 390
+    assert shadow.outcomes["local"] + shadow.outcomes["remote"] >= 290
     assert shadow.outcomes["local"] > 10
     assert (shadow.outcomes["remote"] > 10) == (P in roles)
     assert shadow.facts()["num_local"] > 0
