@@ -111,6 +111,11 @@ class LiveRequest:
     def request(self) -> RequestId:
         return self.spec.request
 
+    @property
+    def num_tokens(self) -> int:
+        """That the next attempt prefills."""
+        return len(self.spec.token_ids) + len(self.output_ids)
+
     def move(self, target: RequestState) -> None:
         """The one place where a request's state changes.
 
@@ -154,7 +159,7 @@ class LiveRequest:
         """What placement needs to know to place the next attempt."""
         targets = self.targets
         return PlacementRequest(
-            num_tokens=len(self.spec.token_ids) + len(self.output_ids),
+            num_tokens=self.num_tokens,
             num_prompt_tokens=len(self.spec.token_ids),
             max_tokens=self.spec.sampling.max_tokens,
             hashes=self.hashes,

@@ -202,8 +202,8 @@ class Conductor:
         else:
             self._place(live, now)
 
-    def _place(self, live: LiveRequest, now: float) -> bool:
-        """Reserve for a request in QUEUED, or queue it, or fail it. False: it has to wait."""
+    def _place(self, live: LiveRequest, now: float) -> RejectReason | None:
+        """Reserve for a request in QUEUED, or queue it, or fail it. Returns why it has to wait, if it has."""
         register = self.workers.any_register()
         if register is not None and not live.hashes:
             block_size, salt = register.geometry.block_size, live.spec.cache_salt
@@ -212,16 +212,16 @@ class Conductor:
         if isinstance(decision, Placement):
             self._queue.remove(live.request)
             self._wait(live, now + self._legs.reserve(live, decision, now).wait_s)
-            return True
+            return None
         if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
             live.is_recovering = True
             live.wait_until = now + self._config.recovery_wait_s
         is_final = decision.reason in (RejectReason.TOO_LARGE, RejectReason.BACKLOG)
         if not is_final and now < live.wait_until:
             self._enqueue(live, now)
-            return False
+            return decision.reason
         self._reject(live, decision.reason.value, self._rejection(live, decision, now), now)
-        return True
+        return None
 
     def _placement_request(self, live: LiveRequest, now: float) -> PlacementRequest:
         spec, config = live.spec, self._config
@@ -271,11 +271,18 @@ class Conductor:
         self._wait(live, live.wait_until)
 
     def _drain_queue(self, now: float) -> None:
-        """Place those that wait, oldest first; see `router.admission` for who may pass whom."""
+        """Place those that wait, oldest first; see `router.admission` for who may pass whom. One that is as
+        large as one that has just found no room is not tried."""
         self._has_room = False
+        too_large = math.inf  # tokens
         for request in self._queue.candidates():
             live = self._requests[request]
-            if not self._place(live, now) and self._queue.is_overdue(request, now):
+            if live.num_tokens >= too_large:
+                continue
+            reason = self._place(live, now)
+            if reason is RejectReason.BUSY:
+                too_large = live.num_tokens
+            if reason is not None and self._queue.is_overdue(request, now):
                 break
 
     # ---- what workers say
