@@ -116,6 +116,11 @@ class LiveRequest:
         """That the next attempt prefills."""
         return len(self.spec.token_ids) + len(self.output_ids)
 
+    def is_as_large_as(self, other: LiveRequest) -> bool:
+        """Both now and when it has all it asks for."""
+        most, others = (len(live.spec.token_ids) + live.spec.sampling.max_tokens for live in (self, other))
+        return self.num_tokens >= other.num_tokens and most >= others
+
     def move(self, target: RequestState) -> None:
         """The one place where a request's state changes.
 

@@ -274,14 +274,14 @@ class Conductor:
         """Place those that wait, oldest first; see `router.admission` for who may pass whom. One that is as
         large as one that has just found no room is not tried."""
         self._has_room = False
-        too_large = math.inf  # tokens
+        too_large: LiveRequest | None = None
         for request in self._queue.candidates():
             live = self._requests[request]
-            if live.num_tokens >= too_large:
+            if too_large is not None and live.is_as_large_as(too_large):
                 continue
             reason = self._place(live, now)
             if reason is RejectReason.BUSY:
-                too_large = live.num_tokens
+                too_large = live
             if reason is not None and self._queue.is_overdue(request, now):
                 break
 
