@@ -12,6 +12,7 @@ from cluster.errors import InvalidRequest
 from cluster.request import RequestSlo
 from cluster.wire.messages import PriorityClass
 from router.slo_headers import slo_of
+from tests.support.gateway import RunningGateway, check_error
 
 
 def parse(*headers: tuple[str, str]) -> RequestSlo:
@@ -69,3 +70,26 @@ def test_any_text_is_a_promise_or_an_error(text: str) -> None:
         slo = parse(("x-slo-ttft-ms", text))
         assert slo.ttft_s is not None
         assert 0 < slo.ttft_s <= 86_400
+
+
+# ---- over HTTP
+
+
+def test_they_reach_the_cluster_or_are_refused(gateway: RunningGateway) -> None:
+    body = {"prompt": "Hi", "max_tokens": 2}
+    headers = {"X-SLO-TTFT-ms": "300", "x-slo-tpot-ms": "40", "x-slo-class": "batch"}
+    assert gateway.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    slo = gateway.cluster.streams[-1].spec.slo
+    assert slo == RequestSlo(ttft_s=0.3, tpot_s=0.04, priority_class=PriorityClass.BATCH)
+    num_streams = len(gateway.cluster.streams)
+    refusal = gateway.client.post("/v1/completions", json=body, headers={"x-slo-ttft-ms": "soon"})
+    message = check_error(refusal, 400, param="x-slo-ttft-ms")
+    assert "milliseconds" in message
+    assert len(gateway.cluster.streams) == num_streams
+    chat = gateway.client.post(
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+        headers={"x-slo-gap-ms": "100"},
+    )
+    assert chat.status_code == 200
+    assert gateway.cluster.streams[-1].spec.slo == RequestSlo(gap_s=0.1)
