@@ -109,7 +109,6 @@ class SloScheduler(Generic[P]):
         self._is_owed = False
         self._planned_at = 0.0
         self._aged_at = 0.0  # when the oldest of those not on time last had a chunk
-        self._yielding_at = 0.0  # when all rows that yield were in a step
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._late) + len(self._batch)
@@ -134,6 +133,7 @@ class SloScheduler(Generic[P]):
 
     def remove(self, prompt: P) -> None:
         """Raises ValueError if it is not here."""
+        self._demoted = [other for other in self._demoted if other is not prompt]
         for queue in (self._waiting, self._batch):
             for index, other in enumerate(queue):
                 if other is prompt:
@@ -171,9 +171,7 @@ class SloScheduler(Generic[P]):
         yield_s = model.per_token_s * decode.num_yielding + model.per_context_s * decode.yielding_context
         oldest = self._oldest()
         self._earn(now, is_owed=oldest is not None or decode.num_yielding > 0)
-        if decode.num_yielding and (
-            self._credit_s >= yield_s or now - self._yielding_at >= settings.max_pause_s
-        ):
+        if decode.num_yielding and (self._credit_s >= yield_s or decode.paused_s >= settings.max_pause_s):
             step.add_yielding(decode, decode.num_yielding)
             self._credit_s = max(0.0, self._credit_s - yield_s)
         if oldest is not None:
@@ -199,8 +197,6 @@ class SloScheduler(Generic[P]):
                     break
         if oldest is None or any(prompt is oldest for prompt, _ in step.chunks):
             self._aged_at = now
-        if step.num_yielding == decode.num_yielding:
-            self._yielding_at = now
         return StepPlan(step.chunks, step.num_yielding)
 
     def _not_on_time(self) -> Iterable[P]:
@@ -236,7 +232,8 @@ class SloScheduler(Generic[P]):
         While rows yield, the share is theirs."""
         rest_s = prefill_s(self.model, oldest.num_tokens, oldest.num_computed)
         wanted_s = min(rest_s, tpot_s / 4)
-        if may_claim and oldest.new_kv_tokens > step.room and self._credit_s >= rest_s + oldest.decode_s:
+        new_tokens = oldest.new_kv_tokens
+        if may_claim and 0 < new_tokens > step.room and self._credit_s >= rest_s + oldest.decode_s:
             step.keep(step.room)  # it has waited for all it costs: nobody else begins before it
             return
         is_paid = may_claim and self._credit_s >= wanted_s
@@ -309,14 +306,14 @@ class _Step(Generic[P]):
         return len(self.chunks) > count
 
     def _take(self, prompt: P, budget_s: float, least: int = 0) -> bool:
-        if prompt.new_kv_tokens > self.room:
+        new_tokens = prompt.new_kv_tokens
+        if new_tokens and new_tokens > self.room:
             return True  # others may be smaller
         if any(other is prompt for other, _ in self.chunks):
             return True  # it has its chunk
         count = self._count(prompt, budget_s, least)
         if count <= 0:
             return False
-        new_tokens = prompt.new_kv_tokens
         if new_tokens and self._begin is not None:
             self._begin(prompt)
             count = self._count(prompt, budget_s, 1)

@@ -1,7 +1,7 @@
 """The worker's elastic schedule: who is on time, how long a step may be, and that nobody starves."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -259,7 +259,7 @@ def test_nobody_starves_live_whatever_class_while_others_keep_the_worker_full(
         assert now <= bound_s
         if len(scheduler) - len(left) < 5:
             scheduler.add(waiting(3_000, now + TARGETS.ttft_s))
-        plan = scheduler.plan(now, decode, 10**9)
+        plan = scheduler.plan(now, replace(decode, paused_s=now - yielded_at), 10**9)
         if plan.num_yielding == num_yielding:
             yielded_at = now
         now += max(MODEL.step_s(work_of(decode, plan.chunks)), 1e-3)
