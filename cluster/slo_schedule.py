@@ -162,7 +162,8 @@ class SloScheduler(Generic[P]):
         tpot_s *= settings.safety
         budget_s = decode.budget_s
         if budget_s is None:
-            budget_s = step_budget_s(self.targets, math.inf, settings)
+            least_s = model.step_s(StepWork(1))  # targets tighter than that leave half of a step to prompts
+            budget_s = max(step_budget_s(self.targets, math.inf, settings), 2 * least_s)
         looked_at = self._waiting[: settings.max_looked_at]
         classes = classify(looked_at, now, model, decode, tpot_s, settings.min_share)
         self.work_s, self.load_s, self._demoted = classes.work_s, classes.load_s, classes.demoted
