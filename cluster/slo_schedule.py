@@ -15,7 +15,7 @@ Algorithm of `plan`:
      for good. Batch prompts are never on time: they have no deadline that anything gives way to.
   3. *Chunks*: prompts on time, in order of deadline, as many tokens as fit the budget; then, of what is left,
      late ones, demoted ones and batch ones, the oldest first, if their decode too leaves the batch within its
-     target. With `short_slack`, a short prompt goes before longer ones with earlier deadlines, as long as it
+     target. A step that completes a prompt ends when that is due. With `short_slack`, a short prompt goes before longer ones with earlier deadlines, as long as it
      takes no more than that share of their slack: nobody becomes late by it.
   4. A step that would be empty takes a chunk whatever the budget: a worker that can compute does.
 
@@ -168,7 +168,7 @@ class SloScheduler(Generic[P]):
         classes = classify(looked_at, now, model, decode, tpot_s, settings.min_share)
         self.work_s, self.load_s, self._demoted = classes.work_s, classes.load_s, classes.demoted
         self.num_demoted = len(classes.demoted)
-        step: _Step[P] = _Step(model, decode, budget_s, room, settings.max_chunk_tokens, begin)
+        step: _Step[P] = _Step(model, decode, now, budget_s, room, settings.max_chunk_tokens, begin)
         yield_s = model.per_token_s * decode.num_yielding + model.per_context_s * decode.yielding_context
         oldest = self._oldest()
         self._earn(now, is_owed=oldest is not None or decode.num_yielding > 0)
@@ -196,7 +196,7 @@ class SloScheduler(Generic[P]):
             for prompt in chain(on_time, self._not_on_time()):
                 if step.force(prompt, max(tpot_s, settings.max_idle_step_s)):
                     break
-        if oldest is None or any(prompt is oldest for prompt, _ in step.chunks):
+        if oldest is None or step.has(oldest):
             self._aged_at = now
         return StepPlan(step.chunks, step.num_yielding)
 
@@ -253,15 +253,17 @@ class _Step(Generic[P]):
         self,
         model: StepModel,
         decode: DecodeBatch,
+        now: float,
         budget_s: float,
         room: int,
         max_chunk_tokens: int,
         begin: Callable[[P], None] | None,
     ) -> None:
-        self.chunks: list[tuple[P, int]] = []
         self.num_yielding = 0
         self.room = room
+        self._taken: dict[int, tuple[P, int]] = {}  # by id, in order
         self._model = model
+        self._now = now
         self._budget_s = budget_s
         self._left = max_chunk_tokens
         self._begin = begin
@@ -270,8 +272,15 @@ class _Step(Generic[P]):
         self._attention = 0.0
 
     @property
+    def chunks(self) -> list[tuple[P, int]]:
+        return list(self._taken.values())
+
+    @property
     def is_empty(self) -> bool:
         return self._tokens == 0
+
+    def has(self, prompt: P) -> bool:
+        return id(prompt) in self._taken
 
     def has_room(self, seconds: float) -> bool:
         """Whether more work of so many seconds keeps the budget (beyond the ridge)."""
@@ -296,36 +305,38 @@ class _Step(Generic[P]):
         return StepWork(self._tokens, self._context, self._attention)
 
     def take(self, prompt: P) -> bool:
-        """False: the step is full."""
+        """As much of it as the budget allows. False: the step is full."""
         return self._take(prompt, self._budget_s)
 
     def force(self, prompt: P, wanted_s: float) -> bool:
         """A chunk of at most `wanted_s`, a token at least, within the budget or not. False: there is no KV
         for it, or the step has as many tokens as it may have."""
-        count = len(self.chunks)
         self._take(prompt, self._model.step_s(self._work) + wanted_s, least=1)
-        return len(self.chunks) > count
+        return self.has(prompt)
 
     def _take(self, prompt: P, budget_s: float, least: int = 0) -> bool:
-        new_tokens = prompt.new_kv_tokens
+        _, taken = self._taken.get(id(prompt), (prompt, 0))
+        new_tokens = 0 if taken else prompt.new_kv_tokens
         if new_tokens and new_tokens > self.room:
             return True  # others may be smaller
-        if any(other is prompt for other, _ in self.chunks):
-            return True  # it has its chunk
-        count = self._count(prompt, budget_s, least)
+        count = self._count(prompt, taken, budget_s, least)
         if count <= 0:
-            return False
+            return prompt.num_tokens - prompt.num_computed == taken
         if new_tokens and self._begin is not None:
             self._begin(prompt)
-            count = self._count(prompt, budget_s, 1)
-        self.chunks.append((prompt, count))
+            count = self._count(prompt, 0, budget_s, 1)
+        start = prompt.num_computed + taken
+        self._taken[id(prompt)] = (prompt, taken + count)
         self.room -= new_tokens
         self._left -= count
         self._tokens += count
-        self._attention += chunk_attention(prompt.num_computed, count)
+        self._attention += chunk_attention(start, count)
+        if start + count == prompt.num_tokens and self._now < prompt.deadline_s < self._now + self._budget_s:
+            # its first token comes when the step ends: not later than it is due, if that can be
+            self._budget_s = max(prompt.deadline_s - self._now, self._model.step_s(self._work))
         return True
 
-    def _count(self, prompt: P, budget_s: float, least: int) -> int:
-        start = prompt.num_computed
+    def _count(self, prompt: P, taken: int, budget_s: float, least: int) -> int:
+        start = prompt.num_computed + taken
         limit = min(prompt.num_tokens - start, self._left)
         return min(limit, max(least, self._model.most_chunk_tokens(self._work, start, limit, budget_s)))

@@ -322,6 +322,23 @@ def test_a_short_prompt_goes_first_where_a_long_one_can_wait_and_not_where_it_ca
     assert first(0.205) == 8_000
 
 
+def test_a_step_that_completes_a_prompt_ends_when_it_is_due() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    urgent = waiting(500, 0.02)
+    for prompt in (urgent, waiting(20_000, 5.0)):
+        scheduler.add(prompt)
+    plan = scheduler.plan(0.0, DecodeBatch(), 10**9)
+    assert plan.chunks[0] == (urgent, 500)
+    assert 0.018 < MODEL.step_s(work_of(DecodeBatch(), plan.chunks)) <= 0.02
+
+
+def test_a_late_prompt_that_was_paid_for_goes_on_in_what_is_left() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS, LIVE)
+    scheduler.add(waiting(50_000, -1.0))
+    counts = [scheduler.plan(10.0 * step, DecodeBatch(), 10**9).chunks[0][1] for step in range(1, 4)]
+    assert len(set(counts)) == 1
+
+
 @given(lengths, st.floats(0, 1))
 def test_whoever_goes_first_makes_nobody_late(prompts: list[int], share: float) -> None:
     queue = [waiting(n, 0.05 + 0.03 * index) for index, n in enumerate(prompts)]
