@@ -15,8 +15,9 @@ Algorithm of `plan`:
      for good. Batch prompts are never on time: they have no deadline that anything gives way to.
   3. *Chunks*: prompts on time, in order of deadline, as many tokens as fit the budget; then, of what is left,
      late ones, demoted ones and batch ones, the oldest first, if their decode too leaves the batch within its
-     target. A step that completes a prompt ends when that is due. With `short_slack`, a short prompt goes before longer ones with earlier deadlines, as long as it
-     takes no more than that share of their slack: nobody becomes late by it.
+     target. With `short_slack`, a short prompt goes before longer ones with earlier deadlines, as long as it
+     takes no more than that share of their slack: nobody becomes late by it. A step that completes a prompt
+     ends when that is due.
   4. A step that would be empty takes a chunk whatever the budget: a worker that can compute does.
 
 Order: deadline, then arrival. Nobody is demoted while the work fits.
