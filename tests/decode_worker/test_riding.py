@@ -16,9 +16,9 @@ LAPTOP = StepModel(2e-3, 8e-3, 1e-3, 1e-6, 1e-8)  # a chunk of 512 takes half a 
 TARGETS = Targets(ttft_s=2.0, tpot_s=0.05)
 
 
-def bench(machine: StepModel = LAPTOP, num_blocks: int = 600, **config: object) -> DecodeBench:
+def bench(machine: StepModel = LAPTOP, num_blocks: int = 600, targets: Targets = TARGETS) -> DecodeBench:
     """One that knows its machine."""
-    made = DecodeBench(num_blocks, 8, machine=machine, **{"targets": TARGETS, **config})
+    made = DecodeBench(num_blocks, 8, machine=machine, targets=targets)
     made.scheduler.pacer.calibrated(machine)
     return made
 
