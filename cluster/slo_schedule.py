@@ -58,6 +58,7 @@ class SloSettings:
     splits_yielding: bool = False  # rows that yield are in a step one by one, not all or none
     aged_share: float = 0.01  # of the time, for those that are not on time
     bank_use: float = 0.25  # share of a stream's lead that one step may use
+    longest: float = math.inf  # TPOTs that a step may take at most, whatever the lead: readers see gaps too
     catch_up: float = 0.1  # share of a stream's lag that one step makes up for
     short_slack: float = 0.0  # share of others' slack that a shorter prompt may use to go first
     max_pause_s: float = math.inf  # of those that are not on time, the oldest prompt and the rows that yield
@@ -70,8 +71,8 @@ def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> fl
     """How long the next step may take.
 
     A stream in time is due one TPOT from now. One with a lead allows for more, one that lags for less: part
-    of the difference is used per step, since the mean counts. Never above the gap limit, nor below half a
-    TPOT.
+    of the difference is used per step, since the mean counts. Never above `longest` and the gap limit, nor
+    below half a TPOT.
     """
     tpot_s = targets.tpot_s * settings.safety
     lead_s = slack_s - targets.tpot_s
@@ -79,7 +80,7 @@ def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> fl
         budget_s = max(tpot_s, settings.max_idle_step_s)
     else:
         budget_s = tpot_s + lead_s * (settings.bank_use if lead_s > 0 else settings.catch_up)
-        budget_s = max(budget_s, 0.5 * tpot_s)
+        budget_s = min(max(budget_s, 0.5 * tpot_s), settings.longest * tpot_s)
     return min(budget_s, targets.gap_s * settings.safety)
 
 

@@ -368,6 +368,13 @@ def test_a_prompt_that_begins_takes_its_kv_and_goes_on_from_what_is_cached() -> 
     assert scheduler.plan(0.0, DecodeBatch(), 1_001, begin=begin).chunks == [(prompt, 100)]
 
 
+def test_a_lead_is_not_spent_at_once() -> None:
+    assert step_budget_s(TARGETS, 10.0, SETTINGS) > 2.0
+    live = replace(SETTINGS, longest=2.0)
+    assert step_budget_s(TARGETS, 10.0, live) == pytest.approx(2 * 0.025 * 0.985)
+    assert step_budget_s(TARGETS, math.inf, live) == step_budget_s(TARGETS, math.inf, SETTINGS)
+
+
 def test_equal_inputs_give_equal_plans() -> None:
     def plans() -> list[list[int]]:
         scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)

@@ -1,4 +1,4 @@
-"""The real engine under the decode scheduler: how prompts are cut and what they ride beside changes no bit."""
+"""The real engine under the decode scheduler: how prompts are cut, and beside what, changes no bit."""
 
 from __future__ import annotations
 
