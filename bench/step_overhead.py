@@ -85,7 +85,8 @@ def make_scheduler(num_seqs: int, vocab_size: int, request: dict[str, Any]) -> D
         assert sequence.reserve(blocks, CONTEXT // BLOCK_SIZE + 1)
         sequence.num_computed = CONTEXT
         sequence.append(5)
-        scheduler.add(sequence, 0.0)
+        sequence.pace.first_token(0.0)
+        scheduler.add(sequence)
     return scheduler
 
 

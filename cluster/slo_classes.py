@@ -66,6 +66,7 @@ class DecodeBatch:
     target_s: float | None = None
     num_yielding: int = 0  # rows that are late or batch work: they need not be in every step
     yielding_context: int = 0
+    paused_s: float = 0.0  # since the row that yields longest was in a step
     life_s: float = math.inf  # mean time a row decodes here
 
 

@@ -16,7 +16,8 @@ Algorithm of `plan`:
   3. *Chunks*: prompts on time, in order of deadline, as many tokens as fit the budget; then, of what is left,
      late ones, demoted ones and batch ones, the oldest first, if their decode too leaves the batch within its
      target. With `short_slack`, a short prompt goes before longer ones with earlier deadlines, as long as it
-     takes no more than that share of their slack: nobody becomes late by it.
+     takes no more than that share of their slack: nobody becomes late by it. A step that completes a prompt
+     ends when that is due.
   4. A step that would be empty takes a chunk whatever the budget: a worker that can compute does.
 
 Order: deadline, then arrival. Nobody is demoted while the work fits.
@@ -57,6 +58,7 @@ class SloSettings:
     splits_yielding: bool = False  # rows that yield are in a step one by one, not all or none
     aged_share: float = 0.01  # of the time, for those that are not on time
     bank_use: float = 0.25  # share of a stream's lead that one step may use
+    longest: float = math.inf  # TPOTs that a step may take at most, whatever the lead: readers see gaps too
     catch_up: float = 0.1  # share of a stream's lag that one step makes up for
     short_slack: float = 0.0  # share of others' slack that a shorter prompt may use to go first
     max_pause_s: float = math.inf  # of those that are not on time, the oldest prompt and the rows that yield
@@ -69,8 +71,8 @@ def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> fl
     """How long the next step may take.
 
     A stream in time is due one TPOT from now. One with a lead allows for more, one that lags for less: part
-    of the difference is used per step, since the mean counts. Never above the gap limit, nor below half a
-    TPOT.
+    of the difference is used per step, since the mean counts. Never above `longest` and the gap limit, nor
+    below half a TPOT.
     """
     tpot_s = targets.tpot_s * settings.safety
     lead_s = slack_s - targets.tpot_s
@@ -78,7 +80,7 @@ def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> fl
         budget_s = max(tpot_s, settings.max_idle_step_s)
     else:
         budget_s = tpot_s + lead_s * (settings.bank_use if lead_s > 0 else settings.catch_up)
-        budget_s = max(budget_s, 0.5 * tpot_s)
+        budget_s = min(max(budget_s, 0.5 * tpot_s), settings.longest * tpot_s)
     return min(budget_s, targets.gap_s * settings.safety)
 
 
@@ -109,7 +111,6 @@ class SloScheduler(Generic[P]):
         self._is_owed = False
         self._planned_at = 0.0
         self._aged_at = 0.0  # when the oldest of those not on time last had a chunk
-        self._yielding_at = 0.0  # when all rows that yield were in a step
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._late) + len(self._batch)
@@ -134,6 +135,7 @@ class SloScheduler(Generic[P]):
 
     def remove(self, prompt: P) -> None:
         """Raises ValueError if it is not here."""
+        self._demoted = [other for other in self._demoted if other is not prompt]
         for queue in (self._waiting, self._batch):
             for index, other in enumerate(queue):
                 if other is prompt:
@@ -162,18 +164,17 @@ class SloScheduler(Generic[P]):
         tpot_s *= settings.safety
         budget_s = decode.budget_s
         if budget_s is None:
-            budget_s = step_budget_s(self.targets, math.inf, settings)
+            least_s = model.step_s(StepWork(1))  # targets tighter than that leave half of a step to prompts
+            budget_s = max(step_budget_s(self.targets, math.inf, settings), 2 * least_s)
         looked_at = self._waiting[: settings.max_looked_at]
         classes = classify(looked_at, now, model, decode, tpot_s, settings.min_share)
         self.work_s, self.load_s, self._demoted = classes.work_s, classes.load_s, classes.demoted
         self.num_demoted = len(classes.demoted)
-        step: _Step[P] = _Step(model, decode, budget_s, room, settings.max_chunk_tokens, begin)
+        step: _Step[P] = _Step(model, decode, now, budget_s, room, settings.max_chunk_tokens, begin)
         yield_s = model.per_token_s * decode.num_yielding + model.per_context_s * decode.yielding_context
         oldest = self._oldest()
         self._earn(now, is_owed=oldest is not None or decode.num_yielding > 0)
-        if decode.num_yielding and (
-            self._credit_s >= yield_s or now - self._yielding_at >= settings.max_pause_s
-        ):
+        if decode.num_yielding and (self._credit_s >= yield_s or decode.paused_s >= settings.max_pause_s):
             step.add_yielding(decode, decode.num_yielding)
             self._credit_s = max(0.0, self._credit_s - yield_s)
         if oldest is not None:
@@ -197,10 +198,8 @@ class SloScheduler(Generic[P]):
             for prompt in chain(on_time, self._not_on_time()):
                 if step.force(prompt, max(tpot_s, settings.max_idle_step_s)):
                     break
-        if oldest is None or any(prompt is oldest for prompt, _ in step.chunks):
+        if oldest is None or step.has(oldest):
             self._aged_at = now
-        if step.num_yielding == decode.num_yielding:
-            self._yielding_at = now
         return StepPlan(step.chunks, step.num_yielding)
 
     def _not_on_time(self) -> Iterable[P]:
@@ -236,7 +235,8 @@ class SloScheduler(Generic[P]):
         While rows yield, the share is theirs."""
         rest_s = prefill_s(self.model, oldest.num_tokens, oldest.num_computed)
         wanted_s = min(rest_s, tpot_s / 4)
-        if may_claim and oldest.new_kv_tokens > step.room and self._credit_s >= rest_s + oldest.decode_s:
+        new_tokens = oldest.new_kv_tokens
+        if may_claim and 0 < new_tokens > step.room and self._credit_s >= rest_s + oldest.decode_s:
             step.keep(step.room)  # it has waited for all it costs: nobody else begins before it
             return
         is_paid = may_claim and self._credit_s >= wanted_s
@@ -255,15 +255,17 @@ class _Step(Generic[P]):
         self,
         model: StepModel,
         decode: DecodeBatch,
+        now: float,
         budget_s: float,
         room: int,
         max_chunk_tokens: int,
         begin: Callable[[P], None] | None,
     ) -> None:
-        self.chunks: list[tuple[P, int]] = []
         self.num_yielding = 0
         self.room = room
+        self._taken: dict[int, tuple[P, int]] = {}  # by id, in order
         self._model = model
+        self._now = now
         self._budget_s = budget_s
         self._left = max_chunk_tokens
         self._begin = begin
@@ -272,8 +274,15 @@ class _Step(Generic[P]):
         self._attention = 0.0
 
     @property
+    def chunks(self) -> list[tuple[P, int]]:
+        return list(self._taken.values())
+
+    @property
     def is_empty(self) -> bool:
         return self._tokens == 0
+
+    def has(self, prompt: P) -> bool:
+        return id(prompt) in self._taken
 
     def has_room(self, seconds: float) -> bool:
         """Whether more work of so many seconds keeps the budget (beyond the ridge)."""
@@ -298,36 +307,38 @@ class _Step(Generic[P]):
         return StepWork(self._tokens, self._context, self._attention)
 
     def take(self, prompt: P) -> bool:
-        """False: the step is full."""
+        """As much of it as the budget allows. False: the step is full."""
         return self._take(prompt, self._budget_s)
 
     def force(self, prompt: P, wanted_s: float) -> bool:
         """A chunk of at most `wanted_s`, a token at least, within the budget or not. False: there is no KV
         for it, or the step has as many tokens as it may have."""
-        count = len(self.chunks)
         self._take(prompt, self._model.step_s(self._work) + wanted_s, least=1)
-        return len(self.chunks) > count
+        return self.has(prompt)
 
     def _take(self, prompt: P, budget_s: float, least: int = 0) -> bool:
-        if prompt.new_kv_tokens > self.room:
+        _, taken = self._taken.get(id(prompt), (prompt, 0))
+        new_tokens = 0 if taken else prompt.new_kv_tokens
+        if new_tokens and new_tokens > self.room:
             return True  # others may be smaller
-        if any(other is prompt for other, _ in self.chunks):
-            return True  # it has its chunk
-        count = self._count(prompt, budget_s, least)
+        count = self._count(prompt, taken, budget_s, least)
         if count <= 0:
-            return False
-        new_tokens = prompt.new_kv_tokens
+            return prompt.num_tokens - prompt.num_computed == taken
         if new_tokens and self._begin is not None:
             self._begin(prompt)
-            count = self._count(prompt, budget_s, 1)
-        self.chunks.append((prompt, count))
+            count = self._count(prompt, 0, budget_s, 1)
+        start = prompt.num_computed + taken
+        self._taken[id(prompt)] = (prompt, taken + count)
         self.room -= new_tokens
         self._left -= count
         self._tokens += count
-        self._attention += chunk_attention(prompt.num_computed, count)
+        self._attention += chunk_attention(start, count)
+        if start + count == prompt.num_tokens and self._now < prompt.deadline_s < self._now + self._budget_s:
+            # its first token comes when the step ends: not later than it is due, if that can be
+            self._budget_s = max(prompt.deadline_s - self._now, self._model.step_s(self._work))
         return True
 
-    def _count(self, prompt: P, budget_s: float, least: int) -> int:
-        start = prompt.num_computed
+    def _count(self, prompt: P, taken: int, budget_s: float, least: int) -> int:
+        start = prompt.num_computed + taken
         limit = min(prompt.num_tokens - start, self._left)
         return min(limit, max(least, self._model.most_chunk_tokens(self._work, start, limit, budget_s)))

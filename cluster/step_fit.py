@@ -102,7 +102,8 @@ def _predict(model: StepModel, rows: _Array) -> _Array:
     predicted: _Array = (
         model.fixed_s + busy_s + model.per_context_s * rows[:, 1] + model.per_attention_s * rows[:, 2]
     )
-    return np.maximum(predicted, 1e-9)
+    bounded: _Array = np.maximum(predicted, 1e-9)
+    return bounded
 
 
 def _anchors(base: StepModel) -> _Array:

@@ -21,23 +21,30 @@ _ASSUMED_OUTPUT: Final = 128.0  # tokens, before any has ended
 
 
 def decode_batch(
-    rows: Iterable[Sequence], now: float, settings: SloSettings, life_s: float = math.inf
+    rows: Iterable[Sequence], now: float, model: StepModel, settings: SloSettings, life_s: float = math.inf
 ) -> DecodeBatch:
-    """Of sequences that decode. Those that yield have no say in how long a step may take."""
+    """Of sequences that decode. Those that yield have no say in how long a step may take, nor has one whose
+    target this machine could not meet for it alone: nothing would be won by sparing it."""
     num_rows = context = num_yielding = yielding_context = 0
     budget_s = target_s = math.inf
+    paused_s = 0.0
+    alone_s = model.fixed_s + max(model.floor_s, model.per_token_s)
     for sequence in rows:
         pace = sequence.pace
         if pace.yields:
             num_yielding += 1
             yielding_context += len(sequence.token_ids)
+            paused_s = max(paused_s, now - pace.last_s)
             continue
+        num_tokens, target = len(sequence.token_ids), min(pace.targets.tpot_s, pace.targets.gap_s)
         num_rows += 1
-        context += len(sequence.token_ids)
+        context += num_tokens
+        if target < alone_s + model.per_context_s * num_tokens:
+            continue
         own_s = pace.budget_s(sequence.num_generated, sequence.most_left, now, settings)
         budget_s = min(budget_s, own_s)
         if own_s < math.inf:
-            target_s = min(target_s, pace.targets.tpot_s, pace.targets.gap_s)
+            target_s = min(target_s, target)
     has_target = budget_s < math.inf
     return DecodeBatch(
         num_rows,
@@ -46,6 +53,7 @@ def decode_batch(
         target_s if has_target else None,
         num_yielding,
         yielding_context,
+        paused_s,
         life_s,
     )
 

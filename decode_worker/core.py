@@ -133,7 +133,7 @@ class DecodeCore:
         """Apply one event; the returned actions are to be carried out in order."""
         actions = self._apply(event, now)
         for sequence in self._intake.take_started():
-            self._scheduler.add(sequence, now)
+            self._scheduler.add(sequence)
         if not self._scheduler.busy:
             plan = self._scheduler.plan(now)
             if plan is not None:

@@ -128,11 +128,10 @@ class DecodeScheduler:
     def sequences(self) -> tuple[Sequence, ...]:
         return tuple(self._all.values())
 
-    def add(self, sequence: Sequence, now: float) -> None:
+    def add(self, sequence: Sequence) -> None:
         assert sequence.request not in self._all, "the older attempt still runs"
         self._all[sequence.request] = sequence
         if sequence.num_generated > 0 and sequence.num_remaining == 1:  # token 0 came with its KV
-            sequence.pace.first_token(now)
             insort(self._decoding, sequence, key=_age)
         else:
             self._wait(sequence, sequence.pace.due_s)
@@ -144,8 +143,9 @@ class DecodeScheduler:
         decoding = [sequence for sequence in tuple(self._decoding) if self._has_room(sequence)]
         chunks: list[tuple[WaitingPrompt, int]] = []
         if self._prefilling or any(sequence.pace.yields for sequence in decoding):
-            batch = decode_batch(decoding, now, self.pacer.settings, self.lives.mean_s)
-            planned = self.pacer.prompts.plan(now, batch, room=0)
+            pacer = self.pacer
+            batch = decode_batch(decoding, now, pacer.model, pacer.settings, self.lives.mean_s)
+            planned = pacer.prompts.plan(now, batch, room=0)
             chunks = planned.chunks
             if planned.num_yielding < batch.num_yielding:
                 resting = _resting(decoding, batch.num_yielding - planned.num_yielding)

@@ -38,6 +38,8 @@ class PrefillScheduler:
     def __init__(self, config: PrefillSchedulerConfig, blocks: BlockManager) -> None:
         self._blocks = blocks
         self.pacer = Pacer(config.targets, config.max_step_tokens)
+        step_s = max(config.targets.tpot_s, self.pacer.settings.max_idle_step_s)
+        self._nobody = DecodeBatch(budget_s=step_s, target_s=step_s)  # no stream has a say in a step's length
         self._waiting: dict[SequenceKey, WaitingPrompt] = {}  # not completely computed; insertion is arrival
         self._step: list[tuple[Sequence, int]] = []
         self._in_step: set[SequenceKey] = set()
@@ -86,7 +88,7 @@ class PrefillScheduler:
         room = blocks.num_available
         reserve = round(LATE_RESERVE * blocks.num_blocks) if room < blocks.num_blocks else 0
         size = blocks.block_size
-        planned = self.pacer.prompts.plan(now, DecodeBatch(), room * size, reserve * size, self._begin)
+        planned = self.pacer.prompts.plan(now, self._nobody, room * size, reserve * size, self._begin)
         if not planned.chunks:
             return None
         self._step = [(prompt.sequence, num_tokens) for prompt, num_tokens in planned.chunks]

@@ -42,6 +42,7 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
     """
     return SloSettings(
         max_idle_step_s=targets.ttft_s / 20,
+        longest=2.0,
         aged_share=0.05,
         yielding_load=math.inf,
         splits_yielding=True,

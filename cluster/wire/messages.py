@@ -383,6 +383,7 @@ class KvCommit(_Message, frozen=True, kw_only=True):
     lease: LeaseId
     output: TokenOutput
     num_tokens: int  # tokens whose KV the prompt's blocks hold
+    token_age_s: float = 0.0  # since the token was sampled: the client's stream has begun
 
 
 class KvCommitted(_Message, frozen=True, kw_only=True):

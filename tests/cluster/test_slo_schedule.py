@@ -1,7 +1,7 @@
 """The worker's elastic schedule: who is on time, how long a step may be, and that nobody starves."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -259,7 +259,7 @@ def test_nobody_starves_live_whatever_class_while_others_keep_the_worker_full(
         assert now <= bound_s
         if len(scheduler) - len(left) < 5:
             scheduler.add(waiting(3_000, now + TARGETS.ttft_s))
-        plan = scheduler.plan(now, decode, 10**9)
+        plan = scheduler.plan(now, replace(decode, paused_s=now - yielded_at), 10**9)
         if plan.num_yielding == num_yielding:
             yielded_at = now
         now += max(MODEL.step_s(work_of(decode, plan.chunks)), 1e-3)
@@ -322,6 +322,23 @@ def test_a_short_prompt_goes_first_where_a_long_one_can_wait_and_not_where_it_ca
     assert first(0.205) == 8_000
 
 
+def test_a_step_that_completes_a_prompt_ends_when_it_is_due() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    urgent = waiting(500, 0.02)
+    for prompt in (urgent, waiting(20_000, 5.0)):
+        scheduler.add(prompt)
+    plan = scheduler.plan(0.0, DecodeBatch(), 10**9)
+    assert plan.chunks[0] == (urgent, 500)
+    assert 0.018 < MODEL.step_s(work_of(DecodeBatch(), plan.chunks)) <= 0.02
+
+
+def test_a_late_prompt_that_was_paid_for_goes_on_in_what_is_left() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS, LIVE)
+    scheduler.add(waiting(50_000, -1.0))
+    counts = [scheduler.plan(10.0 * step, DecodeBatch(), 10**9).chunks[0][1] for step in range(1, 4)]
+    assert len(set(counts)) == 1
+
+
 @given(lengths, st.floats(0, 1))
 def test_whoever_goes_first_makes_nobody_late(prompts: list[int], share: float) -> None:
     queue = [waiting(n, 0.05 + 0.03 * index) for index, n in enumerate(prompts)]
@@ -349,6 +366,13 @@ def test_a_prompt_that_begins_takes_its_kv_and_goes_on_from_what_is_cached() -> 
 
     assert scheduler.plan(0.0, DecodeBatch(), 1_000, begin=begin).chunks == []
     assert scheduler.plan(0.0, DecodeBatch(), 1_001, begin=begin).chunks == [(prompt, 100)]
+
+
+def test_a_lead_is_not_spent_at_once() -> None:
+    assert step_budget_s(TARGETS, 10.0, SETTINGS) > 2.0
+    live = replace(SETTINGS, longest=2.0)
+    assert step_budget_s(TARGETS, 10.0, live) == pytest.approx(2 * 0.025 * 0.985)
+    assert step_budget_s(TARGETS, math.inf, live) == step_budget_s(TARGETS, math.inf, SETTINGS)
 
 
 def test_equal_inputs_give_equal_plans() -> None:
