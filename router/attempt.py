@@ -18,9 +18,11 @@ from cluster.ids import Attempt, BlockHash, LeaseId, RequestId, WorkerId
 from cluster.request import RequestSlo, RequestSpec, RequestState, transition
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.slo_classes import Targets
-from cluster.wire.messages import FirstToken, SloTargets, TokenRow
+from cluster.wire.messages import FirstToken, PriorityClass, SloTargets, TokenRow
 from router.delivery import NewTokens, RequestSummary
 from router.policy import PlacementRequest
+
+BATCH_PATIENCE = 10  # times as long as interactive requests may batch ones wait for their first token
 
 
 class Order(Enum):
@@ -160,16 +162,21 @@ class LiveRequest:
             priority_class=self.spec.slo.priority_class,
         )
 
-    def placement_request(self, expected_output: float, max_wait_s: float, now: float) -> PlacementRequest:
-        """What placement needs to know to place the next attempt."""
-        targets = self.targets
+    def placement_request(self, expected_output: float, max_backlog_s: float, now: float) -> PlacementRequest:
+        """What placement needs to know to place the next attempt. `expected_output`: of such a prompt."""
+        targets, max_tokens = self.targets, self.spec.sampling.max_tokens
+        max_wait_s = math.inf  # one that had a place is not turned away
+        if self.num_reserves == 0:
+            times = BATCH_PATIENCE if self.spec.slo.priority_class is PriorityClass.BATCH else 1
+            longest_s = max(times * max_backlog_s, targets.ttft_s)
+            max_wait_s = max(0.0, longest_s - (now - self.arrived_at))
         return PlacementRequest(
             num_tokens=self.num_tokens,
             num_prompt_tokens=len(self.spec.token_ids),
-            max_tokens=self.spec.sampling.max_tokens,
+            max_tokens=max_tokens,
             hashes=self.hashes,
             targets=Targets(max(0.0, self.due_at() - now), targets.tpot_s, targets.gap_s),
-            expected_output=max(1.0, expected_output - len(self.output_ids)),
+            expected_output=max(1.0, min(expected_output, max_tokens) - len(self.output_ids)),
             max_wait_s=max_wait_s,
             avoid=frozenset(self.avoid),
             too_large_for=frozenset(self.too_large_for),

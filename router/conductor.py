@@ -35,11 +35,10 @@ Stale, duplicate and unknown messages are dropped and counted, by what made them
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from cluster.block_hash import hash_blocks
-from cluster.errors import BatonError, DeadlineExceeded, NotReady
+from cluster.errors import BatonError, DeadlineExceeded
 from cluster.ids import Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestSpec, RequestState
 from cluster.sampling import FinishReason, TokenOutput
@@ -47,7 +46,6 @@ from cluster.wire.kv_events import KvEvents, KvResync, WorkerSays
 from cluster.wire.messages import (
     Drained,
     Heartbeat,
-    PriorityClass,
     Refused,
     Register,
     RenewLeases,
@@ -76,7 +74,7 @@ from router.config import ConductorConfig
 from router.deadlines import Deadlines
 from router.delivery import Failed, RequestSummary, StaleReason
 from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress
-from router.outcome import BACKLOG, QUEUE_TOO_SLOW, context_length_exceeded, overloaded, worker_lost
+from router.outcome import rejection, worker_lost
 from router.output_lengths import OutputLengths
 from router.placement_stats import PlacementStats
 from router.policy import Elastic, Placement, PlacementPolicy, PlacementRequest, Reject, RejectReason
@@ -220,38 +218,19 @@ class Conductor:
         if not is_final and now < live.wait_until:
             self._enqueue(live, now)
             return decision.reason
-        self._reject(live, decision.reason.value, self._rejection(live, decision, now), now)
+        self._reject(live, decision, now)
         return None
 
     def _placement_request(self, live: LiveRequest, now: float) -> PlacementRequest:
-        spec, config = live.spec, self._config
-        expected = min(self._lengths.expect(len(spec.token_ids)), spec.sampling.max_tokens)
-        max_wait_s = math.inf  # those that had a place are not turned away
-        if live.num_reserves == 0:
-            times = 10 if spec.slo.priority_class is PriorityClass.BATCH else 1
-            longest_s = max(times * config.max_backlog_s, live.targets.ttft_s)
-            max_wait_s = max(0.0, longest_s - (now - live.arrived_at))
-        return live.placement_request(expected, max_wait_s, now)
+        expected = self._lengths.expect(len(live.spec.token_ids))
+        return live.placement_request(expected, self._config.max_backlog_s, now)
 
-    def _reject(self, live: LiveRequest, reason: str, error: BatonError, now: float) -> None:
+    def _reject(self, live: LiveRequest, reject: Reject, now: float) -> None:
+        """It finds no place. One that had one is told why it lost that."""
         if live.cause is None:
-            self._legs.stats.rejected(reason)
-        self._fail(live, error, now)
-
-    def _rejection(self, live: LiveRequest, reject: Reject, now: float) -> BatonError:
-        if live.cause is not None:
-            return live.cause
-        if reject.reason is RejectReason.TOO_LARGE:
-            return context_length_exceeded(live.spec, reject.limit_tokens)
-        if reject.reason is RejectReason.BUSY:
-            return self._overloaded(live, "no room became free in time", now)
-        if reject.reason is RejectReason.BACKLOG:
-            return overloaded(BACKLOG, max(1.0, reject.retry_after_s))
-        return NotReady("No decode worker is ready.", retry_after_s=self._queue.retry_after_s(now))
-
-    def _overloaded(self, live: LiveRequest, why: str, now: float) -> BatonError:
-        """Of a request that found no place: why its last attempt ended, if it had one."""
-        return live.cause or overloaded(why, max(self._queue.retry_after_s(now), live.retry_after_s))
+            self._legs.stats.rejected(reject.reason.value)
+        retry_after_s = max(self._queue.retry_after_s(now), live.retry_after_s)
+        self._fail(live, live.cause or rejection(reject, live.spec, retry_after_s), now)
 
     def _enqueue(self, live: LiveRequest, now: float) -> None:
         if live.request in self._queue:
@@ -261,11 +240,10 @@ class Conductor:
             wait_s = None if live.is_recovering else self._queue.expected_wait_s(now)
             late_s = 0.0 if wait_s is None else wait_s - (live.wait_until - now)
             if late_s > 0:
-                self._reject(live, "queue_too_slow", overloaded(QUEUE_TOO_SLOW, max(1.0, late_s)), now)
+                self._reject(live, Reject(RejectReason.QUEUE_TOO_SLOW, retry_after_s=late_s), now)
                 return
             if self._queue.is_full:
-                error = self._overloaded(live, "its queue is full", now)
-                self._reject(live, "queue_full", error, now)
+                self._reject(live, Reject(RejectReason.QUEUE_FULL), now)
                 return
         self._queue.add(live.request, live.order, now)
         self._wait(live, live.wait_until)

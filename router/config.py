@@ -35,7 +35,9 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     decode_silence_s: float = 60.0
     stall_timeout_s: float = 15.0
     queue_timeout_s: float = 30.0
-    max_backlog_s: float = 30.0  # a request whose first token is further away is refused; ten times for batch
+    max_backlog_s: float = (
+        30.0  # a request whose first token is further away is refused; see `router.attempt`
+    )
     recovery_wait_s: float = 20.0
     max_queued: int = 1024
     max_overtake_s: float = 5.0

@@ -58,12 +58,14 @@ class RejectReason(Enum):
     BUSY = "busy"  # somebody could, but not now
     TOO_LARGE = "too_large"  # nobody ever could
     BACKLOG = "backlog"  # it would wait for its first token longer than it may
+    QUEUE_FULL = "queue_full"  # as many wait for room as may (the conductor's word, as the next)
+    QUEUE_TOO_SLOW = "queue_too_slow"  # those that wait for room would not have gone in time
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
     """`limit_tokens` is set with TOO_LARGE: the most prompt + output tokens that anyone could take;
-    `retry_after_s` with BACKLOG: when enough of it will be done."""
+    `retry_after_s` with BACKLOG and QUEUE_TOO_SLOW: when enough of it will be done."""
 
     reason: RejectReason
     limit_tokens: int = 0

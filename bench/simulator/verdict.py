@@ -67,7 +67,7 @@ def judge(site: Site, client: Client, error: BatonError) -> Outcome:
     elif site.num_faults:
         if client.num_retries + 1 >= limits.max_attempts:
             return Outcome.EXHAUSTED
-        if isinstance(error, Overloaded) and (BACKLOG in error.message or QUEUE_TOO_SLOW in error.message):
+        if isinstance(error, Overloaded) and any(why in error.message for why in (BACKLOG, QUEUE_TOO_SLOW)):
             return Outcome.NO_ROOM
         if not router.conductor.workers.view().has_ready(Role.DECODE):
             return Outcome.NOTHING_SERVES
