@@ -32,6 +32,7 @@ KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
 LogFormat = Literal["text", "json"]
+PlacementName = Literal["elastic", "remote"]
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
 
@@ -115,6 +116,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="longest time between two tokens of an answer (default: no limit)"),
     ] = None
+    placement: Annotated[
+        PlacementName,
+        Meta(
+            description="where prompts are computed; elastic: wherever the targets are best met; remote: on "
+            "prefill workers while one is there, to compare with"
+        ),
+    ] = "elastic"
     max_attempts: Annotated[int, Meta(ge=1, le=100, description="worker pairs tried per request")] = 3
     recovery_wait_s: Annotated[
         float,
@@ -195,6 +203,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     control_address: str  # `unix:/path` or `tcp:host:port`
     num_prefill: int  # workers to expect: ready once one of each expected role serves
     num_decode: int
+    placement: PlacementName = "elastic"
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
     launcher_pid: int | None = None  # on this machine, for `/cluster`

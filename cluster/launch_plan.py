@@ -123,6 +123,7 @@ def plan_roles(
             control_address=control_address,
             num_prefill=config.prefill,
             num_decode=config.decode,
+            placement=config.placement,
             max_attempts=config.max_attempts,
             recovery_wait_s=config.recovery_wait_s,
             launcher_pid=site.launcher_pid,

@@ -16,6 +16,7 @@ class PolicyConfig(_Config, frozen=True, kw_only=True):
     """What placement weighs; see `router.policy`."""
 
     elastic: ElasticSettings = ElasticSettings()
+    always_remote: bool = False  # decode workers compute prompts only while no prefill worker can
     growth_tokens: int = 64  # generated tokens a new request should find room for at once
     default_prefill_tokens_per_s: float = 1000.0  # where nothing is measured: only ratios matter then
     default_step_s: float = 0.02

@@ -120,7 +120,8 @@ class Elastic:
         if request.avoid:
             decodes = _without(view, decodes, request.avoid)
             _bar(view, prefills, request.avoid)
-        prefills |= decodes
+        if not (self.config.always_remote and prefills.any()):
+            prefills |= decodes
         ask = self._ask(view, request, cached_blocks, prefills, decodes)
         decision = place(fleet, ask, self._targets(request.targets), self.config.elastic)
         if isinstance(decision, Place):

@@ -29,7 +29,7 @@ from cluster.wire.kv_events import WorkerSays
 from cluster.wire.stream import listen
 from router.app import create_app
 from router.conductor import Conductor
-from router.config import ConductorConfig
+from router.config import ConductorConfig, PolicyConfig
 from router.driver import ConductorDriver
 from router.model_info import ModelInfo, read_sampling_defaults
 from router.readiness import ReadinessJudge
@@ -55,6 +55,7 @@ async def run(
             max_attempts=config.max_attempts,
             lease_ttl_s=config.lease_ttl_s,
             recovery_wait_s=config.recovery_wait_s,
+            policy=PolicyConfig(always_remote=config.placement == "remote"),
             slo=Targets(
                 config.slo_ttft_s,
                 config.slo_tpot_s,

@@ -12,8 +12,9 @@ from cluster.ids import RequestId, WorkerId
 from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
 from cluster.wire.messages import WorkerState
-from router.policy import Placement, Reject, RejectReason
-from tests.router.view_peers import CPU, Book, ask, hashes
+from router.config import PolicyConfig
+from router.policy import Elastic, Placement, Reject, RejectReason
+from tests.router.view_peers import CPU, DEFAULTS, Book, ask, hashes
 
 SLOW = StepModel(1e-3, 9e-3, 2e-3, 1e-7, 1e-8)
 
@@ -93,6 +94,17 @@ def test_avoided_prefill_worker_is_passed_over() -> None:
     avoid = ask(avoid=avoiding("p0"))
     assert Book("p0", "p1", "d0").placed(avoid)[0] == "p1"
     assert Book("p0", "d0").placed(avoid)[0] is None
+
+
+def test_always_remote_is_local_only_without_a_prefill_worker() -> None:
+    book = Book("p0", "d0")
+    book.beat("p0", on_time_prefill_s=100.0)
+    remote = Elastic(PolicyConfig(always_remote=True), DEFAULTS)
+    assert isinstance(decision := remote.place(book.book.view(), ask(), 0.0), Placement)
+    assert decision.prefill == "p0"
+    book.beat("p0", state=WorkerState.DRAINING)
+    assert isinstance(decision := remote.place(book.book.view(), ask(), 0.0), Placement)
+    assert decision.prefill is None
 
 
 # ---- decode
