@@ -13,6 +13,7 @@ not a candidate until it steps again.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from cluster.ids import BlockHash, Epoch, RequestId, WorkerId
@@ -57,7 +58,12 @@ class _Worker:
     claims: ClaimBook = field(default_factory=ClaimBook)
     fading: list[tuple[BlockHash, ...]] = field(default_factory=list)  # left, and perhaps not reported yet
     faded: list[tuple[BlockHash, ...]] = field(default_factory=list)  # as of the heartbeat before
-    next_report: int | None = None  # sequence number of its next cache report, after the first one
+    kept: deque[tuple[BlockHash, ...]] = field(
+        default_factory=deque
+    )  # believed, of a worker that reports nothing
+    num_kept: int = 0  # blocks of those
+    has_reported: bool = False  # its cache, on this stream
+    next_report: int = 0  # sequence number of its next report
     has_lost_report: bool = False  # and must begin anew
 
 
@@ -218,6 +224,7 @@ class WorkerBook:
         before this one, so nothing it has said holds, and it has to begin anew."""
         known = self._workers[worker]
         prefix = self._view.prefix
+        known.has_reported = True
         if report.begins:
             prefix.forget(known.row)
         elif known.has_lost_report:
@@ -268,8 +275,14 @@ class WorkerBook:
             known.queued_load.left(_load_s(own, known.model))
 
     def _fade(self, known: _Worker) -> None:
-        """What left before the last heartbeat has been reported by now, as far as it stayed in the cache."""
-        for hashes in known.faded:
+        """What left before the last heartbeat has been reported by now, as far as it stayed in the cache. A
+        worker that reports nothing is believed to keep the latest of it, as much as its pool holds."""
+        known.kept += known.faded
+        known.num_kept += sum(map(len, known.faded))
+        most = 0 if known.has_reported else known.register.geometry.num_blocks
+        while known.num_kept > most:
+            hashes = known.kept.popleft()
+            known.num_kept -= len(hashes)
             self._view.prefix.unexpect(known.row, hashes)
         known.faded, known.fading = known.fading, []
 

@@ -227,12 +227,11 @@ def test_the_next_turn_goes_where_its_kv_is() -> None:
     (live,) = world.conductor._requests.values()
     hashes = list(live.hashes)
     world.run()
-    for _ in range(2):
-        world.heartbeat("d0")
-        world.heartbeat("d1")
-    assert len(world.conductor.workers.view().prefix) == 0
-    events = KvEvents(sequence=0, begins=True, stored=hashes, removed=[])
-    world.feed(FromWorker(WorkerId("d1"), Epoch(1), events))
+    for name, stored in (("d0", []), ("d1", hashes)):
+        events = KvEvents(sequence=0, begins=True, stored=stored, removed=[])
+        world.feed(FromWorker(WorkerId(name), Epoch(1), events))
+        for _ in range(2):
+            world.heartbeat(name)
     following = RequestSpec(
         request=RequestId("next"), token_ids=(*spec.token_ids, 1, 2, 3), sampling=spec.sampling
     )

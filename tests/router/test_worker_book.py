@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.ids import BlockHash, Epoch, RequestId, WorkerId
 from cluster.step_model import StepModel
+from cluster.wire.kv_events import KvEvents
 from cluster.wire.messages import Role, WorkerLoad, WorkerState
 from router.claims import Backlog, Claim, Phase, Totals
 from router.view import ClusterView
@@ -184,6 +185,7 @@ def found(view: ClusterView, worker: WorkerId, hashes: tuple[BlockHash, ...]) ->
 def test_a_placed_prompt_is_expected_until_its_worker_had_time_to_report_it() -> None:
     made = book()
     hashes = (BlockHash(b"x"), BlockHash(b"y"))
+    assert made.cache_changed(D0, KvEvents(sequence=0, begins=True, stored=[], removed=[]))
     made.place(D0, MINE, Claim(Phase.COMING, 8, hashes=hashes))
     assert found(made.view(), D0, hashes) == 2
     beat(made, D0, 0.5)
@@ -193,6 +195,21 @@ def test_a_placed_prompt_is_expected_until_its_worker_had_time_to_report_it() ->
     beat(made, D0, 1.5)
     assert found(made.view(), D0, hashes) == 0
     assert len(made.view().prefix) == 0
+
+
+def test_a_worker_that_reports_nothing_is_believed_to_keep_what_its_pool_holds() -> None:
+    made = book(num_blocks=5)
+    chains = [tuple(BlockHash(f"{name}{i}".encode()) for i in range(2)) for name in "abc"]
+    for now, hashes in enumerate(chains):
+        made.place(D0, MINE, Claim(Phase.COMING, 8, hashes=hashes))
+        made.remove(D0, MINE)
+        beat(made, D0, float(now))
+    for now in (3.0, 4.0):
+        beat(made, D0, now)
+    assert [found(made.view(), D0, hashes) for hashes in chains] == [0, 2, 2]
+    assert made.cache_changed(D0, KvEvents(sequence=0, begins=True, stored=list(chains[0]), removed=[]))
+    beat(made, D0, 5.0)  # now it has said what it has
+    assert [found(made.view(), D0, hashes) for hashes in chains] == [2, 0, 0]
 
 
 def test_leaving_takes_everything_along() -> None:
@@ -325,6 +342,9 @@ def test_the_rows_are_what_a_rebuilt_view_would_say(seed: int) -> None:
             life.book.remove(worker, request)
     for known in life.book._workers.values():
         assert known.claims.totals == Totals()
+        assert life.book.cache_changed(
+            known.register.worker, KvEvents(sequence=0, begins=True, stored=[], removed=[])
+        )
         for now in (1e3, 2e3):
             life.book.heartbeat(known.register.worker, WorkerState.READY, WorkerLoad(), now)
     assert len(life.book.view().prefix) == 0
