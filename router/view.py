@@ -1,7 +1,6 @@
 """The router's picture of its workers as a decision reads it: columns, a row per worker.
 
-`router.worker_book` owns it and keeps it up to date; a decision reads it at once and changes nothing. `copy`
-gives a recorded view, for which any policy can be asked again.
+`router.worker_book` owns it and keeps it up to date; a decision reads it at once and changes nothing.
 """
 
 from __future__ import annotations
