@@ -58,9 +58,7 @@ class _Worker:
     claims: ClaimBook = field(default_factory=ClaimBook)
     fading: list[tuple[BlockHash, ...]] = field(default_factory=list)  # left, and perhaps not reported yet
     faded: list[tuple[BlockHash, ...]] = field(default_factory=list)  # as of the heartbeat before
-    kept: deque[tuple[BlockHash, ...]] = field(
-        default_factory=deque
-    )  # believed, of a worker that reports nothing
+    kept: deque[tuple[BlockHash, ...]] = field(default_factory=deque)  # believed; see `_fade`
     num_kept: int = 0  # blocks of those
     has_reported: bool = False  # its cache, on this stream
     next_report: int = 0  # sequence number of its next report
