@@ -85,6 +85,7 @@ def make_scheduler(num_seqs: int, vocab_size: int, request: dict[str, Any]) -> D
         assert sequence.reserve(blocks, CONTEXT // BLOCK_SIZE + 1)
         sequence.num_computed = CONTEXT
         sequence.append(5)
+        sequence.pace.first_token(0.0)
         scheduler.add(sequence)
     return scheduler
 
@@ -128,7 +129,7 @@ class Bench:
         part = {"plan": lap()}
         output: StepOutput = runner.run(plan)
         part["rest of run"] = lap() - pack.spent_s - self._forward.spent_s - self._choose.spent_s
-        generated = scheduler.account(output)
+        generated = scheduler.account(output, 0.0)
         part["account"] = lap()
         message(generated)
         part["message"] = lap()

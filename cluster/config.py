@@ -32,6 +32,7 @@ KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
 LogFormat = Literal["text", "json"]
+PlacementName = Literal["elastic", "remote"]
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
 
@@ -86,14 +87,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(ge=1, le=4096, description="sequences that one worker runs at once")
     ] = 64
     prefill_chunk: Annotated[
-        int, Meta(ge=1, le=65536, description="most prompt tokens per step of a prefill worker")
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="most prompt tokens per step of a prefill worker; targets and speed say how many",
+        ),
     ] = 512
     local_chunk: Annotated[
-        _AtLeastOne | None,
-        Meta(
-            description="most prompt tokens per step of a decode worker (default: 64; 256 with `--prefill 0`)"
-        ),
-    ] = None
+        int, Meta(ge=1, le=65536, description="most prompt tokens per step of a decode worker; as above")
+    ] = 512
     prefill_kv_bytes: Annotated[
         int, Meta(ge=1, extra=_BYTES, description="KV memory of each prefill worker")
     ] = 256 * MiB
@@ -103,6 +106,23 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_edge: Annotated[
         EdgeKind, Meta(description="how KV moves from prefill to decode; auto: shm on one host, else gloo")
     ] = "auto"
+    slo_ttft_ms: Annotated[
+        float, Meta(gt=0, description="time to the first token that a request is promised unless it asks")
+    ] = 2000.0
+    slo_tpot_ms: Annotated[
+        float, Meta(gt=0, description="mean time per further token that a request is promised unless it asks")
+    ] = 100.0
+    slo_gap_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="longest time between two tokens of an answer (default: no limit)"),
+    ] = None
+    placement: Annotated[
+        PlacementName,
+        Meta(
+            description="where prompts are computed; elastic: wherever the targets are best met; remote: on "
+            "prefill workers while one is there, to compare with"
+        ),
+    ] = "elastic"
     max_attempts: Annotated[int, Meta(ge=1, le=100, description="worker pairs tried per request")] = 3
     recovery_wait_s: Annotated[
         float,
@@ -158,6 +178,9 @@ class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     heartbeat_interval_s: float = 0.5
     lease_ttl_s: float = 10.0
     drain_grace_s: float = 20.0
+    slo_ttft_s: float = 2.0  # of requests that ask for nothing else
+    slo_tpot_s: float = 0.1
+    slo_gap_s: float | None = None
     log: LogConfig = LogConfig()
 
     def __repr__(self) -> str:
@@ -180,6 +203,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     control_address: str  # `unix:/path` or `tcp:host:port`
     num_prefill: int  # workers to expect: ready once one of each expected role serves
     num_decode: int
+    placement: PlacementName = "elastic"
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
     launcher_pid: int | None = None  # on this machine, for `/cluster`
@@ -205,7 +229,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     core_share: CoreShare | None = None  # None: it has its threads and no more
     max_model_len: int | None = None  # None: the model's
     max_num_seqs: int = 64
-    max_chunk_tokens: int = 512  # prompt tokens per step
+    max_chunk_tokens: int = 512  # prompt tokens per step, at most
     kv_bytes: int = 256 * MiB
     kv_edge: Literal["shm", "gloo"] = "shm"
     step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted

@@ -1,9 +1,10 @@
 """The one thread that computes: takes a plan, runs it, hands the outcome back to the event loop.
 
-1. The event loop calls `submit(plan)`; at most one plan is in flight.
-2. The thread runs it; torch releases the GIL, so messages go on being handled meanwhile.
-3. `StepDone` or `StepFailed` is scheduled on the loop.
-4. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
+1. The thread loads the model and calibrates: `loaded` tells the event loop how long steps take here.
+2. The event loop calls `submit(plan)`; at most one plan is in flight.
+3. The thread runs it; torch releases the GIL, so messages go on being handled meanwhile.
+4. `StepDone` or `StepFailed` is scheduled on the loop.
+5. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
 """
 
@@ -14,12 +15,16 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from cluster.engine.batch import Runner, StepPlan
+from cluster.step_model import StepModel
 from cluster.step_watchdog import MIN_S, StepWatchdog
 from cluster.worker_io import StepDone, StepFailed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LATE_S = 0.25  # a timer this late says that the whole process stood still, not the step
 
@@ -31,28 +36,31 @@ class EngineThread:
         self,
         make_runner: Callable[[], Runner],
         *,
+        calibrate: Callable[[Runner], StepModel] | None = None,
         on_outcome: Callable[[StepDone | StepFailed], None],
         on_stuck: Callable[[str], None],
         step_timeout_s: float,
         min_step_timeout_s: float = MIN_S,
     ) -> None:
-        """`make_runner` loads the model; it runs on the engine thread, which thereby owns every
-        thread-local compute setting."""
+        """`make_runner` loads the model and `calibrate` says how long its steps take; both run on the engine
+        thread, which thereby owns every thread-local compute setting."""
         self._make_runner = make_runner
+        self._calibrate = calibrate
         self._on_outcome = on_outcome
         self._on_stuck = on_stuck
         self._judge = StepWatchdog(step_timeout_s, min_step_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watchdog: asyncio.TimerHandle | None = None
-        self._loaded: asyncio.Future[None] = self._loop.create_future()
+        self._loaded: asyncio.Future[StepModel | None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
-    async def loaded(self) -> None:
-        """Wait until the model is loaded; raises what the loading raised."""
-        await asyncio.shield(self._loaded)
+    async def loaded(self) -> StepModel | None:
+        """Wait until the model is loaded; how long its steps take, if that was to be found out. Raises what
+        the loading raised."""
+        return await asyncio.shield(self._loaded)
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step. The core promises that none is in flight."""
@@ -94,10 +102,11 @@ class EngineThread:
     def _main(self) -> None:
         try:
             runner = self._make_runner()
+            model = None if self._calibrate is None else self._calibrate(runner)
         except BaseException as error:  # handed to `loaded`, which raises it on the loop
             self._post(_fail, self._loaded, error)
             return
-        self._post(_resolve, self._loaded)
+        self._post(_resolve, self._loaded, model)
         while (plan := self._plans.get()) is not None:
             outcome: StepDone | StepFailed
             try:
@@ -106,7 +115,7 @@ class EngineThread:
                 logger.exception("a step of %d rows failed", len(plan.rows))
                 outcome = StepFailed(f"{type(error).__name__}: {error}")
             self._post(self._outcome, plan, outcome)
-        self._post(_resolve, self._ended)
+        self._post(_resolve, self._ended, None)
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         try:
@@ -115,11 +124,11 @@ class EngineThread:
             logger.debug("engine outcome after the event loop closed")
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[T], value: T) -> None:
     if not future.done():
-        future.set_result(None)
+        future.set_result(value)
 
 
-def _fail(future: asyncio.Future[None], error: BaseException) -> None:
+def _fail(future: asyncio.Future[T], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

@@ -30,8 +30,6 @@ ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
         Role.DECODE.value: "decode_worker.service:run",
     }
 )
-LOCAL_CHUNK: Final = 64  # beside a prefill pool: bounded by what a running decode can bear
-COLOCATED_CHUNK: Final = 256  # without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +112,9 @@ def plan_roles(
             heartbeat_interval_s=config.heartbeat_interval_s,
             lease_ttl_s=config.lease_ttl_s,
             drain_grace_s=config.drain_grace_s,
+            slo_ttft_s=config.slo_ttft_ms / 1e3,
+            slo_tpot_s=config.slo_tpot_ms / 1e3,
+            slo_gap_s=_seconds(config.slo_gap_ms),
             log=_log(config, site, ROUTER),
             router=RouterId(ROUTER),
             model_dir="",  # known once the model is prepared
@@ -122,6 +123,7 @@ def plan_roles(
             control_address=control_address,
             num_prefill=config.prefill,
             num_decode=config.decode,
+            placement=config.placement,
             max_attempts=config.max_attempts,
             recovery_wait_s=config.recovery_wait_s,
             launcher_pid=site.launcher_pid,
@@ -170,7 +172,6 @@ def _worker_config(
     kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
     edge: Literal["shm", "gloo", "local"]
     edge = ("shm" if is_one_host else "gloo") if config.kv_edge == "auto" else config.kv_edge
-    local_chunk = config.local_chunk or (LOCAL_CHUNK if config.prefill else COLOCATED_CHUNK)
     return WorkerConfig(
         cluster_token=site.cluster_token,
         served_model_name=site.served_model_name,
@@ -178,6 +179,9 @@ def _worker_config(
         heartbeat_interval_s=config.heartbeat_interval_s,
         lease_ttl_s=config.lease_ttl_s,
         drain_grace_s=config.drain_grace_s,
+        slo_ttft_s=config.slo_ttft_ms / 1e3,
+        slo_tpot_s=config.slo_tpot_ms / 1e3,
+        slo_gap_s=_seconds(config.slo_gap_ms),
         log=_log(config, site, name),
         worker=WorkerId(name),
         role=role,
@@ -194,10 +198,14 @@ def _worker_config(
         core_share=core_share,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_chunk_tokens=local_chunk if is_decode else config.prefill_chunk,
+        max_chunk_tokens=config.local_chunk if is_decode else config.prefill_chunk,
         kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
         kv_edge=edge,
     )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _log(config: ClusterConfig, site: Site, name: str) -> LogConfig:

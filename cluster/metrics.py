@@ -19,6 +19,7 @@ from enum import Enum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 from cluster.ids import WorkerId
+from cluster.metrics_placement import PlacementMetrics
 from cluster.wire.messages import Role, WorkerLoad
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,6 +86,7 @@ class Metrics:
         def tokens(name: str, text: str) -> Histogram:
             return Histogram(f"baton_{name}", text, buckets=TOKEN_BUCKETS, registry=registry)
 
+        self.placement = PlacementMetrics(registry)
         build = Info("baton_build", "What runs here", registry=registry)
         build.info({"version": version, "model": model})
 
@@ -119,6 +121,14 @@ class Metrics:
         )
         self._prefill_rate = gauge("prefill_tokens_per_second", "Smoothed prefill speed", ("worker",))
         self._step = gauge("decode_step_seconds", "Smoothed length of a decode step", ("worker",))
+        self._step_error = gauge(
+            "step_prediction_error_ratio",
+            "Actual / predicted - 1 of the latest steps: median of its size, 90 % quantile",
+            ("worker", "quantile"),
+        )
+        self._prefill_work = gauge(
+            "queued_prefill_seconds", "Predicted prefill work that waits", ("worker", "when")
+        )
         self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes received by decode workers")
         self._steps = counter("worker_steps", "Forward passes", ("worker",))
         self._preemptions = counter("preemptions", "Sequences preempted", ("worker",))
@@ -194,6 +204,10 @@ class Metrics:
         self._queued_tokens.labels(worker).set(load.queued_prefill_tokens)
         self._prefill_rate.labels(worker).set(load.prefill_tokens_per_s)
         self._step.labels(worker).set(load.decode_step_s)
+        self._step_error.labels(worker, "0.5").set(load.step_error)
+        self._step_error.labels(worker, "0.9").set(load.step_error_p90)
+        self._prefill_work.labels(worker, "on_time").set(load.on_time_prefill_s)
+        self._prefill_work.labels(worker, "late").set(load.late_prefill_s)
         self._steps.labels(worker).inc(_gain(before.steps, load.steps))
         self._preemptions.labels(worker).inc(_gain(before.preemptions, load.preemptions))
         self._stale.labels(worker).inc(_gain(before.stale_messages, load.stale_messages))
@@ -209,6 +223,10 @@ class Metrics:
             self._state.remove(worker, role.value, name)
         for name in ("used", "cached", "free"):
             self._blocks.remove(worker, name)
+        for quantile in ("0.5", "0.9"):
+            self._step_error.remove(worker, quantile)
+        for when in ("on_time", "late"):
+            self._prefill_work.remove(worker, when)
         for gauge in self._worker_gauges:
             gauge.remove(worker)
         for counter in self._worker_counters:

@@ -9,6 +9,7 @@ import msgspec
 from cluster.errors import BatonError
 from cluster.ids import RequestId
 from cluster.sampling import SamplingParams
+from cluster.wire.messages import PriorityClass
 
 
 class RequestState(Enum):
@@ -70,6 +71,15 @@ class LifecycleEvent(Enum):
     FAILED = auto()  # it ended with an error
 
 
+class RequestSlo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks to be promised; None: what the cluster promises everybody."""
+
+    ttft_s: float | None = None  # arrival to first token
+    tpot_s: float | None = None  # mean over the answer
+    gap_s: float | None = None  # between any two tokens
+    priority_class: PriorityClass = PriorityClass.INTERACTIVE
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request as the conductor accepts it: ids in, ids out."""
 
@@ -78,3 +88,4 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     cache_salt: str = ""
     deadline_s: float | None = None  # seconds after arrival until the request is worthless
+    slo: RequestSlo = RequestSlo()

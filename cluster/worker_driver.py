@@ -4,7 +4,8 @@
 2. Whatever arrives (a router's message, a KV peer's message, a finished step, a due timer) becomes one
    event: `core.handle(event, now)`, on the event loop, one at a time.
 3. The actions go out: messages to streams, plans to the engine thread, the rest to the role's edges.
-4. Heartbeats tell each router state and load at the interval it asked for.
+4. Heartbeats tell each router state and load at the interval it asked for; reports before them what is in the
+   prefix cache (`cluster.cache_reports`).
 5. On stop: the core is told to drain. The driver leaves when nothing runs; after the grace time the core
    hands back what is left, and the routers go on with it elsewhere.
 
@@ -19,22 +20,28 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from cluster.cache_reports import CacheReports
 from cluster.clock import Clock
 from cluster.engine.batch import Runner
 from cluster.engine_thread import EngineThread
 from cluster.errors import BatonError, ConfigError, ProtocolError, WireError
 from cluster.ids import RouterId
-from cluster.wire.messages import (
-    Drain,
-    Heartbeat,
-    Refused,
-    Register,
-    RouterToWorker,
-    Welcome,
-    WorkerState,
-)
+from cluster.kv.block_manager import BlockManager
+from cluster.step_model import StepModel
+from cluster.wire.kv_events import KvResync, RouterSays
+from cluster.wire.messages import Drain, Heartbeat, Refused, Register, Welcome, WorkerState
 from cluster.wire.stream import Stream, connect
-from cluster.worker_io import Action, Event, FromRouter, RouterLost, RunStep, Tick, ToRouter, WorkerCore
+from cluster.worker_io import (
+    Action,
+    Calibrated,
+    Event,
+    FromRouter,
+    RouterLost,
+    RunStep,
+    Tick,
+    ToRouter,
+    WorkerCore,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +66,8 @@ class WorkerDriver:
         *,
         core: WorkerCore,
         make_runner: Callable[[], Runner],
+        calibrate: Callable[[Runner], StepModel] | None = None,
+        cache: BlockManager | None = None,
         token: bytes,
         router_addresses: Sequence[str],
         clock: Clock,
@@ -69,7 +78,8 @@ class WorkerDriver:
         self._router_addresses = router_addresses
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[RouterId, Stream[RouterToWorker]] = {}
+        self._streams: dict[RouterId, Stream[RouterSays]] = {}
+        self._reports = None if cache is None else CacheReports(cache)
         self._timer: asyncio.TimerHandle | None = None
         self._in_handle = False
         self._last_state = core.state()
@@ -78,12 +88,18 @@ class WorkerDriver:
         self._is_stuck = False
         self._edges: Edges | None = None
         self._engine = EngineThread(
-            make_runner, on_outcome=self.dispatch, on_stuck=self._stuck, step_timeout_s=step_timeout_s
+            make_runner,
+            calibrate=calibrate,
+            on_outcome=self.dispatch,
+            on_stuck=self._stuck,
+            step_timeout_s=step_timeout_s,
         )
 
     async def loaded(self) -> None:
-        """Wait for the model."""
-        await self._engine.loaded()
+        """Wait for the model; the core is told how long its steps take."""
+        model = await self._engine.loaded()
+        if model is not None:
+            self.dispatch(Calibrated(model))
 
     async def run(self, register: Register, edges: Edges, stop: asyncio.Event, drain_grace_s: float) -> None:
         """Serve until `stop`, then drain.
@@ -153,6 +169,7 @@ class WorkerDriver:
             self._last_state = state
             for stream in self._streams.values():
                 self._beat(stream)
+        self._report()
         load = self._core.load()
         if load.running == 0 and load.waiting == 0:
             self._idle.set()
@@ -184,7 +201,7 @@ class WorkerDriver:
         failures = 0
         while True:
             try:
-                stream = await connect(address, self._token, RouterToWorker)
+                stream = await connect(address, self._token, RouterSays)
             except (OSError, WireError, TimeoutError) as error:
                 if failures == 0:
                     logger.warning("cannot reach the router at %s (%s); trying again", address, error)
@@ -200,7 +217,7 @@ class WorkerDriver:
                 await stream.close()
             await asyncio.sleep(_BACKOFF_S[0])
 
-    async def _serve_link(self, stream: Stream[RouterToWorker], register: Register) -> None:
+    async def _serve_link(self, stream: Stream[RouterSays], register: Register) -> None:
         stream.post(register)
         welcome = await _first_message(stream)
         if isinstance(welcome, Refused):
@@ -209,24 +226,40 @@ class WorkerDriver:
             raise ProtocolError(f"expected Welcome, got {type(welcome).__name__}")
         router = welcome.router
         self._streams[router] = stream
+        if self._reports is not None:
+            self._reports.joined(router)
         beats = asyncio.create_task(self._heartbeats(stream, welcome.heartbeat_interval_s))
         try:
             async for message in stream:
                 if isinstance(message, Refused):
                     raise ConfigError(f"the router refused worker `{register.worker}`: {message.reason}")
-                self.dispatch(FromRouter(router, message))
+                if isinstance(message, KvResync):
+                    if self._reports is not None:
+                        self._reports.resync(router)
+                    self._report(force=True)
+                else:
+                    self.dispatch(FromRouter(router, message))
         finally:
             beats.cancel()
             if self._streams.get(router) is stream:
                 del self._streams[router]
+                if self._reports is not None:
+                    self._reports.lost(router)
                 self.dispatch(RouterLost(router))
 
-    async def _heartbeats(self, stream: Stream[RouterToWorker], interval_s: float) -> None:
+    async def _heartbeats(self, stream: Stream[RouterSays], interval_s: float) -> None:
         while True:
+            self._report(force=True)
             self._beat(stream)
             await asyncio.sleep(interval_s)
 
-    def _beat(self, stream: Stream[RouterToWorker]) -> None:
+    def _report(self, *, force: bool = False) -> None:
+        """What has changed in the cache, to all routers."""
+        if self._reports is not None:
+            for router, report in self._reports.due(self._clock.now(), force=force):
+                self._streams[router].post(report)
+
+    def _beat(self, stream: Stream[RouterSays]) -> None:
         stream.post(Heartbeat(state=self._core.state(), load=self._core.load()))
 
     async def _drain(self, grace_s: float) -> None:
@@ -240,7 +273,7 @@ class WorkerDriver:
             logger.warning("not drained within %.0f s; leaving", grace_s)
 
 
-async def _first_message(stream: Stream[RouterToWorker]) -> RouterToWorker:
+async def _first_message(stream: Stream[RouterSays]) -> RouterSays:
     async with asyncio.timeout(_WELCOME_TIMEOUT_S):
         async for message in stream:
             return message

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from cluster.engine.batch import StepOutput, StepPlan
 from cluster.ids import BlockId, Epoch, RouterId, WorkerId
 from cluster.kv.edge import Piece, Staged
+from cluster.step_model import StepModel
 from cluster.wire.messages import (
     DecodeToPrefill,
     PrefillToDecode,
@@ -130,6 +131,13 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Before the first step: how long steps take on this machine."""
+
+    model: StepModel
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """`next_deadline()` passed."""
 
@@ -147,6 +155,7 @@ Event = (
     | PieceScattered
     | StepDone
     | StepFailed
+    | Calibrated
     | Tick
 )
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.engine.pace import pace_of
 from cluster.engine.sequence import Sequence, num_blocks_for
 from cluster.errors import InvalidRequest
 from cluster.ids import RouterId
 from cluster.kv.block_manager import BlockManager
+from cluster.slo_classes import DEFAULT_TARGETS, Targets
 from cluster.wire.messages import AttemptFailed, Nack, NackReason, Reserve
 from cluster.worker_io import ToRouter
 
@@ -29,6 +31,7 @@ class IntakeConfig:
     growth_blocks: int = 1
     max_ttl_s: float = 60.0
     retry_after_s: float = 0.25
+    targets: Targets = DEFAULT_TARGETS  # of requests that bring none
 
 
 def attempt_failed(
@@ -78,6 +81,12 @@ def admit(
             message.cache_salt,
             order,
             now,
+            pace_of(
+                message.slo,
+                config.targets,
+                now,
+                is_resumed=len(message.token_ids) > message.num_prompt_tokens,
+            ),
         )
     except InvalidRequest as error:
         return attempt_failed(router, message, "bad_request", error.message, retryable=False)

@@ -16,14 +16,15 @@ While sequences wait that were preempted, new reserves are refused: what is here
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from cluster.engine.batch import StepOutput
-from cluster.engine.prefill_order import PrefillOrder
 from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
 from cluster.ids import Attempt, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
+from cluster.slo_classes import DEFAULT_TARGETS, Targets
 from cluster.wire.messages import (
     Abort,
     Committed,
@@ -51,6 +52,7 @@ from cluster.wire.messages import (
 )
 from cluster.worker_io import (
     Action,
+    Calibrated,
     EdgeDown,
     EdgeUp,
     Event,
@@ -77,16 +79,16 @@ SMOOTHING = 0.2  # weight of the newest step in the smoothed step time
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """`block_bytes`: KV of one block as an edge moves it. Token budgets: see `decode_worker.scheduler`."""
+    """`block_bytes`: KV of one block as an edge moves it. `max_chunk_tokens`: most prompt tokens in a step;
+    `targets`: of requests that bring none; see `decode_worker.scheduler`."""
 
     block_bytes: int
     max_num_seqs: int = 64
     growth_blocks: int = 1
-    chunk_tokens: int = 512
-    mixed_chunk_tokens: int = 64
+    max_chunk_tokens: int = 512
     max_ttl_s: float = 60.0
     retry_after_s: float = 0.25
-    order: PrefillOrder = field(default_factory=PrefillOrder)
+    targets: Targets = DEFAULT_TARGETS
 
 
 @dataclass(slots=True)
@@ -115,13 +117,11 @@ class DecodeCore:
             config.growth_blocks,
             config.max_ttl_s,
             config.retry_after_s,
+            config.targets,
         )
         self._intake = Intake(self._intake_config, blocks)
         self._scheduler = DecodeScheduler(
-            DecodeSchedulerConfig(
-                config.chunk_tokens, config.mixed_chunk_tokens, config.growth_blocks, config.order
-            ),
-            blocks,
+            DecodeSchedulerConfig(config.max_chunk_tokens, config.growth_blocks, config.targets), blocks
         )
         self._routers: set[RouterId] = set()
         self._gauges = _Gauges()
@@ -149,22 +149,29 @@ class DecodeCore:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def load(self) -> WorkerLoad:
-        counts = self._blocks.counts()
-        return WorkerLoad(
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_preempted + self._intake.num_live,
-            queued_prefill_tokens=self._scheduler.num_queued_tokens,
+        counts, scheduler = self._blocks.counts(), self._scheduler
+        coming = self._intake.sequences()
+        load = WorkerLoad(
+            running=scheduler.num_running,
+            waiting=scheduler.num_preempted + self._intake.num_live,
+            queued_prefill_tokens=scheduler.num_queued_tokens,
             blocks_used=counts.used,
             blocks_cached=counts.cached,
             blocks_free=counts.free,
             steps=self._gauges.steps,
-            preemptions=self._scheduler.num_preemptions,
+            preemptions=scheduler.num_preemptions,
             leases=self._intake.num_leases,
             stale_messages=self._gauges.stale_messages + self._intake.num_stale,
             prefill_tokens_per_s=self._gauges.prefill_rate.tokens_per_s,
             decode_step_s=self._gauges.decode_step_s,
             kv_bytes_received=self._intake.num_bytes,
+            decode_rows=scheduler.num_decoding,
+            decode_context=scheduler.decode_context,
+            coming_rows=len(coming),
+            coming_context=sum(sequence.num_tokens for sequence in coming),
+            row_life_s=0.0 if math.isinf(scheduler.lives.mean_s) else scheduler.lives.mean_s,
         )
+        return scheduler.pacer.gauges(load)
 
     def state(self) -> WorkerState:
         return WorkerState.READY if self._drain is None else WorkerState.DRAINING
@@ -211,6 +218,9 @@ class DecodeCore:
             case RouterLost(router):
                 self._routers.discard(router)
                 return self._end_all(router, "the router is gone", code=None)
+            case Calibrated(model):
+                self._scheduler.pacer.calibrated(model)
+                return []
             case Tick():
                 return self._tick(now)
             case _:
@@ -266,7 +276,7 @@ class DecodeCore:
         self._measure(output)
         actions: list[Action] = []
         rows: dict[RouterId, list[TokenRow]] = {}
-        for new in self._scheduler.account(output):
+        for new in self._scheduler.account(output, now):
             if new.token_index == 0:
                 actions += self._first_token(new, now)
                 continue

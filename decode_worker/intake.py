@@ -310,6 +310,7 @@ class Intake:
             return self._bad_kv(lease, reason)
         lease.move(LeaseState.COMMITTING)
         lease.first_token = message.output
+        lease.first_token_s = now - message.token_age_s
         lease.writer_may_write = False  # everything is announced, so everything is written
         return self._start_if_complete(lease, now)
 
@@ -323,6 +324,7 @@ class Intake:
         sequence.num_computed = sequence.num_tokens
         sequence.publish(self._blocks)
         sequence.append(lease.first_token.token_id)
+        sequence.pace.first_token(lease.first_token_s)
         lease.move(LeaseState.STARTED)
         del self._live[sequence.request]
         self._forget(lease)

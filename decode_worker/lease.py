@@ -92,6 +92,7 @@ class Lease:
     next_piece: int = 0
     receives: dict[PieceIndex, Receive] = field(default_factory=dict)
     first_token: TokenOutput | None = None
+    first_token_s: float = 0.0  # when it was sampled, in this worker's clock
     opened_s: float = 0.0
     kv_bytes: int = 0
     intact: bool = True  # False once what arrived broke the protocol

@@ -1,14 +1,15 @@
 """What a decode worker computes next: a continuous batch, with prompts in what room is left.
 
 1. `add` takes a sequence that holds its blocks: complete KV to decode from, or a prompt to prefill here.
-2. `plan` gives every decoding sequence one token, oldest first, then prompts a chunk budget by
-   `cluster.engine.prefill_order`: `mixed_chunk_tokens` beside decode rows, `chunk_tokens` otherwise.
+2. `plan` gives every decoding sequence one token, oldest first. Chunks of prompts ride along, as many tokens
+   as the tightest stream has time for: `cluster.slo_schedule` by this worker's own step model, with
+   `max_chunk_tokens` as a bound. Sequences that yield (`cluster.engine.pace`) are in the steps that bear it.
 3. A decoding sequence takes a block when it fills its last one. If none is left, the youngest sequence is
    preempted: its full blocks go to the prefix cache, and its tokens so far are prefilled again later (the
    bits are the same, so nothing changes for the client). The youngest itself waits, it preempts nobody.
    So the oldest sequence can always go on, unless leases hold the rest, and those end by themselves.
 4. Preempted sequences come back oldest first, before anything younger is let in, once their
-   blocks and one more for every running sequence fit.
+   blocks and one more for every running sequence fit. They are then due as a new prompt would be.
 5. `account` books the step and tells what was generated. Ended sequences leave their full blocks, generated
    tokens included, as prefix cache.
 6. `cancel` drops a sequence. Its blocks are released at once, or when the step that computes it is done.
@@ -19,25 +20,28 @@ Work per step is proportional to rows and new tokens, not to lengths; hashing ha
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.engine.batch import Row, StepOutput, StepPlan
-from cluster.engine.prefill_order import PrefillOrder
+from cluster.engine.pacing import Pacer, WaitingPrompt
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.ids import RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import FinishReason, TokenOutput
+from cluster.slo_classes import DEFAULT_TARGETS, Targets
+from cluster.step_model import StepWork, chunk_attention
+from decode_worker.batch_load import Lives, decode_batch
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSchedulerConfig:
-    """Prompt tokens per step, and the blocks a resumed sequence gets beyond its tokens."""
+    """Most prompt tokens per step, the blocks a resumed sequence gets beyond its tokens, and what requests
+    are promised that ask for nothing else."""
 
-    chunk_tokens: int = 512
-    mixed_chunk_tokens: int = 64
+    max_chunk_tokens: int = 512
     growth_blocks: int = 1
-    order: PrefillOrder = field(default_factory=PrefillOrder)
+    targets: Targets = DEFAULT_TARGETS
 
 
 class Generated(NamedTuple):
@@ -53,16 +57,26 @@ def _age(sequence: Sequence) -> int:
     return sequence.order
 
 
+def _resting(decoding: list[Sequence], count: int) -> set[SequenceKey]:
+    """Rows that yield and are not in the step: those that had a token last."""
+    yielding = [sequence for sequence in decoding if sequence.pace.yields]
+    yielding.sort(key=lambda sequence: (sequence.pace.last_s, sequence.order))
+    return {sequence.key for sequence in yielding[len(yielding) - count :]}
+
+
 class DecodeScheduler:
     """Owns the sequences that run here, and their blocks."""
 
     def __init__(self, config: DecodeSchedulerConfig, blocks: BlockManager) -> None:
         self._config = config
         self._blocks = blocks
+        self.pacer = Pacer(config.targets, config.max_chunk_tokens)
+        self.lives = Lives()
         self._all: dict[RequestId, Sequence] = {}  # one attempt of a request at a time
         self._decoding: list[Sequence] = []  # one token to compute; oldest first, as the lists below
         self._prefilling: list[Sequence] = []
         self._preempted: list[Sequence] = []  # without blocks
+        self._prompts: dict[SequenceKey, WaitingPrompt] = {}  # of those that prefill
         self._step: list[tuple[Sequence, int]] = []
         self._num_decode_rows = 0  # the first rows of the step
         self._cancelled: set[SequenceKey] = set()  # gone, but in the step
@@ -82,6 +96,15 @@ class DecodeScheduler:
         return len(self._decoding) + len(self._prefilling)
 
     @property
+    def num_decoding(self) -> int:
+        return len(self._decoding)
+
+    @property
+    def decode_context(self) -> int:
+        """Keys that the decoding sequences read in a step."""
+        return sum(len(sequence.token_ids) for sequence in self._decoding)
+
+    @property
     def num_preempted(self) -> int:
         return len(self._preempted)
 
@@ -96,7 +119,7 @@ class DecodeScheduler:
 
     @property
     def step_is_pure_decode(self) -> bool:
-        return all(num_tokens == 1 for _, num_tokens in self._step)
+        return len(self._step) == self._num_decode_rows
 
     def get(self, request: RequestId) -> Sequence | None:
         """The running attempt of a request."""
@@ -108,35 +131,44 @@ class DecodeScheduler:
     def add(self, sequence: Sequence) -> None:
         assert sequence.request not in self._all, "the older attempt still runs"
         self._all[sequence.request] = sequence
-        ready = sequence.num_generated > 0 and sequence.num_remaining == 1
-        insort(self._decoding if ready else self._prefilling, sequence, key=_age)
+        if sequence.num_generated > 0 and sequence.num_remaining == 1:  # token 0 came with its KV
+            insort(self._decoding, sequence, key=_age)
+        else:
+            self._wait(sequence, sequence.pace.due_s)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed. Not while a step is in flight."""
         assert not self._step
-        self._resume()
-        rows: list[Row] = []
-        step: list[tuple[Sequence, int]] = []
-        size = self._blocks.block_size
-        for sequence in tuple(self._decoding):
-            room = len(sequence.block_ids) * size
-            # Without blocks: preempted by an older one, a moment ago.
-            if room and (len(sequence.token_ids) <= room or self._grow(sequence)):
-                rows.append(sequence.row(1))
-                step.append((sequence, 1))
-        self._num_decode_rows = len(rows)
-        if self._prefilling:
-            budget = self._config.mixed_chunk_tokens if rows else self._config.chunk_tokens
-            for sequence, num_tokens in self._config.order.compose(self._prefilling, budget, _holds_blocks):
-                if sequence.started_s is None:
-                    sequence.started_s = now
-                rows.append(sequence.row(num_tokens))
-                step.append((sequence, num_tokens))
-        self._step = step
-        return StepPlan(tuple(rows)) if rows else None
+        self._resume(now)
+        decoding = [sequence for sequence in tuple(self._decoding) if self._has_room(sequence)]
+        chunks: list[tuple[WaitingPrompt, int]] = []
+        if self._prefilling or any(sequence.pace.yields for sequence in decoding):
+            pacer = self.pacer
+            batch = decode_batch(decoding, now, pacer.model, pacer.settings, self.lives.mean_s)
+            planned = pacer.prompts.plan(now, batch, room=0)
+            chunks = planned.chunks
+            if planned.num_yielding < batch.num_yielding:
+                resting = _resting(decoding, batch.num_yielding - planned.num_yielding)
+                decoding = [sequence for sequence in decoding if sequence.key not in resting]
+        self._num_decode_rows = len(decoding)
+        self._step = [(sequence, 1) for sequence in decoding]
+        attention = 0.0
+        for prompt, num_tokens in chunks:
+            sequence = prompt.sequence
+            if sequence.started_s is None:
+                sequence.started_s = now
+            attention += chunk_attention(sequence.num_computed, num_tokens)
+            self._step.append((sequence, num_tokens))
+        if not self._step:
+            return None
+        context = sum(len(sequence.token_ids) for sequence in decoding)
+        self.pacer.begin(StepWork(self.num_step_tokens, context, attention), now)
+        rows: list[Row] = [sequence.row(num_tokens) for sequence, num_tokens in self._step]
+        return StepPlan(tuple(rows))
 
-    def account(self, output: StepOutput) -> list[Generated]:
+    def account(self, output: StepOutput, now: float) -> list[Generated]:
         """Book a finished step: the new tokens of the sequences that are still wanted, in row order."""
+        self.pacer.end(output.compute_s, now)
         step, self._step = self._step, []
         assert len(step) == len(output.outputs), "one output per row"
         generated: list[Generated] = []
@@ -147,14 +179,15 @@ class DecodeScheduler:
             elif token is not None:
                 if index >= self._num_decode_rows:  # its prompt is complete
                     sequence.publish(self._blocks)
-                    self._prefilling.remove(sequence)
+                    self._unwait(sequence)
                     insort(self._decoding, sequence, key=_age)
-                generated.append(self._append(sequence, token))
+                generated.append(self._append(sequence, token, now))
         self._cancelled.clear()
         return generated
 
     def fail_step(self) -> list[Sequence]:
         """The step raised: its sequences are gone; the ones that were still wanted are returned."""
+        self.pacer.drop()
         step, self._step = self._step, []
         failed: list[Sequence] = []
         for sequence, _ in step:
@@ -174,7 +207,33 @@ class DecodeScheduler:
         else:
             self._free(sequence)
 
+    # ---- prompts
+
+    def _wait(self, sequence: Sequence, deadline_s: float) -> None:
+        """It holds its blocks; its prompt is to be computed here."""
+        pace = sequence.pace
+        model, kv_tokens = self.pacer.model, self._blocks.num_blocks * self._blocks.block_size
+        prompt = WaitingPrompt(
+            sequence,
+            deadline_s,
+            pace.is_batch,
+            decode_s=self.lives.decode_s(sequence, model, kv_tokens),
+            load_s=model.per_token_s + model.per_context_s * sequence.num_tokens,
+        )
+        self._prompts[sequence.key] = prompt
+        insort(self._prefilling, sequence, key=_age)
+        self.pacer.prompts.add(prompt)
+
+    def _unwait(self, sequence: Sequence) -> None:
+        self._prefilling.remove(sequence)
+        self.pacer.prompts.remove(self._prompts.pop(sequence.key))
+
     # ---- blocks
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """For one more token. Without blocks it was preempted by an older one, a moment ago."""
+        room = len(sequence.block_ids) * self._blocks.block_size
+        return room > 0 and (len(sequence.token_ids) <= room or self._grow(sequence))
 
     def _grow(self, sequence: Sequence) -> bool:
         """One more block, by preemption if need be; False: the sequence has to wait."""
@@ -190,12 +249,15 @@ class DecodeScheduler:
         return max((*self._decoding[-1:], *self._prefilling[-1:]), key=_age)
 
     def _preempt(self, sequence: Sequence) -> None:
-        (self._decoding if sequence in self._decoding[-1:] else self._prefilling).pop()
+        if sequence in self._decoding[-1:]:
+            self._decoding.pop()
+        else:
+            self._unwait(sequence)
         self._free(sequence)
         insort(self._preempted, sequence, key=_age)
         self.num_preemptions += 1
 
-    def _resume(self) -> None:
+    def _resume(self, now: float) -> None:
         while self._preempted:
             sequence = self._preempted[0]
             num_running = self.num_running
@@ -209,7 +271,7 @@ class DecodeScheduler:
             if not sequence.reserve(self._blocks, num_blocks, keep_free=keep_free):
                 return
             self._preempted.pop(0)
-            insort(self._prefilling, sequence, key=_age)
+            self._wait(sequence, now + self._config.targets.ttft_s)
 
     def _free(self, sequence: Sequence) -> None:
         if sequence.block_ids:
@@ -218,20 +280,24 @@ class DecodeScheduler:
 
     # ---- tokens
 
-    def _append(self, sequence: Sequence, token: TokenOutput) -> Generated:
+    def _append(self, sequence: Sequence, token: TokenOutput, now: float) -> Generated:
         index = sequence.num_generated
+        if index == 0:
+            sequence.pace.first_token(now)
+        else:
+            sequence.pace.token(now)
         reason = sequence.append(token.token_id)
         if reason is not None:
+            self.lives.ended(sequence, now)
             self._drop(sequence)
             self._free(sequence)
         return Generated(sequence, index, token, reason)
 
     def _drop(self, sequence: Sequence) -> None:
         del self._all[sequence.request]
-        for queue in (self._decoding, self._prefilling, self._preempted):
+        if sequence.key in self._prompts:
+            self._unwait(sequence)
+            return
+        for queue in (self._decoding, self._preempted):
             if sequence in queue:
                 queue.remove(sequence)
-
-
-def _holds_blocks(sequence: Sequence) -> bool:
-    return bool(sequence.block_ids)

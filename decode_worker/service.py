@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
 from cluster.config import KV_ADDRESS_BY_ROUTE, WorkerConfig
+from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
@@ -42,13 +43,15 @@ async def run(
         DecodeConfig(
             block_bytes=engine.layout.bytes_per_block,
             max_num_seqs=config.max_num_seqs,
-            mixed_chunk_tokens=config.max_chunk_tokens,
+            max_chunk_tokens=config.max_chunk_tokens,
+            targets=default_targets(config),
         ),
         blocks,
     )
     driver = WorkerDriver(
         core=core,
         make_runner=engine.make_runner(pool.tensor),
+        calibrate=engine.calibrate(pool.tensor),
         token=config.token,
         router_addresses=config.router_addresses,
         clock=MonotonicClock(),

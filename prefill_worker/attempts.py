@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cluster.engine.pace import pace_of
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.errors import InvalidRequest
 from cluster.ids import RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
+from cluster.slo_classes import Targets
 from cluster.wire.messages import AttemptFailed, Prefill
 from cluster.worker_io import Action, Peer, ToRouter
 from prefill_worker.handoff import Handoff, HandoffState
@@ -31,9 +33,10 @@ class Refusal:
 
 
 def admit(
-    router: RouterId, message: Prefill, blocks: BlockManager, order: int, now: float
+    router: RouterId, message: Prefill, blocks: BlockManager, targets: Targets, order: int, now: float
 ) -> Sequence | Refusal:
-    """The sequence of a `Prefill` that can be computed here, sooner or later."""
+    """The sequence of a `Prefill` that can be computed here, sooner or later. `targets`: of requests that
+    bring none."""
     num_tokens, size = len(message.token_ids), blocks.block_size
     if num_blocks_for(num_tokens, size) > blocks.num_blocks:
         pool = blocks.num_blocks * size
@@ -55,6 +58,7 @@ def admit(
             message.cache_salt,
             order,
             now,
+            pace_of(message.slo, targets, now),
         )
     except InvalidRequest as error:
         return Refusal("bad_request", error.message)

@@ -17,12 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.engine.fence import AttemptFence
-from cluster.engine.prefill_order import PrefillOrder
 from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
 from cluster.ids import RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import TokenOutput
+from cluster.slo_classes import DEFAULT_TARGETS, Targets
 from cluster.wire.messages import (
     Abort,
     AttemptFailed,
@@ -38,6 +38,7 @@ from cluster.wire.messages import (
 )
 from cluster.worker_io import (
     Action,
+    Calibrated,
     EdgeDown,
     EdgeUp,
     Event,
@@ -60,14 +61,15 @@ from prefill_worker.transfers import Transfers
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """`block_bytes`: KV of one block over all layers and heads of this rank."""
+    """`block_bytes`: KV of one block over all layers and heads of this rank. `max_step_tokens`, and `targets`
+    of requests that bring none: see `prefill_worker.scheduler`."""
 
     block_bytes: int
     max_step_tokens: int = 512
     max_piece_bytes: int = 8 * 1024 * 1024
     max_pieces_in_flight: int = 4  # per edge
     peer_timeout_s: float = 10.0
-    order: PrefillOrder = field(default_factory=PrefillOrder)
+    targets: Targets = DEFAULT_TARGETS
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ class PrefillCore:
         self._config = config
         self._blocks = blocks
         self._scheduler = PrefillScheduler(
-            PrefillSchedulerConfig(config.max_step_tokens, config.order), blocks
+            PrefillSchedulerConfig(config.max_step_tokens, config.targets), blocks
         )
         self._handoff_config = HandoffConfig(
             blocks.block_size, config.block_bytes, config.max_piece_bytes, config.peer_timeout_s
@@ -123,7 +125,7 @@ class PrefillCore:
 
     def load(self) -> WorkerLoad:
         counts = self._blocks.counts()
-        return WorkerLoad(
+        load = WorkerLoad(
             running=self._scheduler.num_running,
             waiting=len(self._attempts) - self._scheduler.num_running,
             queued_prefill_tokens=self._scheduler.num_queued_tokens,
@@ -135,6 +137,7 @@ class PrefillCore:
             prefill_tokens_per_s=self._gauges.prefill_rate.tokens_per_s,
             kv_bytes_sent=self._transfers.num_bytes,
         )
+        return self._scheduler.pacer.gauges(load)
 
     def state(self) -> WorkerState:
         return WorkerState.READY if self._drain is None else WorkerState.DRAINING
@@ -159,7 +162,7 @@ class PrefillCore:
             case StepDone(output):
                 self._gauges.steps += 1
                 self._gauges.prefill_rate.add(self._scheduler.num_step_tokens, output.compute_s)
-                return self._step_done(self._scheduler.account(output), now)
+                return self._step_done(self._scheduler.account(output, now), now)
             case StepFailed(message):
                 self._gauges.steps += 1
                 failed = [self._attempts.get(x.key) for x in self._scheduler.fail_step()]
@@ -180,6 +183,9 @@ class PrefillCore:
                 self._routers.discard(router)
                 lost = [a for a in self._attempts if a.sequence.router == router]
                 return [action for a in lost for action in self._attempts.end(a, "the router is gone", now)]
+            case Calibrated(model):
+                self._scheduler.pacer.calibrated(model)
+                return []
             case Tick():
                 return self._tick(now)
             case _:
@@ -216,7 +222,7 @@ class PrefillCore:
             admitted = Refusal("draining", "this prefill worker takes no new work")
         else:
             self._num_accepted += 1
-            admitted = admit(router, message, self._blocks, self._num_accepted, now)
+            admitted = admit(router, message, self._blocks, self._config.targets, self._num_accepted, now)
         if isinstance(admitted, Refusal):
             failed = AttemptFailed(
                 request=message.request,

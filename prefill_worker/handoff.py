@@ -99,6 +99,7 @@ class Handoff:
         self._sending: dict[PieceIndex, Piece] = {}
         self._in_place = False
         self._first_token: TokenOutput | None = None
+        self._sampled_s = 0.0
         self.peer = peer
         self.state = HandoffState.DIALING
         self.deadline: float | None = now + config.peer_timeout_s
@@ -188,7 +189,7 @@ class Handoff:
 
     def sampled(self, token: TokenOutput, now: float) -> list[Action]:
         """Token 0 is out and does not end the request: commit once every piece is announced."""
-        self._first_token = token
+        self._first_token, self._sampled_s = token, now
         return self.settle(now)
 
     def committed(self) -> list[Action] | None:
@@ -269,6 +270,7 @@ class Handoff:
                 lease=self._lease,
                 output=self._first_token,
                 num_tokens=self._sequence.num_tokens,
+                token_age_s=max(0.0, now - self._sampled_s),
             )
             return [ToPeer(self.peer, commit)]
         return []

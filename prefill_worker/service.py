@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
 from cluster.config import WorkerConfig
+from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
@@ -33,12 +34,17 @@ async def run(
     pool = KVPool.private(engine.layout)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)
     core = PrefillCore(
-        PrefillConfig(block_bytes=engine.layout.bytes_per_block, max_step_tokens=config.max_chunk_tokens),
+        PrefillConfig(
+            block_bytes=engine.layout.bytes_per_block,
+            max_step_tokens=config.max_chunk_tokens,
+            targets=default_targets(config),
+        ),
         blocks,
     )
     driver = WorkerDriver(
         core=core,
         make_runner=engine.make_runner(pool.tensor),
+        calibrate=engine.calibrate(pool.tensor),
         token=config.token,
         router_addresses=config.router_addresses,
         clock=MonotonicClock(),

@@ -1,6 +1,7 @@
 """Requests that wait for a place: a bounded, ordered queue that holds nothing of any worker.
 
-1. A request that finds no room enters; beyond `max_queued` it is refused with an honest Retry-After.
+1. A request that finds no room enters. Beyond `max_queued`, or when the queue before it will not have gone
+   in time (`expected_wait_s`), it is refused at once with an honest Retry-After.
 2. Whenever a worker may have room again, `candidates` names who may try, oldest first: one that does not fit
    is passed over, so a huge prompt does not stop the small ones behind it ...
 3. ... for `max_overtake_s`. Once the oldest has waited that long nobody passes it: room collects for it.
@@ -23,6 +24,7 @@ MAX_SCAN = 64
 DEFAULT_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
 _RATE_WINDOW = 32
+_FEWEST_DEPARTURES = 8  # since somebody waits, before the rate of departures says anything
 
 
 class AdmissionQueue:
@@ -34,6 +36,8 @@ class AdmissionQueue:
         self._waiting: list[tuple[int, RequestId]] = []  # (order of arrival, request), sorted
         self._waiting_since: dict[RequestId, tuple[int, float]] = {}
         self._departures: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self._busy_since: float | None = None  # somebody has waited from then on
+        self._num_departed = 0  # since then
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -48,6 +52,8 @@ class AdmissionQueue:
     def add(self, request: RequestId, order: int, now: float) -> None:
         """`order` is the order of arrival, unique per request."""
         assert request not in self._waiting_since, request
+        if not self._waiting:
+            self._busy_since, self._num_departed = now, 0
         insort(self._waiting, (order, request))
         self._waiting_since[request] = (order, now)
 
@@ -72,6 +78,14 @@ class AdmissionQueue:
     def departed(self, now: float) -> None:
         """A request ended that had held a place."""
         self._departures.append(now)
+        self._num_departed += 1
+
+    def expected_wait_s(self, now: float) -> float | None:
+        """How long one who comes last will wait for a place, at the rate at which places became free since
+        somebody waits; None while that says too little."""
+        if not self._waiting or self._busy_since is None or self._num_departed < _FEWEST_DEPARTURES:
+            return None
+        return (len(self._waiting) + 1) * (now - self._busy_since) / self._num_departed
 
     def retry_after_s(self, now: float) -> float:
         """When a place can be expected by one who comes last: the queue over the rate at which places became

@@ -231,6 +231,15 @@ def observe_cluster(
         queued=snapshot.queued,
     )
     metrics.observe_stale({reason.value: num for reason, num in snapshot.stale_messages.items()})
+    placement = snapshot.placement
+    metrics.placement.observe(
+        placement.placements,
+        placement.rejections,
+        placement.errors,
+        predicted_s=placement.predicted_s,
+        measured_s=placement.measured_s,
+        error_s=placement.error_s,
+    )
     for worker in metrics.known_workers() - {worker.worker for worker in snapshot.workers}:
         metrics.forget_worker(worker)
     for item in snapshot.workers:

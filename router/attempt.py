@@ -8,17 +8,21 @@ not ordered against each other, so decode tokens that overtake the first one wai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cluster.errors import BatonError
 from cluster.ids import Attempt, BlockHash, LeaseId, RequestId, WorkerId
-from cluster.request import RequestSpec, RequestState, transition
+from cluster.request import RequestSlo, RequestSpec, RequestState, transition
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.wire.messages import FirstToken, TokenRow
+from cluster.slo_classes import Targets
+from cluster.wire.messages import FirstToken, PriorityClass, SloTargets, TokenRow
 from router.delivery import NewTokens, RequestSummary
 from router.policy import PlacementRequest
+
+BATCH_PATIENCE = 10  # times as long as interactive requests may batch ones wait for their first token
 
 
 class Order(Enum):
@@ -38,6 +42,7 @@ class AttemptRecord:
     decode: WorkerId
     prefill: WorkerId | None  # None: the decode worker prefills
     predicted_ttft_s: float
+    placed_at: float
     decode_holds: bool = True
     prefill_holds: bool = False
     lease: LeaseId | None = None
@@ -47,6 +52,8 @@ class AttemptRecord:
     early_finish: FinishReason | None = None
     queue_s: float = 0.0  # as the prefilling worker told with the first token
     prefill_s: float = 0.0
+    first_token_at: float | None = None
+    kv_bytes: int = 0  # handed over, once it is committed
 
     def __post_init__(self) -> None:
         self.next_row = self.base + 1
@@ -76,7 +83,8 @@ class LiveRequest:
     arrived_at: float
     deadline_at: float | None
     order: int  # of arrival
-    hashes: list[BlockHash] = field(default_factory=list)  # of the prompt's full blocks
+    targets: Targets  # from its arrival on
+    hashes: tuple[BlockHash, ...] = ()  # of the prompt's full blocks
     state: RequestState = RequestState.QUEUED
     attempt: AttemptRecord | None = None  # None while it waits for a place
     num_attempts: int = 1  # the current one included; a RESERVE that was refused does not count
@@ -105,6 +113,16 @@ class LiveRequest:
     def request(self) -> RequestId:
         return self.spec.request
 
+    @property
+    def num_tokens(self) -> int:
+        """That the next attempt prefills."""
+        return len(self.spec.token_ids) + len(self.output_ids)
+
+    def is_as_large_as(self, other: LiveRequest) -> bool:
+        """Both now and when it has all it asks for."""
+        most, others = (len(live.spec.token_ids) + live.spec.sampling.max_tokens for live in (self, other))
+        return self.num_tokens >= other.num_tokens and most >= others
+
     def move(self, target: RequestState) -> None:
         """The one place where a request's state changes.
 
@@ -128,13 +146,38 @@ class LiveRequest:
         self.last_token_at = now
         return NewTokens(tuple(outputs), finish)
 
-    def placement_request(self) -> PlacementRequest:
-        """What placement needs to know to place the next attempt."""
+    def due_at(self) -> float:
+        """When its next token is due: the first by its TTFT, the others by their mean pace."""
+        if self.first_token_at is None:
+            return self.arrived_at + self.targets.ttft_s
+        return self.first_token_at + len(self.output_ids) * self.targets.tpot_s
+
+    def slo(self, now: float) -> SloTargets:
+        """What its workers are told."""
+        gap_s = self.targets.gap_s
+        return SloTargets(
+            ttft_deadline_in_s=self.due_at() - now,
+            tpot_s=self.targets.tpot_s,
+            gap_s=gap_s if math.isfinite(gap_s) else None,
+            priority_class=self.spec.slo.priority_class,
+        )
+
+    def placement_request(self, expected_output: float, max_backlog_s: float, now: float) -> PlacementRequest:
+        """What placement needs to know to place the next attempt. `expected_output`: of such a prompt."""
+        targets, max_tokens = self.targets, self.spec.sampling.max_tokens
+        max_wait_s = math.inf  # one that had a place is not turned away
+        if self.num_reserves == 0:
+            times = BATCH_PATIENCE if self.spec.slo.priority_class is PriorityClass.BATCH else 1
+            longest_s = max(times * max_backlog_s, targets.ttft_s)
+            max_wait_s = max(0.0, longest_s - (now - self.arrived_at))
         return PlacementRequest(
-            num_tokens=len(self.spec.token_ids) + len(self.output_ids),
+            num_tokens=self.num_tokens,
             num_prompt_tokens=len(self.spec.token_ids),
-            max_tokens=self.spec.sampling.max_tokens,
+            max_tokens=max_tokens,
             hashes=self.hashes,
+            targets=Targets(max(0.0, self.due_at() - now), targets.tpot_s, targets.gap_s),
+            expected_output=max(1.0, min(expected_output, max_tokens) - len(self.output_ids)),
+            max_wait_s=max_wait_s,
             avoid=frozenset(self.avoid),
             too_large_for=frozenset(self.too_large_for),
         )
@@ -173,3 +216,12 @@ class LiveRequest:
             else max(0.0, last - max(started, first or started)),
             ttft_s=0.0 if first is None else first - self.arrived_at,
         )
+
+
+def targets_of(slo: RequestSlo, defaults: Targets) -> Targets:
+    """What a request is promised: what it asks for, else what everybody is."""
+    return Targets(
+        defaults.ttft_s if slo.ttft_s is None else slo.ttft_s,
+        defaults.tpot_s if slo.tpot_s is None else slo.tpot_s,
+        defaults.gap_s if slo.gap_s is None else slo.gap_s,
+    )

@@ -17,7 +17,8 @@ Life of a request (`handle` is called with each event, in the order they happene
 
 Every wait has its end (`ConductorConfig`):
 
-    QUEUED, no place       queue_timeout_s                                → Overloaded
+    QUEUED, no place       queue_timeout_s, or at once if no place is expected by then → Overloaded
+    QUEUED, first token    further away than max_backlog_s, predicted     → Overloaded, at once
     QUEUED, nobody there   recovery_wait_s; also after a loss             → NotReady, or the loss
     QUEUED, RESERVE sent   reserve_timeout_s                              → retry, D avoided
     PREFILLING             prefill_timeout_s + 4 x the predicted TTFT     → retry, P avoided
@@ -37,10 +38,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.block_hash import hash_blocks
-from cluster.errors import BatonError, DeadlineExceeded, NotReady
+from cluster.errors import BatonError, DeadlineExceeded
 from cluster.ids import Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestSpec, RequestState
 from cluster.sampling import FinishReason, TokenOutput
+from cluster.wire.kv_events import KvEvents, KvResync, WorkerSays
 from cluster.wire.messages import (
     Drained,
     Heartbeat,
@@ -50,10 +52,9 @@ from cluster.wire.messages import (
     Tokens,
     WorkerLoad,
     WorkerState,
-    WorkerToRouter,
 )
 from router.admission import AdmissionQueue
-from router.attempt import LiveRequest
+from router.attempt import LiveRequest, targets_of
 from router.conductor_io import (
     Action,
     ClientFinished,
@@ -73,9 +74,11 @@ from router.config import ConductorConfig
 from router.deadlines import Deadlines
 from router.delivery import Failed, RequestSummary, StaleReason
 from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress
-from router.outcome import context_length_exceeded, overloaded, worker_lost
-from router.policy import LeastTtft, Placement, PlacementPolicy, Reject, RejectReason
-from router.view import WorkerBook
+from router.outcome import rejection, worker_lost
+from router.output_lengths import OutputLengths
+from router.placement_stats import PlacementStats
+from router.policy import Elastic, Placement, PlacementPolicy, PlacementRequest, Reject, RejectReason
+from router.worker_book import WorkerBook
 
 _S = RequestState
 _E = LifecycleEvent
@@ -90,14 +93,15 @@ class Conductor:
 
     def __init__(self, config: ConductorConfig, policy: PlacementPolicy | None = None) -> None:
         self._config = config
-        self._policy = policy or LeastTtft(config.policy)
+        self._policy = policy or Elastic(config.policy, config.slo)
+        self._lengths = OutputLengths()
         self._requests: dict[RequestId, LiveRequest] = {}
         self._queue = AdmissionQueue(config.max_queued, config.max_overtake_s)
         self._deadlines: Deadlines[RequestId] = Deadlines()
         self._num_submitted = 0
         self._has_room = False  # something happened that may let a queued request be placed
         self._actions: list[Action] = []
-        self.workers = WorkerBook(config.stall_timeout_s)
+        self.workers = WorkerBook(config.stall_timeout_s, config.policy)
         self._legs = Legs(config, self.workers, self._emit)
         self._stale = dict.fromkeys(StaleReason, 0)
 
@@ -167,6 +171,11 @@ class Conductor:
         return sum(self._stale.values())
 
     @property
+    def placement_stats(self) -> PlacementStats:
+        """Counts so far; they go on growing."""
+        return self._legs.stats
+
+    @property
     def num_queued(self) -> int:
         """Requests accepted and not yet sent to any worker."""
         return len(self._queue)
@@ -181,6 +190,7 @@ class Conductor:
             arrived_at=now,
             deadline_at=None if spec.deadline_s is None else now + spec.deadline_s,
             order=self._num_submitted,
+            targets=targets_of(spec.slo, self._config.slo),
             wait_until=now + self._config.queue_timeout_s,
         )
         self._requests[spec.request] = live
@@ -190,66 +200,81 @@ class Conductor:
         else:
             self._place(live, now)
 
-    def _place(self, live: LiveRequest, now: float) -> bool:
-        """Reserve for a request in QUEUED, or queue it, or fail it. False: it has to wait."""
+    def _place(self, live: LiveRequest, now: float) -> RejectReason | None:
+        """Reserve for a request in QUEUED, or queue it, or fail it. Returns why it has to wait, if it has."""
         register = self.workers.any_register()
         if register is not None and not live.hashes:
             block_size, salt = register.geometry.block_size, live.spec.cache_salt
-            live.hashes = hash_blocks(live.spec.token_ids, block_size, register.fingerprint, salt)
-        decision = self._policy.place(self.workers.view(), live.placement_request(), now)
+            live.hashes = tuple(hash_blocks(live.spec.token_ids, block_size, register.fingerprint, salt))
+        decision = self._policy.place(self.workers.view(), self._placement_request(live, now), now)
         if isinstance(decision, Placement):
             self._queue.remove(live.request)
             self._wait(live, now + self._legs.reserve(live, decision, now).wait_s)
-            return True
+            return None
         if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
             live.is_recovering = True
             live.wait_until = now + self._config.recovery_wait_s
-        if decision.reason is not RejectReason.TOO_LARGE and now < live.wait_until:
+        is_final = decision.reason in (RejectReason.TOO_LARGE, RejectReason.BACKLOG)
+        if not is_final and now < live.wait_until:
             self._enqueue(live, now)
-            return False
-        self._fail(live, self._rejection(live, decision, now), now)
-        return True
+            return decision.reason
+        self._reject(live, decision, now)
+        return None
 
-    def _rejection(self, live: LiveRequest, reject: Reject, now: float) -> BatonError:
-        if live.cause is not None:
-            return live.cause
-        if reject.reason is RejectReason.TOO_LARGE:
-            return context_length_exceeded(live.spec, reject.limit_tokens)
-        if reject.reason is RejectReason.BUSY:
-            return self._overloaded(live, "no room became free in time", now)
-        return NotReady("No decode worker is ready.", retry_after_s=self._queue.retry_after_s(now))
+    def _placement_request(self, live: LiveRequest, now: float) -> PlacementRequest:
+        expected = self._lengths.expect(len(live.spec.token_ids))
+        return live.placement_request(expected, self._config.max_backlog_s, now)
 
-    def _overloaded(self, live: LiveRequest, why: str, now: float) -> BatonError:
-        """Of a request that found no place: why its last attempt ended, if it had one."""
-        return live.cause or overloaded(why, max(self._queue.retry_after_s(now), live.retry_after_s))
+    def _reject(self, live: LiveRequest, reject: Reject, now: float) -> None:
+        """It finds no place. One that had one is told why it lost that."""
+        if live.cause is None:
+            self._legs.stats.rejected(reject.reason.value)
+        retry_after_s = max(self._queue.retry_after_s(now), live.retry_after_s)
+        self._fail(live, live.cause or rejection(reject, live.spec, retry_after_s), now)
 
     def _enqueue(self, live: LiveRequest, now: float) -> None:
         if live.request in self._queue:
             self._wait(live, live.wait_until)
             return
-        if self._queue.is_full and live.cause is None:  # those that had a place go before newcomers
-            self._fail(live, self._overloaded(live, "its queue is full", now), now)
-            return
+        if live.cause is None:  # those that had a place go before newcomers
+            wait_s = None if live.is_recovering else self._queue.expected_wait_s(now)
+            late_s = 0.0 if wait_s is None else wait_s - (live.wait_until - now)
+            if late_s > 0:
+                self._reject(live, Reject(RejectReason.QUEUE_TOO_SLOW, retry_after_s=late_s), now)
+                return
+            if self._queue.is_full:
+                self._reject(live, Reject(RejectReason.QUEUE_FULL), now)
+                return
         self._queue.add(live.request, live.order, now)
         self._wait(live, live.wait_until)
 
     def _drain_queue(self, now: float) -> None:
-        """Place those that wait, oldest first; see `router.admission` for who may pass whom."""
+        """Place those that wait, oldest first; see `router.admission` for who may pass whom. One that is as
+        large as one that has just found no room is not tried."""
         self._has_room = False
+        too_large: LiveRequest | None = None
         for request in self._queue.candidates():
             live = self._requests[request]
-            if not self._place(live, now) and self._queue.is_overdue(request, now):
+            if too_large is not None and live.is_as_large_as(too_large):
+                continue
+            reason = self._place(live, now)
+            if reason is RejectReason.BUSY:
+                too_large = live
+            if reason is not None and self._queue.is_overdue(request, now):
                 break
 
     # ---- what workers say
 
-    def _on_message(self, worker: WorkerId, message: WorkerToRouter, now: float) -> None:
+    def _on_message(self, worker: WorkerId, message: WorkerSays, now: float) -> None:
         match message:
             case Tokens(rows=rows):
                 for row in rows:
                     self._take(worker, row, now)
             case Heartbeat(state=state, load=load):
                 self._on_heartbeat(worker, state, load, now)
+            case KvEvents():
+                if not self.workers.cache_changed(worker, message):
+                    self._emit(Send(worker, KvResync()))
             case Register() | Drained() | Refused():
                 pass  # membership is the driver's
             case _:
@@ -359,7 +384,7 @@ class Conductor:
     # ---- the end
 
     def _finish(self, live: LiveRequest, now: float) -> None:
-        self._legs.remember(live)
+        self._lengths.add(len(live.spec.token_ids), len(live.output_ids))
         self._close(live, _S.DONE, _E.FINISHED, None, now)
 
     def _abort(self, live: LiveRequest, reason: str, now: float) -> None:

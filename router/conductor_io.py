@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from cluster.ids import Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestSpec
-from cluster.wire.messages import Register, RouterToWorker, WorkerToRouter
+from cluster.wire.kv_events import RouterSays, WorkerSays
+from cluster.wire.messages import Register
 from router.delivery import Delivery, RequestSummary
 
 # ---- events --------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ class WorkerGone:
 class FromWorker:
     worker: WorkerId
     epoch: Epoch
-    message: WorkerToRouter
+    message: WorkerSays
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ Event = Submitted | ClientFinished | ClientLeft | WorkerJoined | WorkerGone | Fr
 @dataclass(frozen=True, slots=True)
 class Send:
     worker: WorkerId
-    message: RouterToWorker
+    message: RouterSays
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.slo_classes import DEFAULT_TARGETS, Targets
+from router.elastic import ElasticSettings
+
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all settings: unknown keys are errors."""
@@ -12,17 +15,13 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class PolicyConfig(_Config, frozen=True, kw_only=True):
     """What placement weighs; see `router.policy`."""
 
-    ttft_floor_s: float = 0.005  # what a prefill costs beside its tokens
-    default_prefill_tokens_per_s: float = 1000.0  # where nothing is measured: only ratios matter then
-    unmeasured_local_rate: float = (
-        0.5  # a decode worker that never prefilled, against the mean prefill worker
-    )
-    local_gain: float = 0.8  # local prefill must be predicted below this part of the remote TTFT ...
-    local_min_gain_s: float = 0.02  # ... and sooner by at least this
-    harm_weight: float = 1.0  # one second of delay to one running decode against one second of TTFT
-    tie_tolerance: float = 0.05  # predictions this close are equal
+    elastic: ElasticSettings = ElasticSettings()
+    always_remote: bool = False  # decode workers compute prompts only while no prefill worker can
     growth_tokens: int = 64  # generated tokens a new request should find room for at once
-    prefix_weight: float = 0.5  # a wholly cached prompt against a wholly occupied decode worker
+    default_prefill_tokens_per_s: float = 1000.0  # where nothing is measured: only ratios matter then
+    default_step_s: float = 0.02
+    edge_bytes_s: float = 2e9  # KV from one worker to another, until it is measured
+    cold_edge_s: float = 0.02  # a first hand-off between two workers builds their edge
 
 
 class ConductorConfig(_Config, frozen=True, kw_only=True):
@@ -37,7 +36,11 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     decode_silence_s: float = 60.0
     stall_timeout_s: float = 15.0
     queue_timeout_s: float = 30.0
+    max_backlog_s: float = (
+        30.0  # a request whose first token is further away is refused; see `router.attempt`
+    )
     recovery_wait_s: float = 20.0
     max_queued: int = 1024
     max_overtake_s: float = 5.0
+    slo: Targets = DEFAULT_TARGETS  # of requests that ask for nothing else
     policy: PolicyConfig = PolicyConfig()

@@ -4,7 +4,7 @@ what the gateway can see of the cluster. Values and protocols only; the conducto
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from cluster.ids import Epoch, WorkerId
 from cluster.request import RequestSpec
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.messages import Role, WorkerLoad
+from router.placement_stats import PlacementStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class ClusterSnapshot:
     queued: int  # requests accepted and not yet sent to any worker
     workers: tuple[WorkerStatus, ...]
     stale_messages: Mapping[StaleReason, int]
+    placement: PlacementStats = field(default_factory=PlacementStats)  # goes on growing: read it at once
 
 
 class ClusterStatus(Protocol):

@@ -117,11 +117,11 @@ class ConductorDriver:
             queued=self._conductor.num_queued,
             workers=tuple(self._status(worker) for worker in sorted(self._conductor.workers.ids())),
             stale_messages=self._conductor.stale_messages(),
+            placement=self._conductor.placement_stats,
         )
 
     def max_model_len(self) -> int | None:
-        view = self._conductor.workers.view()
-        return max((worker.max_model_len for worker in view.decode), default=None)
+        return self._conductor.workers.view().max_model_len()
 
     @property
     def num_live(self) -> int:

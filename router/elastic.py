@@ -2,30 +2,37 @@
 
 1. The router keeps one `Fleet`: a column per figure, an entry per worker. Workers report their load after
    each step or heartbeat; what has been placed since is added by the router.
-2. `place(fleet, request, targets)` gives the pair (P, D), or a rejection. P == D: D prefills itself.
+2. `place(fleet, ask, targets, settings)` gives the pair (P, D), or a rejection. P == D: D prefills itself.
 3. When a prompt begins, `choose_decode` may be asked again, with the load of that moment.
 
+The live router (`router.policy`) and the simulated pool (`bench.simulator.fleet`) call the same functions.
+
 Algorithm:
-  1. *P*: of the workers well in time for the TTFT target, the one whose seconds are worth least as decode;
-     of equal ones, or if none is in time, the one with the soonest first token. Its queue (work of prompts
-     expected in time) and this prompt's uncached tokens are divided by the share of a step that decode leaves
-     there once all that is queued decodes. So a loaded decode worker is slow, a full one never chosen.
+  1. *P*: of the workers well in time for the TTFT target and with room for the prompt's KV, the one whose
+     seconds are worth least as decode; of equal ones, or if none is in time, the one with the soonest first
+     token. Its queue (work of prompts expected in time) and this prompt's uncached tokens are divided by the
+     share of a step that decode leaves there once all that is queued decodes; KV it lacks is waited for. So a
+     loaded decode worker is slow, and one that is full, of work or of KV, is never chosen.
   2. *D*: of the workers whose predicted step, with all that is on its way there, stays within the TPOT (and
      gap) target, and whose KV has room: the one where decode costs least. The cost of a second is what that
      worker could do with it instead: (decode seconds per token) x (its prefill speed). So of unequal kinds
      each does what it is comparatively good at. Among equal ones P itself, which needs no transfer; else the
-     least loaded. With a gap limit, the exposed transfer must fit into it as well.
+     one whose steps, with the hand-off spread over the answer and the KV newly taken, are shortest: what a D
+     has cached need neither move nor be held twice. With a gap limit, the exposed transfer must fit into it.
   3. When D has no room within the target anywhere, the request decodes where it adds least above the target.
+
+Load is that of the moment when the prefill will have ended: rows leave at the rate at which rows end, and all
+that was placed will have come.
 
 A prompt is not split between P and D: every worker that may do both lets chunks ride beside its decode rows,
 so what a D has free is already offered as a P.
 
-Order: ties go to the lower index.
+Order: of equal ones the least recently placed, then the lower index.
 
-When nothing fits: workers without KV room are taken only if all are full; `TOO_LARGE` if no worker could
-ever hold it. Overload demotes, on the worker (`cluster.slo_schedule`), rather than rejects: a demoted request
-still runs in what is left. It is rejected only when even that would take longer than `max_wait_s`, with the
-time after which the backlog will have drained enough as `retry_after_s`.
+When nothing fits: workers without KV room are taken only if all are full; for good, if no worker could ever
+hold it. Overload demotes, on the worker (`cluster.slo_schedule`), rather than rejects: a demoted request
+still runs in what is left. It is rejected only when the whole backlog before it, demoted work included, would
+take longer than `max_wait_s` everywhere, with the time after which it will have drained enough.
 
 Bounds: O(workers) in a few vector operations; no state, no clock.
 """
@@ -36,40 +43,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cluster.slo_schedule import Targets
-from cluster.step_model import StepModel
+from cluster.slo_classes import Targets
+from router.fleet import Column, Flags, Fleet
 
-Column = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-
-
-class Fleet:
-    """The view, in columns: what workers are (fixed) and how they are loaded. Decisions only read it."""
-
-    def __init__(self, models: list[StepModel], kv_tokens: list[int], bytes_s: list[float]) -> None:
-        self.num_workers = len(models)
-        self.fixed_s = np.array([model.fixed_s for model in models])
-        self.floor_s = np.array([model.floor_s for model in models])
-        self.per_token_s = np.array([model.per_token_s for model in models])
-        self.per_context_s = np.array([model.per_context_s for model in models])
-        self.per_attention_s = np.array([model.per_attention_s for model in models])
-        ratios = self.per_context_s / self.per_token_s
-        self.least_reading = float(ratios.min()) if models else 0.0  # of a key, in tokens computed, anywhere
-        self.kv_tokens = np.array(kv_tokens, dtype=np.float64)
-        self.bytes_s = np.array(bytes_s)
-        count = self.num_workers
-        self.can_prefill: Flags = np.ones(count, dtype=np.bool_)
-        self.can_decode: Flags = np.ones(count, dtype=np.bool_)
-        self.work_s: Column = np.zeros(count)  # prefill queued there, of prompts expected in time
-        self.queued_load_s: Column = np.zeros(count)  # what that work will add to each step as decode, there
-        self.rows: Column = np.zeros(count)  # decoding there
-        self.context: Column = np.zeros(count)
-        self.coming_rows: Column = np.zeros(count)  # placed there to decode, and not there yet
-        self.coming_context: Column = np.zeros(count)
-        self.kv_used: Column = np.zeros(count)
-        self.late_s: Column = np.zeros(count)  # work of prompts that are late or demoted
+_LONG_S = 1e6  # for "it never ends", where numbers must stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +56,31 @@ class ElasticSettings:
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
     early: float = 0.6  # share of the TTFT target within which a worker is well in time
     near: float = 0.05  # costs within this share of the least are equal
+    tie: float = 0.02  # predictions within this share of the best are equal
     local_bonus: float = 1.2  # so much longer may a step be where the prompt's KV is already
     far_fill: float = 0.95  # share of the target up to which a worker takes rows computed elsewhere
-    max_wait_s: float = math.inf
+    prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
+    haste: float = 0.0  # power of the predicted time to first token in the cost of a prompt
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
+    kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What placement knows of a request. `cached[w]`: tokens of its prefix on worker w; None: nowhere."""
+    """What placement knows of a request. `cached[w]`: tokens of its prefix on worker w; None: nowhere.
+
+    `may_prefill` and `may_decode` narrow the workers for this request; None: as the fleet says.
+    """
 
     num_tokens: int
     expected_output: float
     cached: Column | None = None
-    kv_bytes_per_token: int = 131_072
+    kv_bytes_per_token: float = 131_072
     life_s: float = math.inf  # mean time a row decodes
+    max_wait_s: float = math.inf  # for the first token, whatever the target
+    may_prefill: Flags | None = None
+    may_decode: Flags | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,34 +97,71 @@ class TurnAway:
     retry_after_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """Per worker, seconds from now until the first token: of a prompt that is in time there, and behind all
+    that waits. `own_s`: of its uncached tokens. `lacks_kv`: the prompt's KV has no room yet."""
+
+    own_s: Column
+    ttft_s: Column
+    backlog_s: Column
+    lacks_kv: Flags
+
+
 def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Place | TurnAway:
     """See the module."""
-    fits = fleet.kv_tokens >= ask.num_tokens + 1
-    if not fits.any():
+    decodes = fleet.can_decode if ask.may_decode is None else ask.may_decode
+    able = ask.may_prefill
+    if able is None:
+        able = fleet.can_prefill & (fleet.kv_tokens >= ask.num_tokens + 1)
+    able = able & (fleet.can_send | decodes)
+    if not able.any():
         return TurnAway(None)
-    ttft_s = predicted_ttft_s(fleet, ask, targets, settings)
-    ttft_s = np.where(fits & fleet.can_prefill, ttft_s, np.inf)
-    prefill = _choose_prefill(fleet, ask, ttft_s, targets, settings)
-    soonest_s = float(ttft_s[prefill])
-    if math.isfinite(settings.max_wait_s):
-        late_s = float(np.where(fleet.can_prefill, fleet.late_s, np.inf).min())
-        if soonest_s > targets.ttft_s and late_s > settings.max_wait_s:
-            return TurnAway(late_s - settings.max_wait_s)
-    decode = choose_decode(fleet, ask, prefill, targets, settings, min(soonest_s, targets.ttft_s))
-    return Place(prefill, decode, soonest_s)
+    waits = _predict(fleet, ask, targets, settings)
+    ttft_s = np.where(able, waits.ttft_s, np.inf)
+    soonest_s = float(ttft_s.min())
+    if soonest_s > targets.ttft_s and math.isfinite(ask.max_wait_s):
+        backlog_s = float(np.where(able, waits.backlog_s, np.inf).min())
+        if backlog_s > ask.max_wait_s:
+            return TurnAway(backlog_s - ask.max_wait_s)
+    wait_s = min(soonest_s, targets.ttft_s)
+    step_s = None
+    if not fleet.can_send.all():  # some decode what they compute: how long their steps would be
+        step_s = _decode_step_s(fleet, ask, _staying(ask, wait_s))
+    prefill = _choose_prefill(fleet, ask, ttft_s, waits, step_s, targets, settings)
+    decode = choose_decode(fleet, ask, prefill, targets, settings, wait_s, step_s)
+    return Place(prefill, decode, float(ttft_s[prefill]))
 
 
 def _choose_prefill(
-    fleet: Fleet, ask: Ask, ttft_s: Column, targets: Targets, settings: ElasticSettings
+    fleet: Fleet,
+    ask: Ask,
+    ttft_s: Column,
+    waits: _Waits,
+    step_s: Column | None,
+    targets: Targets,
+    settings: ElasticSettings,
 ) -> int:
     """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
-    soonest = int(ttft_s.argmin())
-    in_time = ttft_s <= settings.early * targets.ttft_s
-    if not in_time[soonest]:
-        return soonest
-    cost = _own_s(fleet, ask) / (fleet.per_token_s + fleet.per_context_s * ask.num_tokens)
+    in_time = (ttft_s <= settings.early * targets.ttft_s) & ~waits.lacks_kv
+    if not in_time.any():
+        return _least(ttft_s, fleet, settings)
+    if step_s is not None:
+        limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety * settings.local_bonus
+        good = in_time & (fleet.can_send | (step_s <= limit_s))
+        in_time = good if good.any() else in_time
+    cost = waits.own_s / (fleet.per_token_s + fleet.per_context_s * ask.num_tokens)
+    cost *= np.where(fleet.can_decode, 1.0, settings.prefill_only_worth)
+    if settings.haste:
+        cost *= np.where(in_time, ttft_s, 1.0) ** settings.haste
     cost = np.where(in_time, cost, np.inf)
-    return int(np.where(cost <= float(cost.min()) * (1 + settings.near), ttft_s, np.inf).argmin())
+    return _least(np.where(cost <= float(cost.min()) * (1 + settings.near), ttft_s, np.inf), fleet, settings)
+
+
+def _least(score: Column, fleet: Fleet, settings: ElasticSettings) -> int:
+    """Of those whose score is as good as the least: the one that was placed on longest ago."""
+    limit = float(score.min()) * (1 + settings.tie)
+    return int(np.where(score <= limit, fleet.last_placed, np.inf).argmin())
 
 
 def _own_s(fleet: Fleet, ask: Ask) -> Column:
@@ -148,49 +172,84 @@ def _own_s(fleet: Fleet, ask: Ask) -> Column:
     return own_s
 
 
-def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Column:
-    """Per worker, in the order of the fleet."""
+def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> _Waits:
     step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
     own_s = _own_s(fleet, ask)
-    staying = np.maximum(0.5, 1 - np.minimum(fleet.work_s + own_s, targets.ttft_s) / ask.life_s)
+    mine_s = fleet.work_s + own_s
+    staying = np.maximum(0.5, 1 - np.minimum(mine_s, targets.ttft_s) / ask.life_s)
     reading_s = fleet.fixed_s + fleet.per_context_s * (fleet.context * staying + ask.num_tokens)
     load_s = reading_s + fleet.per_token_s * (fleet.rows * staying + 1) + fleet.queued_load_s
     share = 1 - load_s / step_s
     share = np.where(reading_s + fleet.queued_load_s + fleet.floor_s > step_s, 0.0, share)
     idle = (fleet.rows + fleet.queued_load_s) == 0
     share = np.where(idle, 0.95, np.maximum(share, settings.min_share))
-    return (fleet.work_s + own_s) / share + np.where(idle, fleet.fixed_s + fleet.floor_s, step_s / 2)
+    start_s = np.where(idle, fleet.fixed_s + fleet.floor_s, step_s / 2)
+    held = fleet.kv_used + fleet.kv_promised
+    lacking = held + (ask.num_tokens + 1) - fleet.kv_tokens
+    lacks_kv = (lacking > 0) & (held > 0)
+    if lacks_kv.any():  # what is held goes within the life of a row, or with the prompts before this one
+        hold_s = np.where(fleet.can_decode, min(ask.life_s, _LONG_S), fleet.work_s)
+        start_s = start_s + np.where(lacks_kv, hold_s * lacking / np.maximum(held, 1.0), 0.0)
+    return _Waits(own_s, mine_s / share + start_s, (mine_s + fleet.late_s) / share + start_s, lacks_kv)
+
+
+def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Column:
+    """Per worker, in the order of the fleet."""
+    return _predict(fleet, ask, targets, settings).ttft_s
+
+
+def _staying(ask: Ask, wait_s: float) -> float:
+    """Share of the rows that will still decode after so long."""
+    return max(0.5, 1 - wait_s / ask.life_s)
+
+
+def _decode_step_s(fleet: Fleet, ask: Ask, staying: float) -> Column:
+    """A step of each worker with this request, and all that is on its way there, in the batch."""
+    rows = fleet.rows * staying + fleet.coming_rows + 1
+    context = fleet.context * staying + fleet.coming_context + ask.num_tokens
+    busy_s = np.maximum(fleet.floor_s, fleet.per_token_s * rows)
+    step_s: Column = fleet.fixed_s + busy_s + fleet.per_context_s * context
+    return step_s
 
 
 def choose_decode(
-    fleet: Fleet, ask: Ask, prefill: int, targets: Targets, settings: ElasticSettings, wait_s: float
+    fleet: Fleet,
+    ask: Ask,
+    prefill: int,
+    targets: Targets,
+    settings: ElasticSettings,
+    wait_s: float,
+    step_s: Column | None = None,
 ) -> int:
-    """The worker where a prompt that worker `prefill` has computed in `wait_s` should decode."""
-    step_limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety
-    staying = max(0.5, 1 - wait_s / ask.life_s)
-    if _is_best_where_computed(fleet, ask, prefill, step_limit_s, staying, settings):
+    """The worker where a prompt that worker `prefill` will have computed in `wait_s` should decode. `step_s`:
+    as `_decode_step_s`, if it is known."""
+    if not fleet.can_send[prefill]:
         return prefill
-    rows = fleet.rows * staying + fleet.coming_rows + 1
-    context = fleet.context * staying + fleet.coming_context + ask.num_tokens
-    busy_s = fleet.per_token_s * rows
-    step_s = fleet.fixed_s + np.maximum(fleet.floor_s, busy_s) + fleet.per_context_s * context
-    room = fleet.kv_tokens * (1 - settings.kv_headroom) - fleet.kv_used - fleet.coming_context
+    decodes = fleet.can_decode if ask.may_decode is None else ask.may_decode
+    step_limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety
+    staying = _staying(ask, wait_s)
+    if decodes[prefill] and _is_best_where_computed(fleet, ask, prefill, step_limit_s, staying, settings):
+        return prefill
+    if step_s is None:
+        step_s = _decode_step_s(fleet, ask, staying)
+    room = fleet.kv_tokens * (1 - settings.kv_headroom) - fleet.kv_used - fleet.kv_promised
     fits = room >= ask.num_tokens + ask.expected_output
     fits[prefill] = True  # it has the prompt's KV already
-    can = fits & fleet.can_decode
+    can = fits & decodes
+    moving = ask.num_tokens if ask.cached is None else ask.num_tokens - ask.cached
+    moving_s = fleet.exposed_s(prefill, moving * ask.kv_bytes_per_token, settings.handoff_s)
     if math.isfinite(targets.gap_s):
-        moving_s = settings.handoff_s + ask.num_tokens * ask.kv_bytes_per_token / fleet.bytes_s * 0.1
-        moving_s[prefill] = 0.0
+        local = step_s[prefill] <= targets.gap_s * settings.safety and can[prefill]
         can &= step_s + moving_s <= targets.gap_s * settings.safety
-    lag_s = settings.handoff_s + ask.num_tokens * ask.kv_bytes_per_token / fleet.bytes_s * 0.1 + step_limit_s
-    far_limit_s = settings.far_fill * step_limit_s - lag_s / max(1.0, 0.5 * ask.expected_output)
-    good = can & (step_s <= far_limit_s)
+        can[prefill] = local
+    spread_s = step_s + (moving_s + step_limit_s) / max(1.0, 0.5 * ask.expected_output)
+    good = can & (spread_s <= settings.far_fill * step_limit_s)
     good[prefill] = can[prefill] and step_s[prefill] <= step_limit_s * settings.local_bonus
     if not good.any():
         if not can.any():
-            can = fleet.can_decode
+            can = decodes
         over_s = np.where(can, step_s, np.inf)
-        best = int(over_s.argmin())
+        best = _least(over_s, fleet, settings)
         is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
         return prefill if is_near else best
     cost = (fleet.per_token_s + fleet.per_context_s * ask.num_tokens) / fleet.per_token_s
@@ -198,7 +257,8 @@ def choose_decode(
     near = float(cost.min()) * (1 + settings.near)
     if cost[prefill] <= near:
         return prefill
-    return int(np.where(cost <= near, step_s, np.inf).argmin())
+    taken_s = settings.kv_worth * step_limit_s * moving / np.maximum(fleet.kv_tokens, 1.0)
+    return _least(np.where(cost <= near, spread_s + taken_s, np.inf), fleet, settings)
 
 
 def _is_best_where_computed(
@@ -206,9 +266,8 @@ def _is_best_where_computed(
 ) -> bool:
     """No other worker is cheaper by more than `near`, and this one has room within the target: what the whole
     comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
-    ratio = float(fleet.per_context_s[at] / fleet.per_token_s[at])
-    least = 1 + fleet.least_reading * ask.num_tokens
-    if not fleet.can_decode[at] or 1 + ratio * ask.num_tokens > least * (1 + settings.near):
+    least = 1 + fleet.least_reading() * ask.num_tokens
+    if 1 + float(fleet.reading[at]) * ask.num_tokens > least * (1 + settings.near):
         return False
     rows = float(fleet.rows[at]) * staying + float(fleet.coming_rows[at]) + 1
     context = float(fleet.context[at]) * staying + float(fleet.coming_context[at]) + ask.num_tokens

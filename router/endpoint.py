@@ -20,7 +20,7 @@ from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NotReady
 from cluster.ids import RequestId
 from cluster.metrics import Metrics, RequestRecord
-from cluster.request import RequestSpec
+from cluster.request import RequestSlo, RequestSpec
 from cluster.tokenizer import Tokenizer
 from router.asgi import (
     JSON_TYPE,
@@ -44,6 +44,7 @@ from router.openai_errors import PublicError, error_body, error_headers, http_er
 from router.output import ChoiceOutput
 from router.reply import Choice, ReplyFormat
 from router.schema import ChatRequest, CompletionRequest, parse_json, parse_request
+from router.slo_headers import slo_of
 from router.stream import Patience, StreamReply
 
 REQUEST_ID = "baton.request_id"  # key of the scope: the client's label, or one of ours
@@ -131,7 +132,7 @@ class GenerationEndpoint:
             else:
                 job = self._parse(body)
             reply_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
-            generations = self._submit(job, reply_id, arrived_s)
+            generations = self._submit(job, reply_id, arrived_s, slo_of(scope))
         except Exception as error:
             e2e_s = gateway.clock.now() - arrived_s
             gateway.metrics.observe_request(RequestRecord(outcome_of(error), 0, 0, 0, 0, e2e_s))
@@ -158,7 +159,7 @@ class GenerationEndpoint:
         self.gateway.check_model(raw.get("model"))
         return self.build_job(self.gateway.job_builder(), raw)
 
-    def _submit(self, job: Job, reply_id: str, arrived_s: float) -> list[Generation]:
+    def _submit(self, job: Job, reply_id: str, arrived_s: float, slo: RequestSlo) -> list[Generation]:
         gateway = self.gateway
         generations: list[Generation] = []
         try:
@@ -170,6 +171,7 @@ class GenerationEndpoint:
                     sampling=sampling,
                     cache_salt=job.cache_salt,
                     deadline_s=gateway.limits.request_deadline_s,
+                    slo=slo,
                 )
                 stream = gateway.intake.submit(spec)
                 output = ChoiceOutput(gateway.tokenizer, job.text, keep_entries=job.reply.keep_entries)

@@ -13,9 +13,8 @@ attempt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cluster.block_hash import hash_blocks
 from cluster.errors import BatonError, InternalError
 from cluster.ids import Attempt, WorkerId
 from cluster.request import LifecycleEvent, RequestState
@@ -34,12 +33,14 @@ from cluster.wire.messages import (
     TokenRow,
 )
 from router.attempt import AttemptRecord, LiveRequest, Order
+from router.claims import Claim, Phase
 from router.conductor_io import Action, Lifecycle, Send
 from router.config import ConductorConfig
 from router.leases import LeaseKeeper
 from router.outcome import error_of_failed_attempt, worker_lost
+from router.placement_stats import PlacementStats
 from router.policy import Placement
-from router.view import InFlight, WorkerBook
+from router.worker_book import WorkerBook
 
 _S = RequestState
 _E = LifecycleEvent
@@ -83,6 +84,7 @@ class Legs:
         self._workers = workers
         self._emit = emit
         self.leases = LeaseKeeper()
+        self.stats = PlacementStats()
 
     def reserve(self, live: LiveRequest, placement: Placement, now: float) -> Progress:
         """Start the next attempt where it was placed."""
@@ -93,29 +95,45 @@ class Legs:
             decode=placement.decode,
             prefill=placement.prefill,
             predicted_ttft_s=placement.predicted_ttft_s,
+            placed_at=now,
         )
         live.attempt = attempt
         live.last_prefill, live.last_decode = attempt.prefiller, attempt.decode
-        local_tokens = placement.prefill_tokens
-        if attempt.prefill is not None:
-            self._workers.place(attempt.prefill, live.request, InFlight(placement.prefill_tokens, 0))
-            self._workers.believe_cached(attempt.prefill, live.hashes)
-            local_tokens = 0
-        self._workers.place(attempt.decode, live.request, InFlight(local_tokens, placement.decode_blocks))
-        self._workers.believe_cached(attempt.decode, live.hashes)
+        self.stats.placed(is_local=attempt.prefill is None)
+        token_ids = live.input_ids()
+        self._claim(live, placement, len(token_ids), now)
         reserve = Reserve(
             request=live.request,
             attempt=attempt.number,
-            token_ids=live.input_ids(),
+            token_ids=token_ids,
             num_prompt_tokens=len(live.spec.token_ids),
             sampling=live.spec.sampling,
             cache_salt=live.spec.cache_salt,
             lease_ttl_s=self._config.lease_ttl_s,
             local=attempt.prefill is None,
+            slo=live.slo(now),
         )
         self._emit(Send(attempt.decode, reserve))
         self._record(live, _E.PLACED, attempt.decode, now)
         return Progress(self._config.reserve_timeout_s)
+
+    def _claim(self, live: LiveRequest, placement: Placement, num_tokens: int, now: float) -> None:
+        """What the attempt takes on its workers, in the book."""
+        new = placement.prefill_tokens
+        prompt = Claim(
+            Phase.PREFILL,
+            num_tokens,
+            new_tokens=new,
+            attention=new * (num_tokens - new) + new * (new + 1) // 2,
+            hashes=live.hashes,
+        )
+        if placement.prefill is None:
+            claim = replace(prompt, num_blocks=placement.decode_blocks, stays=True, sent_at=now)
+        else:
+            prompt = replace(prompt, num_blocks=placement.prefill_blocks)
+            self._workers.place(placement.prefill, live.request, prompt)
+            claim = Claim(Phase.COMING, num_tokens, num_blocks=placement.decode_blocks, hashes=live.hashes)
+        self._workers.place(placement.decode, live.request, claim)
 
     def take(
         self, worker: WorkerId, live: LiveRequest, message: AttemptMessage, now: float
@@ -169,14 +187,6 @@ class Legs:
                 self._emit(Send(worker, _farewell(live, attempt, abort_reason)))
             self._workers.remove(worker, live.request)
 
-    def remember(self, live: LiveRequest) -> None:
-        """A request is complete: the next turn of the chat finds prompt and answer where it was decoded."""
-        if live.attempt is not None:
-            register = self._workers.register(live.attempt.decode)
-            block_size, salt = register.geometry.block_size, live.spec.cache_salt
-            hashes = hash_blocks(live.input_ids(), block_size, register.fingerprint, salt)
-            self._workers.believe_cached(register.worker, hashes)
-
     # ---- one message each
 
     def _take_grant(self, live: LiveRequest, attempt: AttemptRecord, grant: Grant, now: float) -> Progress:
@@ -202,8 +212,10 @@ class Legs:
                 kv_address=decode.kv_address,
                 lease=grant.lease,
                 skip_tokens=grant.cached_tokens,
+                slo=live.slo(now),
             )
             attempt.prefill_holds = True
+            self._workers.told(attempt.prefill, live.request, now)
             self._emit(Send(attempt.prefill, prefill))
         self._record(live, _E.PREFILL_SENT, attempt.prefiller, now)
         return Progress(self._config.prefill_timeout_s + 4 * attempt.predicted_ttft_s)
@@ -228,7 +240,9 @@ class Legs:
         if attempt.has_first_token or not (is_committed or live.state is _S.PREFILLING):
             return None
         attempt.has_first_token = True
+        attempt.first_token_at = now
         attempt.queue_s, attempt.prefill_s = message.queue_s, message.prefill_s
+        self.stats.first_token(attempt.predicted_ttft_s, now - attempt.placed_at)
         self._workers.prefilled(attempt.prefiller, live.request)
         if live.first_token_at is None:
             live.note_first_token(message, now)
@@ -239,7 +253,7 @@ class Legs:
                 attempt.decode_holds = False
             self._start_decoding(live, attempt, None, now)
         elif is_committed:
-            self._workers.remove(attempt.prefill, live.request)
+            self._handed_over(attempt.prefill, live, attempt, now)
         else:
             live.move(_S.STREAMING_KV)
             wait_s = self._config.commit_timeout_s
@@ -254,10 +268,11 @@ class Legs:
         if live.state not in (_S.PREFILLING, _S.STREAMING_KV):
             return None
         attempt.prefill_holds = False
+        attempt.kv_bytes = message.kv_bytes
         self._start_decoding(live, attempt, message, now)
         if not attempt.has_first_token:  # it is under way on P's stream, which may still break
             return Progress(self._config.first_token_timeout_s)
-        self._workers.remove(attempt.prefill, live.request)
+        self._handed_over(attempt.prefill, live, attempt, now)
         return Progress(self._config.decode_silence_s)
 
     def _take_row(self, live: LiveRequest, attempt: AttemptRecord, row: TokenRow) -> Verdict | None:
@@ -297,16 +312,24 @@ class Legs:
         it again to another decode worker without recompute. Without another, decode workers prefill."""
         if worker != attempt.prefill or failure.code not in _OF_THE_TRANSFER:
             return worker
-        others = (view for view in self._workers.view().decode if view.worker != attempt.decode)
-        return attempt.decode if any(view.is_ready for view in others) else worker
+        view = self._workers.view()
+        has_other = view.fleet.can_decode.sum() > view.is_ready(attempt.decode)
+        return attempt.decode if has_other else worker
 
     # ---- small parts
+
+    def _handed_over(self, prefill: WorkerId, live: LiveRequest, attempt: AttemptRecord, now: float) -> None:
+        """KV is on D and token 0 is here: P has nothing of it any more."""
+        assert attempt.first_token_at is not None
+        self._workers.handed_over(prefill, attempt.decode, attempt.kv_bytes, now - attempt.first_token_at)
+        self._workers.remove(prefill, live.request)
 
     def _start_decoding(
         self, live: LiveRequest, attempt: AttemptRecord, committed: Committed | None, now: float
     ) -> None:
         """KV is complete on D: it was committed, or never had to move."""
         live.move(_S.DECODING)
+        self._workers.decoding(attempt.decode, live.request)
         if live.decode_started_at is None:
             live.decode_started_at = now
         self._emit(

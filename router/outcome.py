@@ -7,11 +7,13 @@ from cluster.errors import (
     ContextLengthExceeded,
     InternalError,
     InvalidRequest,
+    NotReady,
     Overloaded,
     WorkerLost,
 )
 from cluster.request import RequestSpec
 from cluster.wire.messages import AttemptFailed, Prefill, Reserve
+from router.policy import Reject, RejectReason
 
 
 def context_length_exceeded(spec: RequestSpec, limit_tokens: int) -> ContextLengthExceeded:
@@ -22,6 +24,29 @@ def context_length_exceeded(spec: RequestSpec, limit_tokens: int) -> ContextLeng
         f"{num_output} to generate), but no more than {limit_tokens} fit. "
         "Shorten the prompt or lower max_tokens."
     )
+
+
+BACKLOG = "the work that waits would delay its first token too long"
+QUEUE_TOO_SLOW = "the requests that wait for room would not have gone in time"
+_WHY = {
+    RejectReason.BUSY: "no room became free in time",
+    RejectReason.QUEUE_FULL: "its queue is full",
+    RejectReason.BACKLOG: BACKLOG,
+    RejectReason.QUEUE_TOO_SLOW: QUEUE_TOO_SLOW,
+}
+
+
+def rejection(reject: Reject, spec: RequestSpec, retry_after_s: float) -> BatonError:
+    """Of a request that finds no place. `retry_after_s`: for reasons that bring no time of their own."""
+    match reject.reason:
+        case RejectReason.TOO_LARGE:
+            return context_length_exceeded(spec, reject.limit_tokens)
+        case RejectReason.NO_WORKER:
+            return NotReady("No decode worker is ready.", retry_after_s=retry_after_s)
+        case RejectReason.BACKLOG | RejectReason.QUEUE_TOO_SLOW:
+            return overloaded(_WHY[reject.reason], max(1.0, reject.retry_after_s))
+        case _:
+            return overloaded(_WHY[reject.reason], retry_after_s)
 
 
 def overloaded(why: str, retry_after_s: float) -> Overloaded:

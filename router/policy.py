@@ -1,20 +1,24 @@
-"""Where a request goes: a pure decision over a frozen view of the cluster.
+"""Where a request goes, live: the elastic decision (`router.elastic`) within what workers can hold now.
 
 A policy sees only its arguments, so the same decision can be asked for live, in a test and in simulated time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from statistics import mean
+from enum import Enum
 from typing import Protocol
 
+import numpy as np
+
 from cluster.ids import BlockHash, WorkerId
+from cluster.slo_classes import Targets
 from router.config import PolicyConfig
-from router.perf_model import PrefillEstimate, decode_harm_s, estimate_prefill, prefill_rate
-from router.view import ClusterView, WorkerView
+from router.elastic import Ask, Place, place
+from router.fleet import Column, Flags
+from router.view import ClusterView
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,9 @@ class PlacementRequest:
     num_prompt_tokens: int
     max_tokens: int  # generated tokens in all
     hashes: Sequence[BlockHash]  # of the full blocks of what is to prefill
+    targets: Targets  # `ttft_s` from now; 0: it is late
+    expected_output: float  # tokens still to be generated
+    max_wait_s: float = math.inf  # it is turned away rather than wait longer for its first token
     avoid: frozenset[WorkerId] = frozenset()  # workers an earlier attempt failed on
     too_large_for: frozenset[WorkerId] = frozenset()  # workers that said they can never hold it
 
@@ -42,21 +49,27 @@ class Placement:
     decode: WorkerId
     predicted_ttft_s: float
     prefill_tokens: int  # expected to be computed by whoever prefills
+    prefill_blocks: int  # expected to be newly taken on the prefill worker; 0 for a local prefill
     decode_blocks: int  # expected to be newly taken on the decode worker
 
 
 class RejectReason(Enum):
-    NO_WORKER = auto()  # nobody who could serve it is here
-    BUSY = auto()  # somebody could, but not now
-    TOO_LARGE = auto()  # nobody ever could
+    NO_WORKER = "no_worker"  # nobody who could serve it is here
+    BUSY = "busy"  # somebody could, but not now
+    TOO_LARGE = "too_large"  # nobody ever could
+    BACKLOG = "backlog"  # it would wait for its first token longer than it may
+    QUEUE_FULL = "queue_full"  # as many wait for room as may (the conductor's word, as the next)
+    QUEUE_TOO_SLOW = "queue_too_slow"  # those that wait for room would not have gone in time
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """`limit_tokens` is set with TOO_LARGE: the most prompt + output tokens that anyone could take."""
+    """`limit_tokens` is set with TOO_LARGE: the most prompt + output tokens that anyone could take;
+    `retry_after_s` with BACKLOG and QUEUE_TOO_SLOW: when enough of it will be done."""
 
     reason: RejectReason
     limit_tokens: int = 0
+    retry_after_s: float = 0.0
 
 
 class PlacementPolicy(Protocol):
@@ -64,155 +77,133 @@ class PlacementPolicy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LeastTtft:
-    """Least predicted TTFT over the prefill workers, then the decode worker with room and prefix.
+class Elastic:
+    """P and D by `router.elastic.place`, among the workers that could take the request now.
 
     Algorithm:
       1. Decode workers that are ready and whose pool and model length could ever hold the request; of those,
-         the ones with a free slot and blocks for the uncached prompt plus growth *now*.
-      2. P: least `floor + (backlog + uncached tokens) / measured rate`. The backlog includes what this
-         router sent and has no token of yet, so a burst spreads.
-      3. D: least `occupancy - prefix_weight * cached part of the prompt`, occupancy being the fuller of slots
-         and blocks with the request placed.
-      4. Local: the D with the least predicted TTFT of its own plus the delay its prefill costs the requests
-         that decode there. It wins only if that sum is below `local_gain` of the remote TTFT and sooner by
-         `local_min_gain_s`. Without a measurement of P, or with P idle and no prefix that only D holds, P
-         wins.
+         the ones with a free slot and blocks for the uncached prompt plus growth *now*, that have not refused
+         one as small since their last report.
+      2. Prefill workers that are ready and can hold the prompt; and the decode workers of 1, for themselves.
+      3. `place` decides between the pairs. Steps are paced by the tighter of this request's targets and the
+         configured ones: others decode in the same steps.
 
-    Order: candidates whose cost is within `tie_tolerance` of the best are equal, and the least recently
-    placed of them is taken, so equal workers are used in turn; then the lower id. Workers in `avoid` are
-    taken only when no other decode worker has room; an avoided prefill worker is passed over for a local
-    prefill.
+    Order: as `place`. Workers in `avoid` are taken only when no other decode worker has room; an avoided
+    prefill worker is passed over for a local prefill.
 
-    When nothing fits: NO_WORKER if no decode worker is ready, TOO_LARGE if none could ever hold it, else
-    BUSY.
+    When nothing fits: NO_WORKER if no decode worker is ready, TOO_LARGE if none could ever hold it, BUSY if
+    none has room, BACKLOG if its first token would take longer than it may wait. The last is said only where
+    every worker it could go to has shown how fast it is.
 
-    Bounds: O(workers x blocks of the prompt) for the prefix look-ups; no state.
+    Bounds: O(workers) in vector operations, and a look-up of the prefix; no state.
     """
 
     config: PolicyConfig
+    defaults: Targets  # of requests that ask for nothing else
 
     def place(self, view: ClusterView, request: PlacementRequest, now: float) -> Placement | Reject:
-        ready = [worker for worker in view.decode if worker.is_ready]
-        if not ready:
+        fleet = view.fleet
+        ready = fleet.can_decode
+        if not ready.any():
             return Reject(RejectReason.NO_WORKER)
-        large_enough = [
-            worker
-            for worker in ready
-            if request.max_kv_tokens <= capacity_tokens(worker) and worker.worker not in request.too_large_for
-        ]
-        if not large_enough:
-            return Reject(RejectReason.TOO_LARGE, max(capacity_tokens(worker) for worker in ready) + 1)
-        roomy = [worker for worker in large_enough if self._has_room(worker, request)]
-        if not roomy:
+        large = ready & (view.capacity >= request.max_kv_tokens)
+        _bar(view, large, request.too_large_for)
+        if not large.any():
+            limit = int(np.where(ready, view.capacity, 0.0).max()) + 1
+            return Reject(RejectReason.TOO_LARGE, limit)
+        cached_blocks = view.prefix.lookup(request.hashes, fleet.num_workers)
+        needed = self._new_blocks(view, request, cached_blocks)
+        decodes = large & (view.slots > 0) & (needed <= view.blocks) & (needed < view.refused)
+        if not decodes.any():
             return Reject(RejectReason.BUSY)
-        decodes = [worker for worker in roomy if worker.worker not in request.avoid] or roomy
-        remote = self._best_prefill(view, request)
-        local, local_estimate, local_cost = self._best_local(view, decodes, request)
-        if remote is None or self._local_wins(*remote, local, local_cost, request):
-            return self._placement(None, local, local_estimate, request)
-        decode = self._pick(decodes, lambda worker: self._decode_cost(worker, request))
-        return self._placement(remote[0], decode, remote[1], request)
+        prefills = fleet.can_prefill & fleet.can_send & (view.capacity >= request.num_tokens)
+        if request.avoid:
+            decodes = _without(view, decodes, request.avoid)
+            _bar(view, prefills, request.avoid)
+        if not (self.config.always_remote and prefills.any()):
+            prefills |= decodes
+        ask = self._ask(view, request, cached_blocks, prefills, decodes)
+        decision = place(fleet, ask, self._targets(request.targets), self.config.elastic)
+        if isinstance(decision, Place):
+            return self._placement(view, request, decision, needed, cached_blocks)
+        return Reject(RejectReason.BACKLOG, retry_after_s=decision.retry_after_s or 0.0)
 
-    # ---- candidates
-
-    def _has_room(self, worker: WorkerView, request: PlacementRequest) -> bool:
-        needed = self._new_blocks(worker, request)
-        if worker.refused_blocks is not None and needed >= worker.refused_blocks:
-            return False
-        return worker.slots_available > 0 and needed <= worker.blocks_available
-
-    def _best_prefill(
-        self, view: ClusterView, request: PlacementRequest
-    ) -> tuple[WorkerView, PrefillEstimate] | None:
-        candidates = [
-            worker
-            for worker in view.prefill
-            if worker.is_ready
-            and worker.worker not in request.avoid
-            and request.num_tokens <= capacity_tokens(worker)
-        ]
-        if not candidates:
-            return None
-        best = self._pick(candidates, lambda worker: self._estimate(worker, request).ttft_s)
-        return best, self._estimate(best, request)
-
-    def _best_local(
-        self, view: ClusterView, decodes: list[WorkerView], request: PlacementRequest
-    ) -> tuple[WorkerView, PrefillEstimate, float]:
-        """(worker, its estimate, the estimate with the harm done to the requests decoding there)."""
-        rates = [rate for worker in view.prefill if (rate := prefill_rate(worker)) is not None]
-        assumed = mean(rates) * self.config.unmeasured_local_rate if rates else None
-
-        def cost(worker: WorkerView) -> float:
-            estimate = self._estimate(worker, request, assumed)
-            return estimate.ttft_s + self.config.harm_weight * decode_harm_s(worker, estimate.compute_s)
-
-        best = self._pick(decodes, cost)
-        return best, self._estimate(best, request, assumed), cost(best)
-
-    def _local_wins(
+    def _ask(
         self,
-        prefill: WorkerView,
-        remote: PrefillEstimate,
-        local: WorkerView,
-        local_cost: float,
+        view: ClusterView,
         request: PlacementRequest,
-    ) -> bool:
-        if not remote.is_measured:
-            return False
-        if prefill.backlog_tokens == 0 and num_uncached(local, request) >= num_uncached(prefill, request):
-            return False
-        limit = min(remote.ttft_s * self.config.local_gain, remote.ttft_s - self.config.local_min_gain_s)
-        return local_cost < limit
+        cached_blocks: Column | None,
+        prefills: Flags,
+        decodes: Flags,
+    ) -> Ask:
+        cached = None
+        if cached_blocks is not None:
+            cached = np.minimum(cached_blocks * view.block_size, request.num_tokens - 1)
+        num_measured = np.count_nonzero(view.life_s)
+        life_s = request.expected_output * self.defaults.tpot_s
+        if num_measured:
+            life_s = float(view.life_s.sum()) / num_measured
+        is_known = math.isfinite(request.max_wait_s) and not (prefills & ~view.is_measured).any()
+        return Ask(
+            num_tokens=request.num_tokens,
+            expected_output=request.expected_output,
+            cached=cached,
+            kv_bytes_per_token=view.kv_bytes_per_token,
+            life_s=life_s,
+            max_wait_s=request.max_wait_s if is_known else math.inf,
+            may_prefill=prefills,
+            may_decode=decodes,
+        )
 
-    # ---- costs
+    def _targets(self, own: Targets) -> Targets:
+        defaults = self.defaults
+        return Targets(own.ttft_s, min(own.tpot_s, defaults.tpot_s), min(own.gap_s, defaults.gap_s))
 
-    def _estimate(
-        self, worker: WorkerView, request: PlacementRequest, assumed_rate: float | None = None
-    ) -> PrefillEstimate:
-        return estimate_prefill(worker, num_uncached(worker, request), self.config, assumed_rate)
-
-    def _new_blocks(self, worker: WorkerView, request: PlacementRequest) -> int:
-        """Blocks for the uncached prompt and the growth a new request should find at once."""
+    def _new_blocks(
+        self, view: ClusterView, request: PlacementRequest, cached_blocks: Column | None
+    ) -> Column:
+        """Per worker, blocks for the uncached prompt and the growth a new request should find at once."""
         tokens = min(request.num_tokens + self.config.growth_tokens, request.max_kv_tokens)
-        cached = request.num_tokens - num_uncached(worker, request)
-        return max(1, -(-max(tokens, request.num_tokens) // worker.block_size) - cached // worker.block_size)
-
-    def _decode_cost(self, worker: WorkerView, request: PlacementRequest) -> float:
-        slots = 1 - (worker.slots_available - 1) / worker.max_num_seqs
-        blocks = 1 - (worker.blocks_available - self._new_blocks(worker, request)) / worker.num_blocks
-        cached = 1 - num_uncached(worker, request) / request.num_tokens
-        return max(slots, blocks) - self.config.prefix_weight * cached
-
-    def _pick(self, workers: list[WorkerView], cost: Callable[[WorkerView], float]) -> WorkerView:
-        costs = [cost(worker) for worker in workers]
-        least = min(costs)
-        limit = least + abs(least) * self.config.tie_tolerance
-        equal = [worker for worker, value in zip(workers, costs, strict=True) if value <= limit]
-        return min(equal, key=lambda worker: (worker.last_placed, worker.worker))
+        num_blocks = -(-max(tokens, request.num_tokens) // view.block_size)
+        if cached_blocks is None:
+            return np.full(view.fleet.num_workers, max(1.0, num_blocks))
+        most_cached = (request.num_tokens - 1) // view.block_size  # the last token is always computed
+        needed: Column = np.maximum(1.0, num_blocks - np.minimum(cached_blocks, most_cached))
+        return needed
 
     def _placement(
         self,
-        prefill: WorkerView | None,
-        decode: WorkerView,
-        estimate: PrefillEstimate,
+        view: ClusterView,
         request: PlacementRequest,
+        decision: Place,
+        needed: Column,
+        cached_blocks: Column | None,
     ) -> Placement:
+        prefill, decode = view.ids[decision.prefill], view.ids[decision.decode]
+        assert prefill is not None, decision
+        assert decode is not None, decision
+        cached = 0 if cached_blocks is None else int(cached_blocks[decision.prefill])
+        num_blocks = -(-request.num_tokens // view.block_size)
+        is_local = decision.prefill == decision.decode
         return Placement(
-            prefill=None if prefill is None else prefill.worker,
-            decode=decode.worker,
-            predicted_ttft_s=estimate.ttft_s,
-            prefill_tokens=num_uncached(prefill or decode, request),
-            decode_blocks=self._new_blocks(decode, request),
+            prefill=None if is_local else prefill,
+            decode=decode,
+            predicted_ttft_s=decision.ttft_s,
+            prefill_tokens=max(1, request.num_tokens - cached * view.block_size),
+            prefill_blocks=0 if is_local else max(1, num_blocks - cached),
+            decode_blocks=int(needed[decision.decode]),
         )
 
 
-def capacity_tokens(worker: WorkerView) -> int:
-    """Most tokens whose KV one request may have here."""
-    return min(worker.num_blocks * worker.block_size, worker.max_model_len - 1)
+def _bar(view: ClusterView, flags: Flags, workers: Iterable[WorkerId]) -> None:
+    """Take workers out of `flags`."""
+    for worker in workers:
+        if (row := view.rows.get(worker)) is not None:
+            flags[row] = False
 
 
-def num_uncached(worker: WorkerView, request: PlacementRequest) -> int:
-    """Tokens to compute here, by what is believed cached; the last one is always computed."""
-    return max(1, request.num_tokens - worker.cached_tokens(request.hashes))
+def _without(view: ClusterView, flags: Flags, workers: Iterable[WorkerId]) -> Flags:
+    """The others, if there are any."""
+    others = flags.copy()
+    _bar(view, others, workers)
+    return others if others.any() else flags

@@ -1,43 +1,164 @@
-"""What this router believes a worker has cached: an approximation that costs no message.
+"""Which worker has which prefix cached: what placement looks up to send a prompt where its KV is.
 
-1. Placing a request enters its block hashes for the workers it goes to; a finished request enters the
-   hashes of prompt and answer for its decode worker, where the next turn of the chat finds them.
-2. Beyond the worker's own number of blocks the least recently placed are forgotten, a chain's end first, as
-   the worker's cache does.
-3. A worker that restarts starts empty.
+1. Workers report the hashes of the blocks that enter and leave their caches (`KvEvents`): `store`, `remove`.
+   A worker that begins anew (`forget`) says all it has again.
+2. A request that is placed `expect`s its prompt's blocks on its workers, until they have had time to report
+   them: a burst with one prefix meets there.
+3. `lookup` gives, for the hashes of a prompt, how many leading blocks each worker has.
 
-A wrong belief costs time, never correctness: workers match their own caches and verify token ids.
+A hash names the whole prefix up to its block (`cluster.block_hash`), and a worker that has a block has all
+blocks before it. So holders only get fewer along a prompt, and where the set changes is found by bisection:
+a look-up costs a few steps per *distinct set of holders*, not per block or worker. A wrong belief costs time,
+never correctness: workers match their own caches and verify token ids.
+
+Rows are those of the router's `Fleet`; the holders of a hash are the bits of one integer.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from cluster.ids import BlockHash
+from router.fleet import Column
+
+MAX_LEVELS = 32  # different lengths told apart in one look-up; longer ones count as the last of them
+_FEW = 12  # rows up to which bits are taken one by one
 
 
 class PrefixIndex:
-    """Bounded set of block hashes in the order of their last use."""
+    """Owns what is known of all workers' caches."""
 
-    def __init__(self, max_blocks: int) -> None:
-        self._max_blocks = max_blocks
-        self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
+    def __init__(self) -> None:
+        self._holders: dict[BlockHash, int] = {}  # hash |-> rows as bits; none is 0
+        self._stored: dict[int, set[BlockHash]] = {}  # row |-> what its worker reported
+        self._expected: dict[
+            int, Counter[BlockHash]
+        ] = {}  # row |-> hash |-> requests that will have it there
+        self._bits: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        """Blocks known, each once, however many workers have it."""
+        return len(self._holders)
 
-    def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Length of the longest run from the start of `hashes` that is known; changes nothing."""
-        for index, block_hash in enumerate(hashes):
-            if block_hash not in self._hashes:
-                return index
-        return len(hashes)
+    def stored(self, row: int) -> frozenset[BlockHash]:
+        """Blocks this row's worker has reported."""
+        return frozenset(self._stored.get(row, ()))
 
-    def insert(self, hashes: Sequence[BlockHash]) -> None:
-        """Enter a chain, first block to last; of one longer than the bound, its head."""
-        for block_hash in reversed(hashes[: self._max_blocks]):
-            self._hashes[block_hash] = None
-            self._hashes.move_to_end(block_hash)
-        while len(self._hashes) > self._max_blocks:
-            self._hashes.popitem(last=False)
+    # ---- what workers say
+
+    def store(self, row: int, hashes: Iterable[BlockHash]) -> None:
+        """Blocks that are in this worker's cache now. Fine for known ones."""
+        stored = self._stored.setdefault(row, set())
+        for block_hash in hashes:
+            stored.add(block_hash)
+            self._add(row, block_hash)
+
+    def remove(self, row: int, hashes: Iterable[BlockHash]) -> None:
+        """Blocks that have left this worker's cache. Fine for unknown ones."""
+        stored = self._stored.get(row)
+        if stored is None:
+            return
+        expected = self._expected.get(row, ())
+        for block_hash in hashes:
+            if block_hash in stored:
+                stored.remove(block_hash)
+                if block_hash not in expected:
+                    self._drop(row, block_hash)
+
+    def forget(self, row: int) -> None:
+        """What this worker has reported is void."""
+        self.remove(row, list(self._stored.get(row, ())))
+        self._stored.pop(row, None)
+
+    # ---- what requests will leave
+
+    def expect(self, row: int, hashes: Sequence[BlockHash]) -> None:
+        """A request's blocks will soon be in this worker's cache."""
+        expected = self._expected.setdefault(row, Counter())
+        for block_hash in hashes:
+            expected[block_hash] += 1
+            self._add(row, block_hash)
+
+    def unexpect(self, row: int, hashes: Sequence[BlockHash]) -> None:
+        """Undo one `expect` of the same hashes. Fine after `leave`."""
+        expected = self._expected.get(row)
+        if expected is None:
+            return
+        stored = self._stored.get(row, ())
+        for block_hash in hashes:
+            expected[block_hash] -= 1
+            if not expected[block_hash]:
+                del expected[block_hash]
+                if block_hash not in stored:
+                    self._drop(row, block_hash)
+        if not expected:
+            del self._expected[row]
+
+    def leave(self, row: int) -> None:
+        """The worker is gone: nothing of this row remains."""
+        hashes = self._stored.pop(row, set()) | self._expected.pop(row, Counter()).keys()
+        for block_hash in hashes:
+            self._drop(row, block_hash)
+
+    # ---- look-ups
+
+    def lookup(self, hashes: Sequence[BlockHash], num_rows: int) -> Column | None:
+        """Leading blocks of a prompt by row; None if nobody has any."""
+        levels = self._levels(hashes)
+        if not levels:
+            return None
+        column = np.zeros(num_rows)
+        for num_blocks, rows in levels:
+            if rows.bit_count() <= _FEW:
+                while rows:
+                    lowest = rows & -rows
+                    column[lowest.bit_length() - 1] = num_blocks
+                    rows ^= lowest
+            else:
+                packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), dtype=np.uint8)
+                column[np.unpackbits(packed, count=num_rows, bitorder="little").view(np.bool_)] = num_blocks
+        return column
+
+    def _levels(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
+        """(leading blocks, rows that have exactly so many), fewest blocks first."""
+        holders, levels = self._holders, []
+        rows = holders.get(hashes[0], 0) if hashes else 0
+        last = len(hashes) - 1
+        at = 0  # all of `rows` have the blocks up to this one
+        while rows:
+            if holders.get(hashes[last], 0) & rows == rows:
+                levels.append((last + 1, rows))
+                break
+            if len(levels) == MAX_LEVELS:
+                levels.append((at + 1, rows))
+                break
+            low, high = at, last  # all have the one, not all the other
+            while high - low > 1:
+                middle = (low + high) // 2
+                if holders.get(hashes[middle], 0) & rows == rows:
+                    low = middle
+                else:
+                    high = middle
+            further = holders.get(hashes[high], 0) & rows
+            levels.append((low + 1, rows & ~further))
+            rows, at = further, high
+        return levels
+
+    # ---- parts
+
+    def _add(self, row: int, block_hash: BlockHash) -> None:
+        while row >= len(self._bits):
+            self._bits.append(1 << len(self._bits))
+        bit = self._bits[row]
+        known = self._holders.get(block_hash)
+        self._holders[block_hash] = bit if known is None else known | bit
+
+    def _drop(self, row: int, block_hash: BlockHash) -> None:
+        rest = self._holders[block_hash] & ~self._bits[row]
+        if rest:
+            self._holders[block_hash] = rest
+        else:
+            del self._holders[block_hash]

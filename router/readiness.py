@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from cluster.wire.messages import Role
 from router.delivery import Readiness
 from router.view import ClusterView
 
@@ -30,12 +31,12 @@ class ReadinessJudge:
     def judge(self, view: ClusterView) -> Readiness:
         if self.is_draining:
             return Readiness(ready=False, phase="draining")
-        needed = [view.decode]
+        needed = [Role.DECODE]
         if self._needs_prefill and not self.is_warm:
-            needed.append(view.prefill)
-        if not all(needed):
+            needed.append(Role.PREFILL)
+        if not all(map(view.has, needed)):
             return Readiness(ready=False, phase="waiting_for_workers")
-        if not all(any(worker.is_ready for worker in workers) for workers in needed):
+        if not all(map(view.has_ready, needed)):
             return Readiness(ready=False, phase="loading_model")
         if not self.is_warm:
             return Readiness(ready=False, phase="warming_up")

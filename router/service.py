@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,13 +22,14 @@ from cluster.config import RouterConfig
 from cluster.errors import InternalError, ModelError
 from cluster.metrics import new_metrics
 from cluster.preflight import DISTRIBUTION
+from cluster.slo_classes import Targets
 from cluster.tokenizer import Tokenizer
 from cluster.tokenizer_config import read_json
-from cluster.wire.messages import WorkerToRouter
+from cluster.wire.kv_events import WorkerSays
 from cluster.wire.stream import listen
 from router.app import create_app
 from router.conductor import Conductor
-from router.config import ConductorConfig
+from router.config import ConductorConfig, PolicyConfig
 from router.driver import ConductorDriver
 from router.model_info import ModelInfo, read_sampling_defaults
 from router.readiness import ReadinessJudge
@@ -53,6 +55,12 @@ async def run(
             max_attempts=config.max_attempts,
             lease_ttl_s=config.lease_ttl_s,
             recovery_wait_s=config.recovery_wait_s,
+            policy=PolicyConfig(always_remote=config.placement == "remote"),
+            slo=Targets(
+                config.slo_ttft_s,
+                config.slo_tpot_s,
+                math.inf if config.slo_gap_s is None else config.slo_gap_s,
+            ),
         )
     )
     driver = ConductorDriver(
@@ -63,7 +71,7 @@ async def run(
         block_size=config.block_size,
         heartbeat_interval_s=config.heartbeat_interval_s,
     )
-    listener = await listen(config.control_address, config.token, WorkerToRouter, driver.links.on_stream)
+    listener = await listen(config.control_address, config.token, WorkerSays, driver.links.on_stream)
     logger.info("workers dial %s", listener.address)
     ending = asyncio.Event()  # of the HTTP server: asked to stop, or broken
     listening = asyncio.Event()

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from cluster.errors import ProtocolError, WireError
 from cluster.ids import Epoch, RouterId, WorkerId
-from cluster.wire.messages import Heartbeat, Refused, Register, RouterToWorker, Welcome, WorkerToRouter
+from cluster.wire.kv_events import RouterSays, WorkerSays
+from cluster.wire.messages import Heartbeat, Refused, Register, Welcome
 from cluster.wire.stream import Stream
 from router.conductor_io import Event, FromWorker, WorkerGone, WorkerJoined
 from router.registration import refusal
@@ -36,7 +37,7 @@ FENCE_S = 60.0  # how long a hung process may take to end or go on before its st
 
 @dataclass(slots=True)
 class _Link:
-    stream: Stream[WorkerToRouter]
+    stream: Stream[WorkerSays]
     register: Register
     last_sign_at: float
     watch: asyncio.TimerHandle | None = None
@@ -71,7 +72,7 @@ class WorkerLinks:
         """Seconds since the last sign of life of a worker that is here."""
         return asyncio.get_running_loop().time() - self._links[worker].last_sign_at
 
-    def post(self, worker: WorkerId, message: RouterToWorker) -> None:
+    def post(self, worker: WorkerId, message: RouterSays) -> None:
         """Send without waiting; dropped if the worker is gone, whose `WorkerGone` is then on its way.
 
         Raises:
@@ -81,7 +82,7 @@ class WorkerLinks:
         if link is not None:
             link.stream.post(message)
 
-    async def on_stream(self, stream: Stream[WorkerToRouter]) -> None:
+    async def on_stream(self, stream: Stream[WorkerSays]) -> None:
         """Serve one stream to its end; the listener closes it then."""
         register = await self._first_message(stream)
         if register is None:
@@ -121,7 +122,7 @@ class WorkerLinks:
             link.stream.abort()
             self._let_out(link, "the router stops")
 
-    async def _first_message(self, stream: Stream[WorkerToRouter]) -> Register | None:
+    async def _first_message(self, stream: Stream[WorkerSays]) -> Register | None:
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 first = await anext(stream, None)
@@ -132,7 +133,7 @@ class WorkerLinks:
             raise ProtocolError(f"the first message must be Register, not {type(first).__name__}")
         return first
 
-    def _take_in(self, stream: Stream[WorkerToRouter], register: Register) -> _Link:
+    def _take_in(self, stream: Stream[WorkerSays], register: Register) -> _Link:
         link = _Link(stream, register, asyncio.get_running_loop().time())
         old = self._links.get(register.worker)
         self._links[register.worker] = link
@@ -178,7 +179,7 @@ class WorkerLinks:
             link.is_fenced = True
             link.watch = asyncio.get_running_loop().call_later(FENCE_S, link.stream.abort)
 
-    def _drop(self, link: _Link, message: WorkerToRouter) -> bool:
+    def _drop(self, link: _Link, message: WorkerSays) -> bool:
         """A message of a process that was given up: the conductor counts it. False: it goes on, or its next
         stream is here."""
         register = link.register

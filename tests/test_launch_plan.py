@@ -85,17 +85,20 @@ def test_any_shape_gives_unique_names_and_addresses_that_parse(
         assert all(spec.num_cpus > 0 for spec in specs if not spec.is_router)
 
 
-def test_without_prefill_workers_decode_takes_larger_chunks() -> None:
+def test_chunks_have_a_bound_and_requests_targets_on_every_worker() -> None:
+    config = ClusterConfig(local_chunk=16, prefill_chunk=32, slo_ttft_ms=500, slo_tpot_ms=25, slo_gap_ms=80)
+    router, prefill, decode = (spec.config for spec in plan_roles(config, SITE))
+    assert isinstance(prefill, WorkerConfig)
+    assert isinstance(decode, WorkerConfig)
+    assert (prefill.max_chunk_tokens, decode.max_chunk_tokens) == (32, 16)
+    for one in (router, prefill, decode):
+        assert (one.slo_ttft_s, one.slo_tpot_s, one.slo_gap_s) == (0.5, 0.025, 0.08)
+
+
+def test_a_worker_without_prefill_workers_has_all_threads() -> None:
     (_, decode) = plan_roles(ClusterConfig(prefill=0), SITE)
     assert isinstance(decode.config, WorkerConfig)
-    assert (decode.config.role, decode.config.max_chunk_tokens, decode.config.num_threads) == (
-        Role.DECODE,
-        256,
-        2,
-    )
-    (_, decode) = plan_roles(ClusterConfig(prefill=0, local_chunk=16), SITE)
-    assert isinstance(decode.config, WorkerConfig)
-    assert decode.config.max_chunk_tokens == 16
+    assert (decode.config.role, decode.config.num_threads) == (Role.DECODE, 2)
 
 
 def test_every_worker_keeps_kv_as_asked() -> None:

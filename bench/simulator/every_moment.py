@@ -74,7 +74,7 @@ def small(in_place: bool) -> Scenario:
         max_prompt_tokens=16,
         max_new_tokens=6,
         prefill=PrefillConfig(block_bytes=BLOCK_BYTES, max_step_tokens=8, max_piece_bytes=BLOCK_BYTES),
-        decode=DecodeConfig(block_bytes=BLOCK_BYTES, max_num_seqs=4, chunk_tokens=8, mixed_chunk_tokens=4),
+        decode=DecodeConfig(block_bytes=BLOCK_BYTES, max_num_seqs=4, max_chunk_tokens=4),
         conductor=ConductorConfig(
             lease_ttl_s=2.0,
             reserve_timeout_s=1.0,

@@ -151,6 +151,19 @@ def left_on_router(router: RouterProcess) -> str | None:
     )
 
 
+def check_index(router: RouterProcess, worker: WorkerProcess) -> None:
+    """What a router believes cached is what the worker has, once nothing changes any more.
+
+    Raises:
+        Violation: index.
+    """
+    view = router.conductor.workers.view()
+    row = view.rows.get(worker.worker)
+    if row is not None and view.prefix.stored(row) != set(worker.blocks.cached_hashes()):
+        believed, cached = len(view.prefix.stored(row)), len(worker.blocks.cached_hashes())
+        raise Violation("index", f"{router}: {believed} blocks believed on {worker}, which has {cached}")
+
+
 def check_empty(worker: WorkerProcess) -> None:
     """Of a quiet worker: without its cache, every block is free.
 

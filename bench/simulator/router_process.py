@@ -17,7 +17,7 @@ from bench.simulator.site import Site
 from bench.simulator.violation import Violation
 from cluster.ids import Epoch, RequestId, RouterId, WorkerId
 from cluster.request import RequestSpec
-from cluster.wire.messages import Heartbeat, Refused, Register, Welcome
+from cluster.wire.messages import Heartbeat, Refused, Register, Role, Welcome
 from router.conductor import Conductor
 from router.conductor_io import (
     Deliver,
@@ -79,7 +79,7 @@ class RouterProcess(Process):
     def takes_requests(self) -> bool:
         """As the gateway: once a decode worker was ready. From then on requests wait, or are told."""
         if self.is_alive and not self._is_warm:
-            self._is_warm = any(worker.is_ready for worker in self.conductor.workers.view().decode)
+            self._is_warm = self.conductor.workers.view().has_ready(Role.DECODE)
         return self.is_alive and self._is_warm
 
     def submit(self, client: Client, spec: RequestSpec) -> None:

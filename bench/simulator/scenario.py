@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from cluster.engine.prefill_order import PrefillOrder
+from cluster.slo_classes import Targets
 from decode_worker.core import DecodeConfig
 from prefill_worker.core import PrefillConfig
 from router.config import ConductorConfig, PolicyConfig
@@ -81,14 +81,14 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
             max_piece_bytes=BLOCK_BYTES * rng.choice([1, 2, 3]),
             max_pieces_in_flight=rng.choice([1, 2, 4]),
             peer_timeout_s=peer_timeout_s,
-            order=PrefillOrder(aging_bound_s=rng.choice([0.1, 1.0, 10.0])),
+            targets=_targets(rng),
         ),
         decode=DecodeConfig(
             block_bytes=BLOCK_BYTES,
             max_num_seqs=max_num_seqs,
             growth_blocks=0 if is_long else rng.choice([0, 1, 1, 2]),
-            chunk_tokens=rng.choice([8, 16, 32]),
-            mixed_chunk_tokens=rng.choice([4, 8]),
+            max_chunk_tokens=rng.choice([4, 8, 16]),
+            targets=_targets(rng),
         ),
         conductor=_conductor(rng, live_times),
         delay_s=rng.choice([0.0001, 0.0005, 0.003, 0.02]),
@@ -98,10 +98,16 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
     )
 
 
+def _targets(rng: random.Random) -> Targets:
+    """From what is met all along to what nobody can meet."""
+    return Targets(ttft_s=rng.choice([0.02, 0.2, 2.0]), tpot_s=rng.choice([0.003, 0.01, 0.1]))
+
+
 def _conductor(rng: random.Random, live_times: bool) -> ConductorConfig:
-    policy = PolicyConfig(growth_tokens=rng.choice([2, 8]), local_min_gain_s=rng.choice([0.001, 0.02]))
+    policy = PolicyConfig(growth_tokens=rng.choice([2, 8]))
+    slo = _targets(rng)  # of tight ones workers are rarely in time: placement then mixes all it can do
     if live_times:
-        return ConductorConfig(policy=policy)
+        return ConductorConfig(policy=policy, slo=slo)
     return ConductorConfig(
         lease_ttl_s=rng.choice([0.5, 2.0]),
         reserve_timeout_s=1.0,
@@ -113,4 +119,5 @@ def _conductor(rng: random.Random, live_times: bool) -> ConductorConfig:
         queue_timeout_s=20.0,
         recovery_wait_s=rng.choice([1.5, 5.0]),
         policy=policy,
+        slo=slo,
     )

@@ -31,6 +31,7 @@ CHECK_S = 0.2  # between two checks of one worker's books
 LONGEST_S = 2000.0  # a run that is not over by then hangs
 QUIET_S = 180.0
 _QUIET_STEP_S = 1.0
+_REPORTED_S = 3.0  # within this time every worker has dialled its routers and told them what it has cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,10 @@ class Simulation:
             if queue.now >= end:
                 raise Violation("quiet", left)
             queue.run(queue.now + _QUIET_STEP_S)
+        queue.run(queue.now + _REPORTED_S)
         for worker in self.site.workers.values():
+            for router in self.site.routers:
+                inspection.check_index(router, worker)
             inspection.check_empty(worker)
 
     def _left(self) -> str | None:

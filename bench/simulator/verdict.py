@@ -2,7 +2,7 @@
 
 1. Without any fault injected, a request ends with its tokens, or too large, or past its own deadline.
 2. With faults: its attempts are used up; or nothing could serve it just then; or it waited for a place as
-   long as it may.
+   long as it may, or would have had to.
 3. Never because workers that run the same protocol broke it: wrong pieces, tokens out of order.
 4. A wanted lease does not expire unless somebody who renews or hears of it was held up (I3).
 """
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 from bench.simulator.site import Site
 from bench.simulator.violation import Violation
-from cluster.errors import BatonError, ContextLengthExceeded, DeadlineExceeded
+from cluster.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, Overloaded
+from cluster.wire.messages import Role
 from router.conductor_io import Lifecycle
+from router.outcome import BACKLOG, QUEUE_TOO_SLOW
 
 if TYPE_CHECKING:
     from bench.simulator.clients import Client
@@ -65,7 +67,9 @@ def judge(site: Site, client: Client, error: BatonError) -> Outcome:
     elif site.num_faults:
         if client.num_retries + 1 >= limits.max_attempts:
             return Outcome.EXHAUSTED
-        if not any(worker.is_ready for worker in router.conductor.workers.view().decode):
+        if isinstance(error, Overloaded) and any(why in error.message for why in (BACKLOG, QUEUE_TOO_SLOW)):
+            return Outcome.NO_ROOM
+        if not router.conductor.workers.view().has_ready(Role.DECODE):
             return Outcome.NOTHING_SERVES
         wait_s = limits.recovery_wait_s
         if not client.num_retries:  # a short wait says that nobody was there when it began

@@ -16,9 +16,11 @@ from bench.simulator.process import Process
 from bench.simulator.scenario import BLOCK_BYTES
 from bench.simulator.site import Site
 from bench.simulator.violation import Violation
+from cluster.cache_reports import CacheReports
 from cluster.engine.batch import StepPlan
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.kv.block_manager import BlockManager
+from cluster.wire.kv_events import KvResync
 from cluster.wire.messages import (
     Drain,
     Heartbeat,
@@ -64,6 +66,8 @@ class _Link:
             assert isinstance(message, Welcome), message
             self.router = message.router
             self._worker.welcomed(self, message.heartbeat_interval_s)
+        elif isinstance(message, KvResync):
+            self._worker.resync(self.router)
         else:
             self._worker.dispatch(FromRouter(self.router, message))
 
@@ -87,6 +91,7 @@ class WorkerProcess(Process):
         self.slowness = 1.0  # of its steps
         self.fails_next_step = False
         self._links: dict[RouterId, _Link] = {}
+        self._reports = CacheReports(self.blocks)
         self._last_state = WorkerState.READY
         self._is_leaving = False
         self._num_events = 0
@@ -125,6 +130,7 @@ class WorkerProcess(Process):
         self.dispatch(Tick())
 
     def _after_event(self) -> None:
+        self._report()
         state = self.core.state()
         if state is not self._last_state:
             self._last_state = state
@@ -181,7 +187,12 @@ class WorkerProcess(Process):
     def welcomed(self, link: _Link, interval_s: float) -> None:
         assert link.router is not None
         self._links[link.router] = link
+        self._reports.joined(link.router)
         self._beat_on(link, interval_s)
+
+    def resync(self, router: RouterId) -> None:
+        self._reports.resync(router)
+        self._report(force=True)
 
     def refused(self, message: Refused) -> None:
         """Its successor is here: the process ends with an error."""
@@ -191,6 +202,7 @@ class WorkerProcess(Process):
     def lost_router(self, link: _Link) -> None:
         if link.router is not None and self._links.get(link.router) is link:
             del self._links[link.router]
+            self._reports.lost(link.router)
             self.dispatch(RouterLost(link.router))
         if self.is_alive:
             self.later(_BACKOFF_S[0], self._dial, link.slot, 0)
@@ -219,8 +231,13 @@ class WorkerProcess(Process):
 
     def _beat_on(self, link: _Link, interval_s: float) -> None:
         if link.endpoint.is_open:
+            self._report(force=True)
             self._beat(link)
             self.later(interval_s, self._beat_on, link, interval_s)
+
+    def _report(self, *, force: bool = False) -> None:
+        for router, report in self._reports.due(self.now(), force=force):
+            self._links[router].endpoint.post(report)
 
     def _beat(self, link: _Link) -> None:
         link.endpoint.post(Heartbeat(state=self.core.state(), load=self.core.load()))

@@ -16,6 +16,7 @@ Lists handed to a `Row` are the sequence's own, not copies: they do not change w
 from __future__ import annotations
 
 from cluster.engine.batch import Row, SampleSpec
+from cluster.engine.pace import Pace, unpromised
 from cluster.errors import InvalidRequest
 from cluster.ids import Attempt, BlockId, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
@@ -34,7 +35,8 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 class Sequence:
     """Mutable; its scheduler is the only writer. `num_computed` tokens have their KV in `block_ids`.
 
-    `order` is the sequence's age on this worker (lower is older); `accepted_s` when it arrived here.
+    `order` is the sequence's age on this worker (lower is older); `accepted_s` when it arrived here; `pace`
+    what it is promised.
 
     Raises:
         InvalidRequest: no tokens, ids out of range, or a prompt length that does not fit the tokens.
@@ -51,6 +53,7 @@ class Sequence:
         "num_prompt_tokens",
         "order",
         "output_ids",
+        "pace",
         "request",
         "router",
         "sample",
@@ -70,6 +73,7 @@ class Sequence:
         cache_salt: str,
         order: int,
         now: float,
+        pace: Pace | None = None,
     ) -> None:
         if not 0 < num_prompt_tokens <= len(token_ids):
             raise InvalidRequest(f"a prompt of {num_prompt_tokens} tokens out of {len(token_ids)} given")
@@ -86,6 +90,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.order = order
         self.accepted_s = now
+        self.pace = pace or unpromised(now)
         self.started_s: float | None = None  # set by the scheduler when the first chunk is planned
         self.block_ids: list[BlockId] = []
         self.num_computed = 0
@@ -109,6 +114,11 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens this attempt generated, here or (token 0) on the prefill worker."""
         return len(self.token_ids) - self.num_initial
+
+    @property
+    def most_left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.sampling.max_tokens - len(self.output_ids)
 
     @property
     def max_tokens_with_kv(self) -> int:

@@ -3,6 +3,7 @@
 1. `open_engine` finds or converts the model and builds the backend (seconds, off the event loop).
 2. The role makes its pool of `layout` and registers with `fingerprint`.
 3. `make_runner` maps the weights and warms up; it runs on the engine thread.
+4. `calibrate` measures a handful of steps there, before anybody waits for one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigError
 from cluster.kv.layout import KVLayout
+from cluster.live_step_model import ASSUMED
+from cluster.step_calibration import LONG_TOKENS, MANY_ROWS, Calibration, Pool, fit_calibration, measure
+from cluster.step_model import StepModel
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.core_board import CoreBoard
 from kernels.ops import Backend
@@ -69,6 +73,38 @@ class WorkerEngine:
             return _AtTheBoard(runner, self.board)
 
         return make
+
+    def calibrate(self, pool: torch.Tensor) -> Callable[[Runner], StepModel]:
+        """A function for the engine thread: how long steps take. The pool is afterwards as it was."""
+        size = self.layout.block_size
+        num_blocks = min(pool.shape[0], -(-LONG_TOKENS // size) + MANY_ROWS)
+
+        def run(runner: Runner) -> StepModel:
+            started_s = time.perf_counter()
+            before = pool[:num_blocks].clone()
+            try:
+                found = fit_calibration(measure(runner, Pool(num_blocks, size, self.max_model_len)))
+            except Exception as error:  # a worker that can serve does not end for want of a measurement
+                logger.exception("a step of the calibration failed")
+                found = Calibration(ASSUMED, 0, f"a step failed ({type(error).__name__}: {error})")
+            finally:
+                pool[:num_blocks].copy_(before)
+            if found.problem is not None:
+                logger.warning(
+                    "the calibration of step times failed: %s; assuming %s until steps have run",
+                    found.problem,
+                    found.model,
+                )
+            else:
+                logger.info(
+                    "calibrated with %d kinds of steps in %.2f s: %s",
+                    found.num_shapes,
+                    time.perf_counter() - started_s,
+                    found.model,
+                )
+            return found.model
+
+        return run
 
 
 class _AtTheBoard:

@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.ids import BlockId
+from cluster.ids import BlockHash, BlockId
 from cluster.kv.allocator import BlockAllocator, BlockError
-from cluster.kv.prefix import PrefixIndex
+from cluster.kv.prefix import CacheChanges, PrefixIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,14 @@ class BlockManager:
     def reset_cache(self) -> None:
         """Forget every published prefix; cached blocks become free, used ones stay with their holders."""
         self._free_idle(self._prefix.clear())
+
+    def cached_hashes(self) -> list[BlockHash]:
+        """Of all published blocks, used or not."""
+        return self._prefix.hashes()
+
+    def take_cache_changes(self) -> CacheChanges | None:
+        """What was published and what was evicted since the last call; None: too much to tell one by one."""
+        return self._prefix.take_changes()
 
     def check_integrity(self) -> None:
         """Check the whole books; O(num_blocks), for tests and for idle moments.

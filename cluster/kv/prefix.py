@@ -11,7 +11,8 @@ Life of a cached block:
    its tail before its head. Should a head go earlier all the same (it was parked earlier, or the chain
    hangs on another sequence's copy of it), the whole subtree leaves the index: it cannot be reached.
 
-So a node's parent is always in the index. All operations cost O(1) per block they touch.
+So a node's parent is always in the index. All operations cost O(1) per block they touch. What enters and
+leaves is kept until `take_changes`: routers are told of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ from dataclasses import dataclass, field
 from cluster import block_hash
 from cluster.ids import BlockHash, BlockId
 from cluster.kv.allocator import BlockError
+
+MAX_CHANGES = 1 << 16  # kept for `take_changes`; beyond, whoever asks has to look at all there is
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanges:
+    """What has entered and left a prefix index, each hash once, by its latest change."""
+
+    stored: list[BlockHash]
+    removed: list[BlockHash]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +59,7 @@ class PrefixIndex:
         self._by_hash: dict[BlockHash, _Node] = {}
         self._by_block: dict[BlockId, _Node] = {}
         self._parked: OrderedDict[BlockId, None] = OrderedDict()  # least recently parked first
+        self._changes: dict[BlockHash, bool] | None = {}  # hash |-> whether it is here; None: too many
 
     @property
     def num_parked(self) -> int:
@@ -96,6 +108,7 @@ class PrefixIndex:
             if node is None:
                 node = _Node(block_ids[index], hash_, packed, salt, parent)
                 self._by_hash[hash_] = self._by_block[node.block_id] = node
+                self._note(hash_, is_here=True)
                 if parent is not None:
                     parent.children[node.block_id] = node
             elif not self._is(node, packed, salt, parent):
@@ -134,6 +147,7 @@ class PrefixIndex:
         for node in reversed(subtree):
             del self._by_hash[node.hash]
             del self._by_block[node.block_id]
+            self._note(node.hash, is_here=False)
             if node.block_id in self._parked:
                 del self._parked[node.block_id]
                 freed.append(node.block_id)
@@ -142,10 +156,24 @@ class PrefixIndex:
     def clear(self) -> list[BlockId]:
         """Empty the index; returns the blocks that were parked."""
         freed = list(self._parked)
+        for hash_ in self._by_hash:
+            self._note(hash_, is_here=False)
         self._by_hash.clear()
         self._by_block.clear()
         self._parked.clear()
         return freed
+
+    def hashes(self) -> list[BlockHash]:
+        """Of all published blocks, parents before their children."""
+        return list(self._by_hash)
+
+    def take_changes(self) -> CacheChanges | None:
+        """Since the last call. None: there were too many to keep; `hashes` says what is here."""
+        changes, self._changes = self._changes, {}
+        if changes is None:
+            return None
+        stored = [hash_ for hash_, is_here in changes.items() if is_here]
+        return CacheChanges(stored, [hash_ for hash_, is_here in changes.items() if not is_here])
 
     def check_integrity(self) -> None:
         """Both maps hold the same nodes, parents and children agree, parked blocks are published.
@@ -167,6 +195,12 @@ class PrefixIndex:
                 raise BlockError(f"block {block_id} has a child that is not its own")
         if not self._parked.keys() <= self._by_block.keys():
             raise BlockError("a parked block is not published")
+
+    def _note(self, hash_: BlockHash, *, is_here: bool) -> None:
+        if self._changes is not None:
+            self._changes[hash_] = is_here
+            if len(self._changes) > MAX_CHANGES:
+                self._changes = None
 
     def _chain(
         self, token_ids: Sequence[int], start: int, salt: str, parent: _Node | None

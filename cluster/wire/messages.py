@@ -22,8 +22,9 @@ import msgspec
 
 from cluster.ids import Attempt, BlockId, Epoch, LeaseId, PieceIndex, RequestId, RouterId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
+from cluster.step_model import StepModel
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Role(Enum):
@@ -50,6 +51,13 @@ class NackReason(Enum):
     DRAINING = "draining"
 
 
+class PriorityClass(Enum):
+    """What a request gives way to: batch work takes the time that interactive work leaves."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True):
     """Base of all messages: the tag is the class name."""
 
@@ -67,8 +75,17 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dtype: str  # "bfloat16" | "float32" | "int8"
 
 
+class SloTargets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request is promised, from the moment at which this is sent."""
+
+    ttft_deadline_in_s: float  # until its next token is due, the first of this attempt; below 0: it is late
+    tpot_s: float  # mean over the answer
+    gap_s: float | None = None  # between any two tokens; None: no limit
+    priority_class: PriorityClass = PriorityClass.INTERACTIVE
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Gauges of one worker, taken at one moment."""
+    """Gauges of one worker, taken at one moment. Seconds of work are those of its step model."""
 
     running: int = 0  # sequences in the batch
     waiting: int = 0  # sequences accepted but not yet in a step, or waiting for KV
@@ -84,6 +101,19 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     decode_step_s: float = 0.0  # smoothed; 0 = not yet measured
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
+    step_model: StepModel | None = None  # how long its steps take; None: it has not run any yet
+    step_error: float = 0.0  # median of |actual / predicted - 1| over the latest steps
+    step_error_p90: float = 0.0  # 90 % quantile of actual / predicted - 1: what a safe prediction adds
+    on_time_prefill_s: float = 0.0  # queued prompts expected in time
+    late_prefill_s: float = 0.0  # queued prompts that are late, demoted or of the batch class
+    queued_load_s: float = (
+        0.0  # what the prompts expected in time will add to each step here once they decode
+    )
+    decode_rows: int = 0  # sequences that decode: one token in each step
+    decode_context: int = 0  # keys that those rows read in a step
+    coming_rows: int = 0  # granted to decode here, their KV not complete
+    coming_context: int = 0  # prompt tokens of those
+    row_life_s: float = 0.0  # mean time that a sequence decodes here; 0 = not yet measured
 
 
 # ---- worker and router: membership ---------------------------------------------------------------
@@ -152,6 +182,7 @@ class Reserve(_Message, frozen=True, kw_only=True):
     cache_salt: str
     lease_ttl_s: float
     local: bool
+    slo: SloTargets | None = None  # None: the worker's defaults, from now
 
 
 class Prefill(_Message, frozen=True, kw_only=True):
@@ -168,6 +199,7 @@ class Prefill(_Message, frozen=True, kw_only=True):
     kv_address: str
     lease: LeaseId
     skip_tokens: int  # whole blocks that D already holds
+    slo: SloTargets | None = None  # None: the worker's defaults, from now
 
 
 class RenewLeases(_Message, frozen=True, kw_only=True):
@@ -351,6 +383,7 @@ class KvCommit(_Message, frozen=True, kw_only=True):
     lease: LeaseId
     output: TokenOutput
     num_tokens: int  # tokens whose KV the prompt's blocks hold
+    token_age_s: float = 0.0  # since the token was sampled: the client's stream has begun
 
 
 class KvCommitted(_Message, frozen=True, kw_only=True):

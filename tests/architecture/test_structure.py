@@ -23,7 +23,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "starlette": ("router/",),
     "uvicorn": ("router/server.py",),
     "pydantic": ("router/",),
-    "prometheus_client": ("cluster/metrics.py",),
+    "prometheus_client": ("cluster/metrics",),
     "gguf": ("cluster/engine/gguf_",),
     "safetensors": ("cluster/engine/weights", "bench/peers/hf_model.py"),
     "typer": ("cluster/cli", "bench/load/cli", "bench/simulator/cli"),

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from cluster.engine.batch import Row, StepOutput, StepPlan
 from cluster.engine_thread import EngineThread
 from cluster.ids import Attempt, RequestId
+from cluster.step_model import StepModel
 from cluster.step_watchdog import FACTOR, StepWatchdog
 from cluster.worker_io import StepDone, StepFailed
+
+MODEL = StepModel(1e-3, 2e-3, 3e-5, 4e-8, 5e-9)
 
 
 def plan(*lengths: int, start: int = 0) -> StepPlan:
@@ -66,6 +69,30 @@ async def test_a_failed_step_is_an_outcome_and_the_next_one_runs() -> None:
     assert failed.message == "ValueError: out of memory"
     assert isinstance(await engine.run(plan(1)), StepDone)
     await engine.thread.close(5.0)
+
+
+async def test_the_runner_is_calibrated_before_anybody_hears_of_it() -> None:
+    loop = asyncio.get_running_loop()
+    seen: list[object] = []
+
+    def calibrate(runner: object) -> StepModel:
+        seen.append(runner)
+        return MODEL
+
+    runner = Runner()
+    thread = EngineThread(
+        lambda: runner,
+        calibrate=calibrate,
+        on_outcome=lambda outcome: None,
+        on_stuck=loop.create_future().set_result,
+        step_timeout_s=60.0,
+    )
+    assert await thread.loaded() == MODEL
+    assert seen == [runner]
+    await thread.close(5.0)
+    silent = Engine(Runner())
+    assert await silent.thread.loaded() is None
+    await silent.thread.close(5.0)
 
 
 async def test_a_step_that_hangs_is_found_by_what_steps_take_here() -> None:

@@ -1,21 +1,14 @@
 """The worker's elastic schedule: who is on time, how long a step may be, and that nobody starves."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.slo_schedule import (
-    DecodeBatch,
-    SloScheduler,
-    SloSettings,
-    Targets,
-    classify,
-    prefill_s,
-    step_budget_s,
-)
+from cluster.slo_classes import DecodeBatch, Targets, classify, prefill_s, shortest_first
+from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
 from cluster.step_model import StepModel, StepWork, chunk_attention
 
 MODEL = StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9)
@@ -31,6 +24,13 @@ class Waiting:
     decode_s: float = 0.02
     load_s: float = 1e-4
     new_kv_tokens: int = 0
+    is_batch: bool = False
+
+
+def beside(rows: int, context: int, slack_s: float = math.inf, **given: int) -> DecodeBatch:
+    """`rows` that decode, the tightest due in `slack_s`."""
+    budget_s = step_budget_s(TARGETS, slack_s, SETTINGS) if rows else None
+    return DecodeBatch(rows, context if rows else 0, budget_s, **given)
 
 
 def waiting(num_tokens: int, deadline_s: float = 0.5, **given: float) -> Waiting:
@@ -64,7 +64,7 @@ lengths = st.lists(st.integers(1, 20_000), min_size=1, max_size=30)
 
 @given(lengths, st.integers(0, 400), st.integers(0, 200_000))
 def test_chunks_fit_the_budget(prompts: list[int], rows: int, context: int) -> None:
-    decode = DecodeBatch(rows, context if rows else 0, TARGETS.tpot_s if rows else math.inf)
+    decode = beside(rows, context, TARGETS.tpot_s)
     scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
     for num_tokens in prompts:
         scheduler.add(waiting(num_tokens))
@@ -75,7 +75,8 @@ def test_chunks_fit_the_budget(prompts: list[int], rows: int, context: int) -> N
         sum(chunk_attention(prompt.num_computed, count) for prompt, count in plan.chunks),
     )
     if plan.chunks:
-        assert MODEL.step_s(work) <= step_budget_s(TARGETS, decode.slack_s, SETTINGS) * (1 + 1e-9)
+        budget_s = decode.budget_s or step_budget_s(TARGETS, math.inf, SETTINGS)
+        assert MODEL.step_s(work) <= budget_s * (1 + 1e-9)
     assert all(1 <= count <= prompt.num_tokens for prompt, count in plan.chunks)
     assert len({id(prompt) for prompt, _ in plan.chunks}) == len(plan.chunks)
 
@@ -92,7 +93,7 @@ def test_prompts_begin_only_with_room_for_all_their_kv(prompts: list[int], room:
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=8))
 def test_nobody_is_demoted_while_the_work_fits(prompts: list[int]) -> None:
     """4,000 tokens take 0.1 s: all of them are in time for half a second, whatever their order."""
-    decode = DecodeBatch(20, 20_000, TARGETS.tpot_s)
+    decode = beside(20, 20_000, TARGETS.tpot_s)
     classes = classify([waiting(n) for n in prompts], 0.0, MODEL, decode, TARGETS.tpot_s, 0.03)
     assert not classes.demoted
     assert [prompt.num_tokens for prompt in classes.on_time] == prompts
@@ -117,7 +118,7 @@ def test_expected_decode_counts_as_cost() -> None:
 def test_nobody_starves_under_endless_new_work(prompts: list[int], rows: int) -> None:
     """A late prompt is computed within (its work and that of older late ones) / aged_share, while small new
     ones that are in time keep the worker busy."""
-    decode = DecodeBatch(rows, rows * 500, TARGETS.tpot_s if rows else math.inf)
+    decode = beside(rows, rows * 500, TARGETS.tpot_s)
     scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
     late = [waiting(num_tokens, -1.0) for num_tokens in prompts[:5]]
     for prompt in late:
@@ -149,11 +150,11 @@ def test_a_late_prompt_without_kv_in_the_end_keeps_others_from_beginning() -> No
         now = step * 0.025
         small = waiting(100, now + 0.5, new_kv_tokens=101)
         scheduler.add(small)
-        began.append(bool(scheduler.plan(now, DecodeBatch(10, 10_000, 0.025), 1_000).chunks))
+        began.append(bool(scheduler.plan(now, beside(10, 10_000, 0.025), 1_000).chunks))
         scheduler.remove(small)
     assert began[0]
     assert not began[-1]
-    assert scheduler.plan(40.0, DecodeBatch(10, 10_000, 0.025), 6_000).chunks[0][0] is large
+    assert scheduler.plan(40.0, beside(10, 10_000, 0.025), 6_000).chunks[0][0] is large
 
 
 def test_late_prompts_run_oldest_first() -> None:
@@ -167,10 +168,10 @@ def test_late_prompts_run_oldest_first() -> None:
 
 def test_yielding_rows_are_in_steps_with_room_and_get_their_share_otherwise() -> None:
     scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
-    idle = DecodeBatch(10, 10_000, TARGETS.tpot_s, num_yielding=4, yielding_context=4_000)
-    assert scheduler.plan(0.0, idle, 10**9).runs_yielding
-    full = DecodeBatch(10, 600_000, TARGETS.tpot_s, num_yielding=40, yielding_context=40_000)
-    plans = [scheduler.plan(0.025 * step, full, 10**9).runs_yielding for step in range(1, 400)]
+    idle = beside(10, 10_000, TARGETS.tpot_s, num_yielding=4, yielding_context=4_000)
+    assert scheduler.plan(0.0, idle, 10**9).num_yielding == 4
+    full = beside(10, 600_000, TARGETS.tpot_s, num_yielding=40, yielding_context=40_000)
+    plans = [scheduler.plan(0.025 * step, full, 10**9).num_yielding > 0 for step in range(1, 400)]
     assert 0 < sum(plans) < len(plans) / 4
 
 
@@ -194,12 +195,192 @@ def test_gap_limit_caps_every_step() -> None:
     assert step_budget_s(targets, math.inf, SETTINGS) == pytest.approx(0.03 * 0.985)
 
 
+# ---- batch work, pauses, short prompts -----------------------------------------------------------
+
+LIVE = SloSettings(
+    aged_share=0.05, max_pause_s=0.5, short_slack=0.5, yielding_load=math.inf, splits_yielding=True
+)
+
+
+def work_of(decode: DecodeBatch, chunks: list[tuple[Waiting, int]]) -> StepWork:
+    return StepWork(
+        decode.num_rows + sum(count for _, count in chunks),
+        decode.context,
+        sum(chunk_attention(prompt.num_computed, count) for prompt, count in chunks),
+    )
+
+
+def test_batch_prompts_take_what_the_others_leave_and_nothing_more() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    batch = waiting(50_000, 0.1, is_batch=True)
+    scheduler.add(batch)
+    [(first, all_of_it)] = scheduler.plan(0.0, DecodeBatch(), 10**9).chunks
+    assert first is batch
+    scheduler.add(waiting(200))
+    (first, count), (second, rest) = scheduler.plan(0.001, DecodeBatch(), 10**9).chunks
+    assert (first.num_tokens, count, second) == (200, 200, batch)
+    assert all_of_it - 400 < rest < all_of_it
+    scheduler.add(waiting(20_000, 1.0))
+    assert [prompt.num_tokens for prompt, _ in scheduler.plan(0.002, DecodeBatch(), 10**9).chunks] == [
+        200,
+        30_000,
+    ]
+    assert scheduler.late_s == pytest.approx(prefill_s(MODEL, 50_000, 0))
+
+
+def test_batch_prompts_are_never_late_nor_demoted() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    scheduler.add(waiting(100, 0.1, is_batch=True))
+    scheduler.plan(5.0, DecodeBatch(), 10**9)
+    assert (scheduler.num_late, scheduler.num_demoted, scheduler.newly_late) == (0, 0, [])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8_000), st.booleans()), min_size=1, max_size=6),
+    st.integers(0, 150),
+    st.integers(0, 6),
+)
+@settings(max_examples=15)
+def test_nobody_starves_live_whatever_class_while_others_keep_the_worker_full(
+    prompts: list[tuple[int, bool]], rows: int, num_yielding: int
+) -> None:
+    decode = beside(
+        rows, rows * 500, TARGETS.tpot_s, num_yielding=num_yielding, yielding_context=500 * num_yielding
+    )
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS, LIVE)
+    left = {id(one): one for n, is_batch in prompts for one in [waiting(n, -1.0, is_batch=is_batch)]}
+    for prompt in left.values():
+        scheduler.add(prompt)
+    total_s = sum(prefill_s(MODEL, n, 0) for n, _ in prompts)
+    quarter_s = TARGETS.tpot_s * LIVE.safety / 4
+    bound_s = (total_s / quarter_s + len(prompts) + 1) * (LIVE.max_pause_s + 2 * TARGETS.tpot_s)
+    now, yielded_at = 0.0, 0.0
+    while left:
+        assert now <= bound_s
+        if len(scheduler) - len(left) < 5:
+            scheduler.add(waiting(3_000, now + TARGETS.ttft_s))
+        plan = scheduler.plan(now, replace(decode, paused_s=now - yielded_at), 10**9)
+        if plan.num_yielding == num_yielding:
+            yielded_at = now
+        now += max(MODEL.step_s(work_of(decode, plan.chunks)), 1e-3)
+        assert not num_yielding or now - yielded_at <= LIVE.max_pause_s + 4 * TARGETS.tpot_s
+        for prompt, count in plan.chunks:
+            prompt.num_computed += count
+            if prompt.num_computed == prompt.num_tokens:
+                scheduler.remove(prompt)
+                left.pop(id(prompt), None)
+
+
+def test_a_step_that_would_be_empty_takes_a_chunk_whatever_the_budget() -> None:
+    """Targets that this machine can never meet stop nobody."""
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, Targets(0.5, 0.001, gap_s=0.002))
+    scheduler.add(waiting(4_000))
+    assert run(scheduler, DecodeBatch(), 10.0)
+
+
+def test_rows_that_yield_run_when_nothing_else_does() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    long = DecodeBatch(num_yielding=50, yielding_context=2_000_000)  # longer than any budget
+    assert scheduler.plan(0.0, long, 10**9).num_yielding == 50
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_of_many_rows_that_yield_as_many_run_as_the_others_leave_room_for(
+    rows: int, num_yielding: int
+) -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS, LIVE)
+    decode = beside(
+        rows, rows * 3_000, TARGETS.tpot_s, num_yielding=num_yielding, yielding_context=num_yielding * 3_000
+    )
+    running = scheduler.plan(0.0, decode, 0).num_yielding
+    budget_s = decode.budget_s or 0.0
+
+    def step_s(more: int) -> float:
+        return MODEL.step_s(StepWork(rows + more, (rows + more) * 3_000))
+
+    assert running == num_yielding or step_s(running + 1) > budget_s * (1 - 1e-9)
+    assert running == 0 or step_s(running) <= budget_s * (1 + 1e-9)
+
+
+@given(lengths, st.integers(1, 600))
+def test_no_step_has_more_prompt_tokens_than_it_may(prompts: list[int], most: int) -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS, SloSettings(max_chunk_tokens=most))
+    for index, num_tokens in enumerate(prompts):
+        scheduler.add(waiting(num_tokens, 0.5 if index % 3 else -1.0))
+    plan = scheduler.plan(0.0, DecodeBatch(), 10**9)
+    assert 0 < sum(count for _, count in plan.chunks) <= most
+
+
+def test_a_short_prompt_goes_first_where_a_long_one_can_wait_and_not_where_it_cannot() -> None:
+    def first(deadline_s: float) -> int:
+        scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS, LIVE)
+        scheduler.add(waiting(8_000, deadline_s))  # takes 0.2 s
+        scheduler.add(waiting(300, 0.5))
+        return scheduler.plan(0.0, DecodeBatch(), 10**9).chunks[0][0].num_tokens
+
+    assert first(0.4) == 300
+    assert first(0.205) == 8_000
+
+
+def test_a_step_that_completes_a_prompt_ends_when_it_is_due() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    urgent = waiting(500, 0.02)
+    for prompt in (urgent, waiting(20_000, 5.0)):
+        scheduler.add(prompt)
+    plan = scheduler.plan(0.0, DecodeBatch(), 10**9)
+    assert plan.chunks[0] == (urgent, 500)
+    assert 0.018 < MODEL.step_s(work_of(DecodeBatch(), plan.chunks)) <= 0.02
+
+
+def test_a_late_prompt_that_was_paid_for_goes_on_in_what_is_left() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS, LIVE)
+    scheduler.add(waiting(50_000, -1.0))
+    counts = [scheduler.plan(10.0 * step, DecodeBatch(), 10**9).chunks[0][1] for step in range(1, 4)]
+    assert len(set(counts)) == 1
+
+
+@given(lengths, st.floats(0, 1))
+def test_whoever_goes_first_makes_nobody_late(prompts: list[int], share: float) -> None:
+    queue = [waiting(n, 0.05 + 0.03 * index) for index, n in enumerate(prompts)]
+    classes = classify(queue, 0.0, MODEL, DecodeBatch(), TARGETS.tpot_s, 0.03)
+    order = shortest_first(classes, share)
+    assert sorted(map(id, order)) == sorted(map(id, classes.on_time))
+    own_s = dict(zip(map(id, classes.on_time), classes.own_s, strict=True))
+    slack_s = dict(zip(map(id, classes.on_time), classes.slack_s, strict=True))
+    rank = {id(prompt): index for index, prompt in enumerate(classes.on_time)}
+    ahead_s: dict[int, float] = dict.fromkeys(rank, 0.0)
+    for index, prompt in enumerate(order):
+        for other in order[index + 1 :]:
+            if rank[id(other)] < rank[id(prompt)]:
+                ahead_s[id(other)] += own_s[id(prompt)]
+    assert all(delay_s <= slack_s[one] + 1e-9 for one, delay_s in ahead_s.items() if delay_s)
+
+
+def test_a_prompt_that_begins_takes_its_kv_and_goes_on_from_what_is_cached() -> None:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
+    prompt = waiting(1_000, new_kv_tokens=1_001)
+    scheduler.add(prompt)
+
+    def begin(one: Waiting) -> None:
+        one.num_computed, one.new_kv_tokens = 900, 0
+
+    assert scheduler.plan(0.0, DecodeBatch(), 1_000, begin=begin).chunks == []
+    assert scheduler.plan(0.0, DecodeBatch(), 1_001, begin=begin).chunks == [(prompt, 100)]
+
+
+def test_a_lead_is_not_spent_at_once() -> None:
+    assert step_budget_s(TARGETS, 10.0, SETTINGS) > 2.0
+    live = replace(SETTINGS, longest=2.0)
+    assert step_budget_s(TARGETS, 10.0, live) == pytest.approx(2 * 0.025 * 0.985)
+    assert step_budget_s(TARGETS, math.inf, live) == step_budget_s(TARGETS, math.inf, SETTINGS)
+
+
 def test_equal_inputs_give_equal_plans() -> None:
     def plans() -> list[list[int]]:
         scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
         for index in range(40):
             scheduler.add(waiting(200 + 97 * index % 1500, 0.1 + 0.01 * index))
-        decode = DecodeBatch(60, 60_000, TARGETS.tpot_s)
+        decode = beside(60, 60_000, TARGETS.tpot_s)
         return [[count for _, count in scheduler.plan(step / 50, decode, 10**9).chunks] for step in range(30)]
 
     assert plans() == plans()

@@ -10,6 +10,7 @@ from cluster.engine.batch import StepPlan
 from cluster.ids import Attempt, PieceIndex, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
+from cluster.step_model import StepModel
 from cluster.wire.messages import (
     Abort,
     AttemptFailed,
@@ -26,10 +27,12 @@ from cluster.wire.messages import (
     KvPiece,
     Nack,
     NackReason,
+    PriorityClass,
+    SloTargets,
     Tokens,
     WorkerState,
 )
-from cluster.worker_io import EdgeUp, FromPeer, FromRouter, RouterLost, StepFailed, Tick, ToRouter
+from cluster.worker_io import Calibrated, EdgeUp, FromPeer, FromRouter, RouterLost, StepFailed, Tick, ToRouter
 from decode_worker.core import DecodeConfig, DecodeCore
 from tests.support.worker_messages import A1, R1, ROUTER, P, plan_of, reserve, step_done, to_peer, to_router
 
@@ -223,3 +226,64 @@ def test_drain_gives_up_after_the_grace_time_even_if_a_writer_stays_silent() -> 
     assert to_router(actions, Drained)
     assert blocks.counts().used == 4
     assert one.next_deadline() is None
+
+
+# ---- targets and the step model ------------------------------------------------------------------
+
+LAPTOP = StepModel(2e-3, 8e-3, 1e-3, 1e-6, 1e-8)
+
+
+def test_the_targets_of_a_stream_size_the_chunks_beside_it() -> None:
+    def chunk_beside(tpot_s: float) -> int:
+        one, _ = core(num_blocks=256)
+        assert one.handle(Calibrated(LAPTOP), 0.0) == []
+        slo = SloTargets(ttft_deadline_in_s=1.0, tpot_s=tpot_s)
+        plan = local(one, slo=slo)
+        assert plan is not None
+        one.handle(reserve(list(range(600)), request="r2", local=True), 0.0)
+        actions = one.handle(step_done(plan), 0.0)
+        plan = plan_of(actions)
+        assert plan is not None
+        assert [row.request for row in plan.rows] == ["r1", "r2"]
+        return len(plan.rows[1].token_ids)
+
+    assert chunk_beside(0.03) < 40 < 150 < chunk_beside(0.2)
+
+
+def test_token_0_of_a_remote_prompt_came_when_it_was_sampled() -> None:
+    one, _ = core()
+    grant = to_router(
+        one.handle(reserve([1, 2, 3, 4], slo=SloTargets(ttft_deadline_in_s=2.0, tpot_s=0.1)), 0.0), Grant
+    )[0]
+    one.handle(EdgeUp(P, in_place=True), 1.0)
+    one.handle(FromPeer(P, KvOpen(request=R1, attempt=A1, lease=grant.lease)), 1.0)
+    piece = KvPiece(request=R1, attempt=A1, piece=PieceIndex(0), first_block=0, num_blocks=1, num_bytes=10)
+    one.handle(FromPeer(P, piece), 2.5)
+    commit = KvCommit(
+        request=R1, attempt=A1, lease=grant.lease, output=TokenOutput(1), num_tokens=4, token_age_s=0.75
+    )
+    one.handle(FromPeer(P, commit), 2.5)
+    [sequence] = one._scheduler.sequences()
+    assert sequence.pace.origin_s == 1.75
+    assert not sequence.pace.yields  # it was in time, whatever the transfer took
+
+
+def test_the_load_says_what_placement_needs_to_know() -> None:
+    one, _ = core(num_blocks=256)
+    assert one.load().step_model is None
+    one.handle(Calibrated(LAPTOP), 0.0)
+    plan = local(one)
+    assert plan is not None
+    one.handle(reserve([9] * 7, request="r2"), 0.0)
+    batch = SloTargets(ttft_deadline_in_s=9.0, tpot_s=1.0, priority_class=PriorityClass.BATCH)
+    one.handle(reserve([8] * 500, request="r3", local=True, slo=batch), 0.0)
+    one.handle(reserve([7] * 100, request="r4", local=True), 0.0)
+    one.handle(step_done(plan), 0.0)
+    load = one.load()
+    assert load.step_model == LAPTOP
+    assert (load.decode_rows, load.decode_context) == (1, 4)
+    assert (load.coming_rows, load.coming_context) == (1, 7)
+    assert load.on_time_prefill_s == pytest.approx(0.1, rel=0.05)
+    assert load.late_prefill_s == pytest.approx(0.5, rel=0.05)
+    assert load.queued_load_s == pytest.approx(1e-3 + 1e-6 * 100)
+    assert load.row_life_s == 0.0

@@ -35,7 +35,7 @@ def test_b055_chunk_and_block_boundaries_with_a_shared_prefix(in_place: bool, ch
     pair = SimulatedPair(
         in_place=in_place,
         prefill_config=PrefillConfig(BLOCK_BYTES, max_step_tokens=chunk, max_piece_bytes=BLOCK_BYTES),
-        decode_config=DecodeConfig(BLOCK_BYTES, chunk_tokens=chunk, mixed_chunk_tokens=chunk),
+        decode_config=DecodeConfig(BLOCK_BYTES, max_chunk_tokens=chunk),
     )
     for length in (1, 3, 4, 5, 8, 11, 12, 13):
         pair.router.submit([9] * length, long_output(5))
@@ -115,7 +115,7 @@ def test_b050_b094_b095_a_pool_that_cannot_grow_what_it_admits(in_place: bool) -
         pair = SimulatedPair(
             in_place=in_place,
             decode_blocks=12,
-            decode_config=DecodeConfig(BLOCK_BYTES, growth_blocks=0, chunk_tokens=8, mixed_chunk_tokens=3),
+            decode_config=DecodeConfig(BLOCK_BYTES, growth_blocks=0, max_chunk_tokens=3),
         )
         for index in range(8):
             pair.router.submit([index] * rng.randrange(1, 6), long_output(30, seed), local=index % 3 == 0)

@@ -3,85 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine.sequence import Sequence, num_blocks_for
-from cluster.ids import Attempt, RequestId, RouterId
-from cluster.kv.block_manager import BlockManager
-from cluster.sampling import FinishReason, SamplingParams
-from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Generated
-from tests.support.scripted_model import EOS, Oracle, ScriptedRunner, TagPool
-
-
-class Bench:
-    """A scheduler with a scripted runner; every request's KV and tokens are checked against its oracle."""
-
-    def __init__(self, num_blocks: int, block_size: int = 4, **config: Any) -> None:
-        self.blocks = BlockManager(num_blocks, block_size, "m")
-        self.scheduler = DecodeScheduler(DecodeSchedulerConfig(**config), self.blocks)
-        self.oracles: dict[RequestId, Oracle] = {}
-        self.runner = ScriptedRunner(TagPool(num_blocks, block_size), self.oracles)
-        self.tokens: dict[str, list[int]] = {}
-        self.order = 0
-
-    def add(
-        self, prompt: list[int], max_tokens: int, *, growth: int = 1, ready: bool = True
-    ) -> Sequence | None:
-        """`ready`: its KV came from elsewhere, token 0 with it."""
-        self.order += 1
-        params = SamplingParams(
-            max_tokens=max_tokens, seed=self.order, eos_token_ids=(EOS,), min_tokens=max_tokens
-        )
-        request = RequestId(f"q{self.order}")
-        oracle = Oracle(tuple(prompt), params)
-        sequence = Sequence(
-            RouterId("r"), request, Attempt(1), prompt, len(prompt), params, "", self.order, 0.0
-        )
-        size = self.blocks.block_size
-        if not sequence.reserve(
-            self.blocks, num_blocks_for(len(prompt), size) + growth, leave_last=not ready
-        ):
-            return None
-        self.oracles[request] = oracle
-        self.tokens[request] = []
-        if ready:
-            for position in range(len(prompt)):
-                self.runner.pool.write(sequence.block_ids, position, oracle.tags[position])
-            sequence.num_computed = len(prompt)
-            sequence.publish(self.blocks)
-            sequence.append(oracle.outputs[0].token_id)
-            self.tokens[request].append(oracle.outputs[0].token_id)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self) -> list[Generated] | None:
-        plan = self.scheduler.plan(0.0)
-        if plan is None:
-            return None
-        self.runner.begin(plan)
-        new = self.scheduler.account(self.runner.finish(plan))
-        for one in new:
-            assert one.token_index == len(self.tokens[one.sequence.request]), "a token twice, or one left out"
-            self.tokens[one.sequence.request].append(one.output.token_id)
-        self.blocks.check_integrity()
-        return new
-
-    def run(self) -> None:
-        for _ in range(3000):
-            if self.step() is None:
-                break
-        assert self.scheduler.num_sequences == 0, "locked up"
-        for request, oracle in self.oracles.items():
-            assert self.tokens[request] == [output.token_id for output in oracle.outputs]
-        assert self.blocks.counts().used == 0
+from cluster.engine.sequence import num_blocks_for
+from cluster.sampling import FinishReason
+from tests.support.decode_bench import DecodeBench
 
 
 def test_every_running_sequence_gets_one_token_a_step_oldest_first() -> None:
-    bench = Bench(32)
+    bench = DecodeBench(32)
     for length in (5, 3, 9):
         bench.add([length] * length, 6)
     for _ in range(3):
@@ -92,7 +25,7 @@ def test_every_running_sequence_gets_one_token_a_step_oldest_first() -> None:
 
 
 def test_finish_reasons_end_a_sequence_and_leave_its_blocks_as_cache() -> None:
-    bench = Bench(8)
+    bench = DecodeBench(8)
     sequence = bench.add([1, 2, 3], 6)
     assert sequence is not None
     reasons = []
@@ -105,7 +38,7 @@ def test_finish_reasons_end_a_sequence_and_leave_its_blocks_as_cache() -> None:
 
 @pytest.mark.parametrize("num_tokens", [3, 4, 5, 7, 8, 9])
 def test_b117_blocks_used_are_those_of_the_tokens_after_each_step(num_tokens: int) -> None:
-    bench = Bench(16)
+    bench = DecodeBench(16)
     sequence = bench.add(list(range(num_tokens)), 12, growth=0)
     assert sequence is not None
     while (new := bench.step()) is not None:
@@ -114,27 +47,19 @@ def test_b117_blocks_used_are_those_of_the_tokens_after_each_step(num_tokens: in
             assert bench.blocks.counts().used == len(sequence.block_ids)
 
 
-def test_prompts_ride_in_small_chunks_beside_decode_rows_and_large_ones_alone() -> None:
-    bench = Bench(64, chunk_tokens=32, mixed_chunk_tokens=3)
+def test_chunks_have_a_bound_whatever_the_time() -> None:
+    bench = DecodeBench(64, max_chunk_tokens=3)
     bench.add([1, 2], 4)
     bench.add(list(range(20)), 2, ready=False)
-    plan = bench.scheduler.plan(0.0)
-    assert plan is not None
-    assert [len(row.token_ids) for row in plan.rows] == [1, 3]
-    new = bench.scheduler.account(bench.runner.finish(plan))
-    bench.tokens["q1"] += [one.output.token_id for one in new]
-    while any(s.request == "q1" for s in bench.scheduler.sequences()):
-        bench.step()
-    plan = bench.scheduler.plan(0.0)
-    assert plan is not None
-    [row] = plan.rows
-    assert len(row.token_ids) == 20 - row.start
-    bench.scheduler.account(bench.runner.finish(plan))
-    assert bench.scheduler.num_sequences == 1
+    bench.add(list(range(9)), 2, ready=False)
+    while (plan := bench.scheduler.plan(0.0)) is not None:
+        assert sum(len(row.token_ids) for row in plan.rows[bench.scheduler._num_decode_rows :]) <= 3
+        bench.scheduler.account(bench.runner.finish(plan), 0.0)
+    assert bench.scheduler.num_sequences == 0
 
 
 def test_b050_eight_long_streams_in_a_pool_for_one() -> None:
-    bench = Bench(10, chunk_tokens=16, mixed_chunk_tokens=4)
+    bench = DecodeBench(10, max_chunk_tokens=4)
     for start in range(8):
         bench.add([start, start + 1, 3], 30, growth=0)
     preempted: Counter[str] = Counter()
@@ -151,7 +76,7 @@ def test_b050_eight_long_streams_in_a_pool_for_one() -> None:
 
 
 def test_b095_out_of_blocks_for_the_first_step_after_the_transfer() -> None:
-    bench = Bench(4)
+    bench = DecodeBench(4)
     bench.add([1] * 4, 8, growth=0)
     bench.add([2] * 4, 6, growth=0)
     held = bench.blocks.allocate(2)
@@ -163,7 +88,7 @@ def test_b095_out_of_blocks_for_the_first_step_after_the_transfer() -> None:
 
 
 def test_the_oldest_waits_for_blocks_that_leases_hold_and_keeps_its_own() -> None:
-    bench = Bench(3)
+    bench = DecodeBench(3)
     bench.add([1] * 4, 6, growth=0)
     held = bench.blocks.allocate(2)
     assert held is not None
@@ -174,7 +99,7 @@ def test_the_oldest_waits_for_blocks_that_leases_hold_and_keeps_its_own() -> Non
 
 
 def test_the_youngest_is_preempted_and_the_oldest_of_the_preempted_comes_back_first() -> None:
-    bench = Bench(9)
+    bench = DecodeBench(9)
     for value in (1, 2, 3):
         bench.add([value] * 8, 9, growth=0)
     # Each needs a third block, and later a fourth: 3 x 4 do not fit 9.
@@ -190,7 +115,7 @@ def test_the_youngest_is_preempted_and_the_oldest_of_the_preempted_comes_back_fi
 
 
 def test_cancel_frees_at_once_or_after_the_step() -> None:
-    bench = Bench(16)
+    bench = DecodeBench(16)
     first, second = bench.add([1] * 5, 9), bench.add([2] * 5, 9)
     assert first is not None
     assert second is not None
@@ -201,12 +126,12 @@ def test_cancel_frees_at_once_or_after_the_step() -> None:
     bench.scheduler.cancel(second)
     assert bench.scheduler.num_sequences == 0
     assert bench.blocks.counts().used == 3  # the step writes there
-    assert bench.scheduler.account(bench.runner.finish(plan)) == []
+    assert bench.scheduler.account(bench.runner.finish(plan), 0.0) == []
     assert bench.blocks.counts().used == 0
 
 
 def test_a_failed_step_drops_its_sequences_and_publishes_nothing_of_it() -> None:
-    bench = Bench(16)
+    bench = DecodeBench(16)
     first, second = bench.add([1] * 7, 9), bench.add([2] * 7, 9)
     assert first is not None
     assert second is not None
@@ -227,7 +152,7 @@ def test_a_failed_step_drops_its_sequences_and_publishes_nothing_of_it() -> None
 def test_nothing_locks_up_and_all_tokens_are_exact(
     requests: list[tuple[int, int, bool]], num_blocks: int, mixed: int
 ) -> None:
-    bench = Bench(num_blocks, chunk_tokens=8, mixed_chunk_tokens=mixed)
+    bench = DecodeBench(num_blocks, max_chunk_tokens=mixed)
     for length, max_tokens, ready in requests:
         bench.add([length] * length, max_tokens, growth=0, ready=ready)
     bench.run()

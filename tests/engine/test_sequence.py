@@ -1,12 +1,9 @@
-"""A sequence's books: reservation, rows, outputs, publication; and the order prompts share a step in."""
+"""A sequence's books: reservation, rows, outputs, publication."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cluster.engine.prefill_order import PrefillOrder
 from cluster.engine.sequence import Sequence
 from cluster.errors import InvalidRequest
 from cluster.ids import Attempt, RequestId, RouterId
@@ -109,46 +106,3 @@ class TestSequence:
         one.publish(blocks)
         one.release(blocks)
         assert len(blocks.match(list(range(12)), "")) == 1
-
-
-class TestPrefillOrder:
-    ORDER = PrefillOrder(tokens_per_s=100.0, aging_bound_s=5.0, short_share=0.25)
-
-    def compose(self, waiting: list[Sequence], budget: int) -> list[tuple[int, int]]:
-        return [(s.order, n) for s, n in self.ORDER.compose(waiting, budget, lambda _: True)]
-
-    def test_short_overtakes_long(self) -> None:
-        long, short = sequence([1] * 300, order=1), sequence([1] * 20, order=2, now=1.0)
-        assert self.compose([long, short], 100) == [(2, 20), (1, 80)]
-
-    def test_b062_short_passes_while_an_aged_long_one_fills_steps(self) -> None:
-        long, short = sequence([1] * 900, order=1), sequence([1] * 20, order=2, now=20.0)
-        assert self.compose([long, short], 100) == [(1, 80), (2, 20)]
-
-    def test_b062_a_long_prompt_is_not_overtaken_after_its_deadline(self) -> None:
-        long = sequence([1] * 900, order=1)
-        tiny = [sequence([1] * 20, order=2 + n, now=5.0 + n) for n in range(50)]
-        head = self.compose([*tiny, long], 100)[0]
-        assert head == (1, 75)
-
-    @given(
-        st.lists(st.tuples(st.integers(1, 400), st.floats(0, 20)), min_size=1, max_size=12),
-        st.integers(1, 300),
-        st.sets(st.integers(0, 11)),
-    )
-    def test_composition_is_sound(
-        self, prompts: list[tuple[int, float]], budget: int, refused: set[int]
-    ) -> None:
-        waiting = [sequence([1] * n, order=i, now=t) for i, (n, t) in enumerate(prompts)]
-        step = self.ORDER.compose(waiting, budget, lambda s: s.order not in refused)
-        allowed = [s for s in waiting if s.order not in refused]
-        assert all(0 < n <= s.num_remaining for s, n in step)
-        assert len({s.order for s, _ in step}) == len(step)
-        assert not {s.order for s, _ in step} & refused
-        # Nothing is left of the budget while somebody could use it.
-        total = sum(n for _, n in step)
-        assert total == min(budget, sum(s.num_remaining for s in allowed))
-        if step:
-            head = min(allowed, key=lambda s: (self.ORDER.deadline(s), s.order))
-            assert step[0][0] is head
-            assert step[0][1] >= min(head.num_remaining, budget - budget // 4)

@@ -7,6 +7,8 @@ import pytest
 from cluster.ids import Attempt, BlockId, Epoch, RouterId, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import FinishReason, SamplingParams
+from cluster.slo_classes import Targets
+from cluster.step_model import StepModel
 from cluster.wire.messages import (
     Abort,
     AttemptFailed,
@@ -22,10 +24,13 @@ from cluster.wire.messages import (
     KvOpen,
     KvOpened,
     KvRefused,
+    PriorityClass,
+    SloTargets,
     WorkerState,
 )
 from cluster.worker_io import (
     Action,
+    Calibrated,
     EdgeDown,
     EdgeUp,
     FromPeer,
@@ -413,3 +418,30 @@ def test_drain_gives_up_after_the_grace_time() -> None:
     assert not to_router(actions, Drained)  # the step still runs
     done = [a for a in actions if isinstance(a, RunStep)]
     assert not done
+
+
+def test_what_a_request_was_promised_decides_who_is_next() -> None:
+    one, _ = core(num_blocks=64)
+    plan = plan_of(one.handle(prefill(list(range(8))), 0.0))
+    assert plan is not None
+    one.handle(prefill([20 + i for i in range(12)], request="r2"), 0.0)
+    soon = SloTargets(ttft_deadline_in_s=0.5, tpot_s=0.1)
+    one.handle(prefill([40 + i for i in range(12)], request="r3", slo=soon), 0.0)
+    batch = SloTargets(ttft_deadline_in_s=0.4, tpot_s=0.1, priority_class=PriorityClass.BATCH)
+    one.handle(prefill([60], request="r4", slo=batch), 0.0)
+    order: list[str] = []
+    while (plan := plan_of(one.handle(step_done(plan), 0.0))) is not None:
+        order += [row.request for row in plan.rows if row.request not in order]
+    assert order == ["r3", "r2", "r4"]
+
+
+def test_a_calibration_is_what_the_router_hears_and_what_sizes_steps() -> None:
+    blocks = BlockManager(64, 4, "m")
+    one = PrefillCore(PrefillConfig(block_bytes=10, targets=Targets(2.0, 0.05)), blocks)
+    slow = StepModel(1e-3, 1e-3, 5e-3, 0.0, 0.0)
+    assert one.load().step_model is None
+    assert one.handle(Calibrated(slow), 0.0) == []
+    assert one.load().step_model == slow
+    plan = plan_of(one.handle(prefill(list(range(200))), 0.0))
+    assert plan is not None
+    assert plan.num_tokens == 19  # a tenth of a second, a twentieth of the time to the first token

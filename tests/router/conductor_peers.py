@@ -17,6 +17,7 @@ from cluster.block_hash import pack_tokens
 from cluster.ids import Attempt, Epoch, LeaseId, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestSpec
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput, finish_reason
+from cluster.wire.kv_events import RouterSays, WorkerSays
 from cluster.wire.messages import (
     Abort,
     AttemptFailed,
@@ -33,12 +34,10 @@ from cluster.wire.messages import (
     RenewLeases,
     Reserve,
     Role,
-    RouterToWorker,
     TokenRow,
     Tokens,
     WorkerLoad,
     WorkerState,
-    WorkerToRouter,
 )
 from router.conductor import Conductor
 from router.conductor_io import (
@@ -135,12 +134,12 @@ class ScriptedPrefill:
         self.register = register
         self.waiting: dict[Key, Prefill] = {}
         self.committing: dict[Key, Prefill] = {}
-        self.out: deque[WorkerToRouter] = deque()
+        self.out: deque[WorkerSays] = deque()
         self.to_decode: deque[tuple[WorkerId, Epoch, Commit]] = deque()
         self.num_prefills = 0
         self.steps = 0
 
-    def receive(self, message: RouterToWorker, now: float) -> None:
+    def receive(self, message: RouterSays, now: float) -> None:
         match message:
             case Prefill():
                 self.waiting[message.request, message.attempt] = message
@@ -199,7 +198,7 @@ class ScriptedDecode:
     def __init__(self, register: Register) -> None:
         self.register = register
         self.leases: dict[Key, _Lease] = {}
-        self.out: deque[WorkerToRouter] = deque()
+        self.out: deque[WorkerSays] = deque()
         self.refused: deque[Commit] = deque()
         self.done: deque[Commit] = deque()
         self.num_expired = 0
@@ -208,7 +207,7 @@ class ScriptedDecode:
         self.answers = True  # False: RESERVE stays unanswered
         self._next_lease = 0
 
-    def receive(self, message: RouterToWorker, now: float) -> None:
+    def receive(self, message: RouterSays, now: float) -> None:
         match message:
             case Reserve():
                 if self.answers:
@@ -349,7 +348,7 @@ class World:
         self.now = 0.0
         self.conductor = Conductor(config or ConductorConfig())
         self.workers: dict[WorkerId, Worker] = {}
-        self.inbox: dict[WorkerId, deque[RouterToWorker]] = {}
+        self.inbox: dict[WorkerId, deque[RouterSays]] = {}
         self.clients: dict[RequestId, Client] = {}
         self.sent: list[Send] = []
         self.lifecycle: list[Lifecycle] = []

@@ -8,15 +8,14 @@ from collections import deque
 from typing import Any
 
 from cluster.ids import WorkerId
+from cluster.wire.kv_events import RouterSays, WorkerSays
 from cluster.wire.messages import (
     Heartbeat,
     Refused,
     Register,
     Role,
-    RouterToWorker,
     Welcome,
     WorkerState,
-    WorkerToRouter,
 )
 from cluster.wire.stream import Stream, connect
 from tests.router.conductor_peers import Commit, ScriptedDecode, ScriptedPrefill
@@ -65,14 +64,14 @@ class LiveWorker:
         self.refused: str | None = None
         self.welcomed = asyncio.Event()
         self.gone = asyncio.Event()
-        self.received: deque[RouterToWorker] = deque(maxlen=100)
+        self.received: deque[RouterSays] = deque(maxlen=100)
         self._tasks: list[asyncio.Task[None]] = []
-        self._stream: Stream[RouterToWorker] | None = None
+        self._stream: Stream[RouterSays] | None = None
         self._interval_s = 0.0
 
     async def start(self) -> None:
         self.host.started.append(self)
-        self._stream = await connect(self.host.address, TOKEN, RouterToWorker)
+        self._stream = await connect(self.host.address, TOKEN, RouterSays)
         self._stream.post(self.peer.register)
         self.host.workers[self.peer.register.worker] = self
         self._tasks.append(asyncio.create_task(self._read()))
@@ -84,7 +83,7 @@ class LiveWorker:
         for wait in waits:
             wait.cancel()
 
-    def post(self, message: WorkerToRouter) -> None:
+    def post(self, message: WorkerSays) -> None:
         assert self._stream is not None
         self._stream.post(message)
 

@@ -225,15 +225,14 @@ def test_b082_hung_engine_is_left_and_comes_back() -> None:
         world.heartbeat("p0")
         world.heartbeat("d0")
     assert world.now == pytest.approx(15.0)
-    view = world.conductor.workers.view()
-    assert not view.prefill[0].is_ready
+    assert not world.conductor.workers.view().is_ready(WorkerId("p0"))
     while not client.has_ended:
         world.work(WorkerId("d0"))
     world.assert_served(client)
     assert any(isinstance(send.message, Abort) and send.worker == "p0" for send in world.sent)
     world.work(WorkerId("p0"))  # it was only slow: the abort reaches it, and it steps again
     world.heartbeat("p0")
-    assert world.conductor.workers.view().prefill[0].is_ready
+    assert world.conductor.workers.view().is_ready(WorkerId("p0"))
     world.assert_quiet()
     assert decode.num_expired == 0
 
@@ -249,7 +248,7 @@ def test_a_busy_engine_that_steps_is_not_stuck() -> None:
         world.feed(
             FromWorker(prefill.register.worker, Epoch(1), Heartbeat(state=WorkerState.READY, load=busy))
         )
-        assert world.conductor.workers.view().prefill[0].is_ready
+        assert world.conductor.workers.view().is_ready(WorkerId("p0"))
 
 
 def test_prefill_that_never_comes_ends() -> None:
@@ -336,15 +335,17 @@ def test_b099_counters_are_zero_and_load_spreads_after_disorder() -> None:
         if rng.random() < 0.2:
             world.heartbeat(rng.choice(list(world.workers)))
             world.advance(0.01)
-        for worker in world.conductor.workers.view().prefill + world.conductor.workers.view().decode:
-            assert 0 <= worker.num_in_flight <= world.conductor.num_live
-            assert worker.backlog_tokens >= 0
+        in_flight = world.conductor.workers.in_flight()
+        assert all(len(requests) <= world.conductor.num_live for requests in in_flight.values())
+        assert (world.conductor.workers.view().fleet.work_s >= 0).all()
     world.run()
     world.assert_quiet()
     for worker in list(world.workers):
         world.heartbeat(worker)
-    for view in world.conductor.workers.view().prefill + world.conductor.workers.view().decode:
-        assert (view.num_in_flight, view.backlog_tokens) == (0, 0)
+    fleet = world.conductor.workers.view().fleet
+    assert world.conductor.workers.in_flight() == {}
+    for column in (fleet.work_s, fleet.rows, fleet.coming_rows, fleet.kv_used):
+        assert not column.any()
     world.sent.clear()
     for i in range(100):
         world.submit(make_spec(f"next{i}", num_prompt=8, max_tokens=4))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from cluster.ids import Attempt, Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent
 from cluster.sampling import TokenOutput
-from cluster.wire.messages import Role, TokenRow, Tokens, WorkerState, WorkerToRouter
+from cluster.wire.kv_events import WorkerSays
+from cluster.wire.messages import Role, TokenRow, Tokens, WorkerState
 from router.conductor_io import FromWorker, Tick
 from router.config import ConductorConfig
 from tests.router.conductor_peers import (
@@ -42,7 +43,7 @@ class Chaos:
         )
         self.world = World(config)
         self.dead: list[tuple[str, Role, int]] = []
-        self.old: list[tuple[WorkerId, Epoch, WorkerToRouter]] = []  # what may come again
+        self.old: list[tuple[WorkerId, Epoch, WorkerSays]] = []  # what may come again
         self.num_submitted = 0
         for i in range(num_prefill):
             self.start(f"p{i}", Role.PREFILL, 1)

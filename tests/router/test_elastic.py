@@ -1,15 +1,14 @@
 """Elastic placement: joint choice of P and D over columns, planner, expected lengths. Pure."""
 
-import copy
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
-from router.elastic import Ask, ElasticSettings, Fleet, Place, TurnAway, choose_decode, place
+from router.elastic import Ask, ElasticSettings, Place, TurnAway, choose_decode, place
+from router.fleet import EdgeRow, Fleet
 from router.output_lengths import OutputLengths
 from router.planner import Kind, Planner, PlannerState, Roles, best_roles, predicted_rate, work_of
 
@@ -80,8 +79,79 @@ def test_too_large_for_everyone_is_turned_away_for_good() -> None:
 def test_a_hopeless_backlog_is_turned_away_with_the_time_it_takes() -> None:
     pool = fleet([H100] * 2)
     pool.work_s[:], pool.late_s[:] = 5.0, [90.0, 100.0]
-    decision = place(pool, Ask(1_000, 100.0), TARGETS, ElasticSettings(max_wait_s=60.0))
-    assert decision == TurnAway(30.0)
+    decision = place(pool, Ask(1_000, 100.0, max_wait_s=60.0), TARGETS, SETTINGS)
+    assert decision == TurnAway(pytest.approx((5 + 90) / 0.95 - 60, rel=0.01))
+    assert isinstance(place(pool, Ask(1_000, 100.0, max_wait_s=101.0), TARGETS, SETTINGS), Place)
+    pool.work_s[1], pool.late_s[1] = 0.1, 100.0  # in time there: late work waits for it
+    assert isinstance(place(pool, Ask(1_000, 100.0, max_wait_s=60.0), TARGETS, SETTINGS), Place)
+
+
+def test_a_worker_full_of_kv_computes_nothing_while_others_have_room() -> None:
+    pool = fleet([H100] * 3)
+    pool.kv_used[0], pool.kv_promised[0] = 300_000, 99_500
+    pool.kv_used[1], pool.work_s[1] = 100_000, 0.1
+    pool.work_s[2] = 0.15
+    assert placed(pool, 1_000, life_s=5.0).prefill == 1
+    assert placed(pool, 400, life_s=5.0).prefill == 0  # it has room for this one
+    pool.kv_used[1:] = 400_000  # all are full: where it becomes free soonest
+    assert placed(pool, 1_000, life_s=5.0).prefill == 0
+
+
+def test_kv_that_is_lacking_is_waited_for_as_long_as_rows_live() -> None:
+    pool = fleet([H100])
+    free_s = placed(pool, 1_000, life_s=8.0).ttft_s
+    pool.kv_used[0] = 400_000
+    full_s = placed(pool, 1_000, life_s=8.0).ttft_s
+    assert full_s - free_s == pytest.approx(8.0 * 1_001 / 400_000)
+
+
+def test_equals_are_used_in_turn() -> None:
+    pool = fleet([H100] * 3)
+    pool.last_placed[:] = [7, 5, 6]
+    assert placed(pool, 1_000).prefill == 1
+
+
+def test_what_cannot_send_decodes_what_it_computes_and_computes_what_it_decodes() -> None:
+    """A live pool: prefill workers send, decode workers compute for themselves alone."""
+    pool = fleet([H100] * 4)
+    pool.can_decode[:2] = False
+    pool.can_send[2:] = False
+    decision = placed(pool, 1_000)
+    assert decision.prefill < 2 <= decision.decode  # seconds of a worker that cannot decode are worth less
+    pool.work_s[:2] = 1.0  # not in time
+    decision = placed(pool, 1_000)
+    assert decision.prefill == decision.decode
+    pool.can_decode[2] = False  # it must not compute what it may not decode
+    assert placed(pool, 1_000) == Place(3, 3, pytest.approx(decision.ttft_s))
+
+
+def test_a_decode_worker_at_its_target_does_not_compute_for_itself_while_others_are_in_time() -> None:
+    pool = fleet([H100] * 3)
+    pool.can_decode[0] = False
+    pool.can_send[1:] = False
+    pool.rows[1], pool.context[1], pool.last_placed[0] = 1_400, 100_000, 9
+    pool.rows[2], pool.context[2], pool.last_placed[0] = 1_400, 100_000, 9
+    assert placed(pool, 1_000, cached=np.array([0.0, 990.0, 990.0])).prefill == 0
+
+
+def test_cached_tokens_need_not_move() -> None:
+    pool = fleet([H100, H100, H100])
+    pool.can_decode[0] = False
+    pool.can_prefill[1:] = False
+    pool.context[1] = 20_000
+    assert placed(pool, 50_000).decode == 2
+    pool.bytes_s[:] = 1e9
+    assert placed(pool, 50_000, cached=np.array([0.0, 49_000.0, 0.0])).decode == 1
+
+
+def test_a_measured_edge_decides_between_equals() -> None:
+    pool = fleet([H100, H100, H100])
+    pool.can_decode[0] = False
+    pool.can_prefill[1:] = False
+    pool.edges[0] = EdgeRow(np.array([0.0, 0.5, 0.01]), np.array([0.0, 1e-9, 1e-9]))
+    assert placed(pool, 5_000).decode == 2
+    pool.edges[0].base_s[:] = [0.0, 0.01, 0.5]
+    assert placed(pool, 5_000).decode == 1
 
 
 loads = st.lists(
@@ -99,12 +169,11 @@ def test_decisions_are_equal_for_the_same_recorded_view(
     for index, (work_s, rows, context, kv_used) in enumerate(load):
         pool.work_s[index], pool.rows[index] = work_s, rows
         pool.context[index], pool.kv_used[index] = context, kv_used
-    recorded = copy.deepcopy(pool)
+    recorded = pool.copy()
     ask = Ask(num_tokens, output)
     decision = place(pool, ask, TARGETS, SETTINGS)
     assert decision == place(recorded, ask, TARGETS, SETTINGS)
-    for name, column in vars(pool).items():
-        assert np.array_equal(column, vars(recorded)[name]), name  # a decision changes nothing
+    assert pool.equals(recorded)  # a decision changes nothing
 
 
 @given(loads, st.integers(1, 100_000))

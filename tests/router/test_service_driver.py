@@ -16,6 +16,7 @@ from cluster.errors import BatonError, ContextLengthExceeded, InternalError, Not
 from cluster.ids import Attempt, RequestId, RouterId, WorkerId
 from cluster.request import RequestSpec, RequestState
 from cluster.sampling import FinishReason, TokenOutput
+from cluster.wire.kv_events import WorkerSays
 from cluster.wire.messages import (
     Abort,
     Finish,
@@ -26,7 +27,6 @@ from cluster.wire.messages import (
     Role,
     WorkerLoad,
     WorkerState,
-    WorkerToRouter,
 )
 from cluster.wire.stream import connect, listen
 from router.conductor import Conductor
@@ -81,7 +81,7 @@ async def router(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
         block_size=BLOCK_SIZE,
         heartbeat_interval_s=HEARTBEAT_S,
     )
-    listener = await listen(f"unix:{tmp_path}/control", TOKEN, WorkerToRouter, driver.links.on_stream)
+    listener = await listen(f"unix:{tmp_path}/control", TOKEN, WorkerSays, driver.links.on_stream)
     host = Host(listener.address)
     yield Router(driver, conductor, host)
     driver.close()
@@ -350,7 +350,7 @@ async def test_b090_restarted_worker_takes_the_place_of_its_old_stream(router: R
     old.hang()
     new = await router.host.start(make_register("d0", Role.DECODE, epoch=2))
     assert new.refused is None
-    await router.until(lambda: router.conductor.workers.view().decode[0].is_ready)
+    await router.until(lambda: router.conductor.workers.view().has_ready(Role.DECODE))
     await served(router, make_spec("r"))
     assert [status.epoch for status in router.driver.cluster().workers] == [2, 1]
     await router.quiet()
@@ -395,7 +395,7 @@ async def test_unfit_workers_are_refused_with_the_reason(
 
 
 async def test_streams_that_do_not_register_are_closed(router: Router) -> None:
-    stream = await connect(router.host.address, TOKEN, WorkerToRouter)
+    stream = await connect(router.host.address, TOKEN, WorkerSays)
     stream.post(Heartbeat(state=WorkerState.READY, load=WorkerLoad()))
     assert await asyncio.wait_for(anext(stream, None), 5.0) is None
     worker = await router.host.start(DECODE)

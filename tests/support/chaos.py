@@ -33,8 +33,7 @@ def build(rng: random.Random, *, in_place: bool) -> SimulatedPair:
             BLOCK_BYTES,
             max_num_seqs=rng.choice([2, 8]),
             growth_blocks=rng.choice([0, 1]),
-            chunk_tokens=rng.choice([5, 16]),
-            mixed_chunk_tokens=rng.choice([1, 4]),
+            max_chunk_tokens=rng.choice([1, 4, 16]),
         ),
     )
 

@@ -120,9 +120,7 @@ class SimulatedPair:
         self._prefill_config = prefill_config or PrefillConfig(
             BLOCK_BYTES, max_step_tokens=16, max_piece_bytes=2 * BLOCK_BYTES
         )
-        self._decode_config = decode_config or DecodeConfig(
-            BLOCK_BYTES, max_num_seqs=8, chunk_tokens=16, mixed_chunk_tokens=4
-        )
+        self._decode_config = decode_config or DecodeConfig(BLOCK_BYTES, max_num_seqs=8, max_chunk_tokens=4)
         prefills = [WorkerId(f"prefill-{index}") for index in range(num_prefill)]
         decodes = [WorkerId(f"decode-{index}") for index in range(num_decode)]
         self.router = ScriptedRouter(prefills, decodes, self._send_to_worker)

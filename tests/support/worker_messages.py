@@ -8,7 +8,7 @@ from typing import TypeVar
 from cluster.engine.batch import StepOutput, StepPlan
 from cluster.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from cluster.sampling import SamplingParams, TokenOutput
-from cluster.wire.messages import Prefill, Reserve
+from cluster.wire.messages import Prefill, Reserve, SloTargets
 from cluster.worker_io import Action, FromRouter, Peer, RunStep, StepDone, ToPeer, ToRouter
 
 ROUTER = RouterId("router-0")
@@ -30,6 +30,7 @@ def prefill(
     params: SamplingParams | None = None,
     router: RouterId = ROUTER,
     decode: Peer = D,
+    slo: SloTargets | None = None,
 ) -> FromRouter:
     message = Prefill(
         request=RequestId(request),
@@ -43,6 +44,7 @@ def prefill(
         kv_address="addr",
         lease=LeaseId(1),
         skip_tokens=skip,
+        slo=slo,
     )
     return FromRouter(router, message)
 
@@ -57,6 +59,7 @@ def reserve(
     ttl_s: float = 10.0,
     router: RouterId = ROUTER,
     num_prompt_tokens: int | None = None,
+    slo: SloTargets | None = None,
 ) -> FromRouter:
     message = Reserve(
         request=RequestId(request),
@@ -67,6 +70,7 @@ def reserve(
         cache_salt="",
         lease_ttl_s=ttl_s,
         local=local,
+        slo=slo,
     )
     return FromRouter(router, message)
 

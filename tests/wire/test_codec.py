@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cluster.errors import ProtocolError
 from cluster.ids import Attempt, Epoch, LeaseId, RequestId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
+from cluster.step_model import StepModel
 from cluster.wire import messages as m
 from cluster.wire.codec import PREFIX_BYTES, FrameDecoder, encode
 
@@ -42,6 +43,12 @@ WORKER_TO_ROUTER: list[msgspec.Struct] = [
         kv_address="unix:/x",
     ),
     m.Heartbeat(state=m.WorkerState.READY, load=m.WorkerLoad(running=1)),
+    m.Heartbeat(
+        state=m.WorkerState.READY,
+        load=m.WorkerLoad(
+            step_model=StepModel(1e-3, 2e-3, 3e-5, 4e-8, 5e-9), step_error=0.03, late_prefill_s=2.5
+        ),
+    ),
     m.Grant(request=R, attempt=A, lease=L, ttl_s=1.5, cached_tokens=64),
     m.Nack(request=R, attempt=A, reason=m.NackReason.NO_BLOCKS, detail="pool", retry_after_s=0.5),
     m.FirstToken(
@@ -67,6 +74,23 @@ ROUTER_TO_WORKER: list[msgspec.Struct] = [
         cache_salt="é",
         lease_ttl_s=10.0,
         local=True,
+        slo=m.SloTargets(
+            ttft_deadline_in_s=-0.5, tpot_s=0.1, gap_s=0.2, priority_class=m.PriorityClass.BATCH
+        ),
+    ),
+    m.Prefill(
+        request=R,
+        attempt=A,
+        token_ids=[1, 2],
+        num_prompt_tokens=2,
+        sampling=SamplingParams(max_tokens=5),
+        cache_salt="",
+        decode_worker=WorkerId("decode-0"),
+        decode_epoch=Epoch(1),
+        kv_address="unix:/x",
+        lease=L,
+        skip_tokens=0,
+        slo=m.SloTargets(ttft_deadline_in_s=1.75, tpot_s=0.05),
     ),
     m.RenewLeases(leases=[L]),
     m.Abort(request=R, attempt=A, reason="gone"),

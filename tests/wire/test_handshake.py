@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cluster.errors import AuthenticationError, ProtocolError, WireError
 from cluster.wire import handshake
 from cluster.wire.handshake import FRAME_BYTES, DiallerHandshake, Handshake, ListenerHandshake
+from cluster.wire.messages import PROTOCOL_VERSION
 
 TOKEN = b"t" * 32
 OTHER = b"o" * 32
@@ -79,10 +80,10 @@ def test_other_version_is_named_at_both_ends(monkeypatch: pytest.MonkeyPatch) ->
     hello = bytearray(dialler.start())
     hello[6:8] = (9).to_bytes(2, "big")
     reject = listener.receive(bytes(hello))
-    assert "version 9, this is 1" in str(listener.error)
+    assert f"version 9, this is {PROTOCOL_VERSION}" in str(listener.error)
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 9)
     dialler.receive(reject)
-    assert "version 1, this is 9" in str(dialler.error)
+    assert f"version {PROTOCOL_VERSION}, this is 9" in str(dialler.error)
 
 
 def test_short_token_is_refused() -> None:

@@ -13,8 +13,11 @@ import numpy as np
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
-from cluster.slo_schedule import DecodeBatch, SloScheduler, SloSettings, Targets
-from router.elastic import Ask, ElasticSettings, Fleet, Place, choose_decode, place
+from cluster.slo_classes import DecodeBatch, Targets
+from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
+from cluster.wire.messages import Role
+from router.elastic import Ask, ElasticSettings, Place, choose_decode, place
+from router.fleet import Fleet
 from router.output_lengths import OutputLengths
 
 LATE_RESERVE = 0.15  # of the KV, left to requests that are on time
@@ -29,8 +32,12 @@ class ElasticPolicy:
         settings: ElasticSettings | None = None,
         scheduling: SloSettings | None = None,
         use_prefix_cache: bool = True,
+        roles: Sequence[Role] | None = None,
     ) -> None:
+        """`roles` by worker: a pool like the live one, where prefill workers only send and decode workers
+        compute prompts for themselves alone. None: every worker does both, for anybody."""
         self._targets = targets
+        self._roles = roles
         self._settings = settings or ElasticSettings()
         self._scheduling = scheduling or SloSettings()
         self._lengths = OutputLengths()
@@ -38,6 +45,7 @@ class ElasticPolicy:
         self._workers: Sequence[Worker] = ()
         self._schedulers: list[SloScheduler[Request]] = []
         self._fleet = Fleet([], [], [])
+        self._num_placed = 0
         self.num_local = self.num_moved = 0
 
     def attach(self, workers: Sequence[Worker]) -> None:
@@ -48,6 +56,9 @@ class ElasticPolicy:
             [one.hardware.kv_tokens for one in workers],
             [one.hardware.link_bytes_s for one in workers],
         )
+        if self._roles is not None:
+            self._fleet.can_send[:] = [role is Role.PREFILL for role in self._roles]
+            self._fleet.can_decode[:] = ~self._fleet.can_send
 
     def arrive(self, request: Request, now: float) -> int | None:
         request.deadline_s = request.arrival_s + self._targets.ttft_s
@@ -87,26 +98,43 @@ class ElasticPolicy:
         request.load_s = load_s if decode == prefill else 0.0
         request.prefill_at, request.decode_at = prefill, decode
         self._reserve(request)
+        self._promise(request)
         self._schedulers[prefill].add(request)
+        self._num_placed += 1
+        self._fleet.last_placed[prefill] = self._fleet.last_placed[decode] = self._num_placed
         self._report(prefill)
 
     def _reserve(self, request: Request) -> None:
-        fleet, decode = self._fleet, request.decode_at
-        fleet.coming_rows[decode] += 1
-        fleet.coming_context[decode] += request.num_tokens
         request.is_reserved = True
+        self._add_coming(request, 1)
 
     def _release(self, request: Request) -> None:
         if request.is_reserved:
-            fleet, decode = self._fleet, request.decode_at
-            fleet.coming_rows[decode] -= 1
-            fleet.coming_context[decode] -= request.num_tokens
             request.is_reserved = False
+            self._add_coming(request, -1)
+
+    def _add_coming(self, request: Request, sign: int) -> None:
+        fleet, decode = self._fleet, request.decode_at
+        fleet.coming_rows[decode] += sign
+        fleet.coming_context[decode] += sign * request.num_tokens
+        if decode != request.prefill_at:
+            fleet.kv_promised[decode] += sign * request.num_tokens
+
+    def _promise(self, request: Request) -> None:
+        """KV where it is computed, until the prompt begins and holds it."""
+        request.is_promised = True
+        self._fleet.kv_promised[request.prefill_at] += request.num_tokens
+
+    def _unpromise(self, request: Request) -> None:
+        if request.is_promised:
+            request.is_promised = False
+            self._fleet.kv_promised[request.prefill_at] -= request.num_tokens
 
     def _report(self, index: int) -> None:
         fleet, scheduler = self._fleet, self._schedulers[index]
         fleet.work_s[index] = scheduler.work_s
         fleet.queued_load_s[index] = scheduler.load_s
+        fleet.late_s[index] = scheduler.late_s
 
     def plan(self, worker: Worker, now: float) -> Plan:
         scheduler, yielding = self._schedulers[worker.index], worker.yielding
@@ -115,10 +143,10 @@ class ElasticPolicy:
         batch = DecodeBatch(
             worker.batch.rows,
             worker.batch.context,
-            worker.slack_s(now, self._targets.tpot_s),
-            yielding.rows,
-            yielding.context,
-            self._life_s,
+            step_budget_s(self._targets, worker.slack_s(now, self._targets.tpot_s), self._scheduling),
+            num_yielding=yielding.rows,
+            yielding_context=yielding.context,
+            life_s=self._life_s,
         )
         growth = 2 + round(self._lengths.mean / 2)
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
@@ -126,13 +154,16 @@ class ElasticPolicy:
         step = scheduler.plan(now, batch, room, reserve if worker.kv_used else 0)
         for request in scheduler.newly_late:
             self._release(request)
+            self._unpromise(request)
         self._report(worker.index)
-        return Plan(step.chunks, step.runs_yielding)
+        return Plan(step.chunks, step.num_yielding > 0)
 
     def is_waiting(self, worker: Worker) -> bool:
         return bool(len(self._schedulers[worker.index]))
 
     def decode_worker(self, request: Request, worker: Worker, now: float) -> int:
+        self._unpromise(request)
+        self._count(worker)
         if not request.is_reserved:
             request.decode_at = choose_decode(
                 self._fleet, self._ask(request), worker.index, self._targets, self._settings, 0.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.simulator.hardware import Hardware
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from router.planner import Kind, best_roles
 
 

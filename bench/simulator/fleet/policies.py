@@ -14,7 +14,7 @@ from bench.simulator.fleet.elastic import ElasticPolicy
 from bench.simulator.fleet.fixed import STATIC_CHUNK, FixedPolicy, FixedSettings
 from bench.simulator.fleet.simulation import Policy
 from cluster.errors import ConfigError
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 
 FORMS = "`elastic`, `colocated:CHUNK` (such as colocated:512) or `static:XpYd` (such as static:8p8d)"
 _SPLIT = re.compile(r"(\d+)p(\d+)d", re.ASCII)

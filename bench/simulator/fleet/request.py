@@ -26,6 +26,7 @@ class Request:
     last_token_s: float = 0.0  # last token before it joined a batch
     worst_gap_s: float = 0.0
     num_preemptions: int = 0
+    is_batch: bool = False
     # written by the policy
     deadline_s: float = 0.0
     decode_s: float = 0.0
@@ -33,6 +34,7 @@ class Request:
     prefill_at: int = -1
     decode_at: int = -1
     is_reserved: bool = False  # counted in the decode worker's load
+    is_promised: bool = False  # its KV, where it is computed
     is_rejected: bool = False
 
     @property

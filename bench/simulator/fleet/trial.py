@@ -30,7 +30,7 @@ from bench.simulator.fleet.simulation import Simulation
 from bench.simulator.fleet.workload import make_requests
 from bench.simulator.hardware import Hardware
 from cluster.errors import ConfigError
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 
 WARM_UP, COOL_DOWN = 0.2, 0.1
 MIN_LENGTH_S, MAX_LENGTH_S, LIVES = 40.0, 240.0, 10

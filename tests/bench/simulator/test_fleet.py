@@ -20,7 +20,7 @@ from bench.simulator.fleet.trial import Setup, impossible, run_trial
 from bench.simulator.fleet.worker import PrefixCache, Worker
 from bench.simulator.fleet.workload import make_requests
 from bench.simulator.hardware import HANDOFF_S, KINDS, Hardware
-from cluster.slo_schedule import Targets
+from cluster.slo_classes import Targets
 from cluster.step_model import StepModel, StepWork
 
 H100, H20 = KINDS["h100-llama3-8b"], KINDS["h20-llama3-8b"]

@@ -1,0 +1,88 @@
+"""What an attempt is promised, in this worker's clock, and how far it is ahead of that.
+
+1. The router says how long from now the attempt's first token is due (`SloTargets`); `pace_of` turns that
+   into this worker's time. Without it the worker's own targets hold, from now.
+2. `first_token`: the stream's clock starts. TPOT is a mean from the first token on, so token k is due
+   k TPOTs after it. On a later attempt the client's clock runs already: its next token was due at `due_s`.
+3. `token` after each further one; `budget_s` says how long the next step may take for this stream's sake.
+
+A first token that came late cannot be made up for: such a stream yields to those that are in time, as batch
+work does. One that lags more than its remaining tokens can make up for asks for nothing any more.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cluster.slo_classes import DEFAULT_TARGETS, Targets
+from cluster.slo_schedule import SloSettings, step_budget_s
+from cluster.wire.messages import PriorityClass, SloTargets
+
+_MOST_CATCH_UP = 0.5  # share of a TPOT that each remaining token can make up for
+
+
+class Pace:
+    """Of one attempt on one worker; its scheduler is the only writer."""
+
+    __slots__ = ("due_s", "is_batch", "is_late", "is_resumed", "last_s", "origin_s", "targets")
+
+    def __init__(
+        self, targets: Targets, due_s: float, *, is_batch: bool = False, is_resumed: bool = False
+    ) -> None:
+        """`is_resumed`: the client has had tokens of an earlier attempt."""
+        self.targets = targets
+        self.due_s = due_s  # of this attempt's first token
+        self.is_batch = is_batch
+        self.is_resumed = is_resumed
+        self.is_late = False  # its first token was
+        self.origin_s: float | None = None  # when token 0 of this attempt came, or was due
+        self.last_s = 0.0  # latest token
+
+    @property
+    def yields(self) -> bool:
+        """It need not be in every step."""
+        return self.is_batch or self.is_late
+
+    def first_token(self, now: float) -> None:
+        """Token 0 of this attempt is there."""
+        self.last_s = now
+        if self.is_resumed:
+            self.origin_s = self.due_s
+        else:
+            self.origin_s = now
+            self.is_late = now > self.due_s
+
+    def token(self, now: float) -> None:
+        """One more token is there."""
+        self.last_s = now
+
+    def budget_s(self, num_generated: int, num_left: int, now: float, settings: SloSettings) -> float:
+        """How long a step that begins now may take; `num_generated` tokens of this attempt are there, at most
+        `num_left` follow. Inf: as long as it likes."""
+        assert self.origin_s is not None, "its stream has not begun"
+        targets = self.targets
+        slack_s = self.origin_s + num_generated * targets.tpot_s - now
+        if -slack_s > _MOST_CATCH_UP * targets.tpot_s * num_left:
+            return math.inf
+        budget_s = step_budget_s(targets, slack_s, settings)
+        if targets.gap_s < math.inf:
+            budget_s = min(budget_s, max(0.0, targets.gap_s * settings.safety - (now - self.last_s)))
+        return budget_s
+
+
+def pace_of(slo: SloTargets | None, defaults: Targets, now: float, *, is_resumed: bool = False) -> Pace:
+    """Of an attempt that arrives now."""
+    if slo is None:
+        return Pace(defaults, now + defaults.ttft_s, is_resumed=is_resumed)
+    targets = Targets(defaults.ttft_s, slo.tpot_s, math.inf if slo.gap_s is None else slo.gap_s)
+    return Pace(
+        targets,
+        now + slo.ttft_deadline_in_s,
+        is_batch=slo.priority_class is PriorityClass.BATCH,
+        is_resumed=is_resumed,
+    )
+
+
+def unpromised(now: float) -> Pace:
+    """Of a sequence that nobody waits for in particular."""
+    return pace_of(None, DEFAULT_TARGETS, now)

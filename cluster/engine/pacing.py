@@ -1,0 +1,122 @@
+"""How a worker sizes its steps: its live step model and the scheduler of its prompts, kept together.
+
+1. A prompt waits as a `WaitingPrompt` in `Pacer.prompts`, an `SloScheduler`.
+2. The role's scheduler plans a step with it and says `begin(work, now)`.
+3. `end(compute_s, now)`: what the step took, as streams felt it, goes to the model; when the model has
+   changed, the next plan uses it. `drop` forgets a step that failed.
+4. `gauges` is what routers get to know of all this.
+
+Both roles share it; it decides nothing of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from cluster.config import WorkerConfig
+from cluster.engine.sequence import Sequence
+from cluster.live_step_model import LiveStepModel
+from cluster.slo_classes import Targets
+from cluster.slo_schedule import SloScheduler, SloSettings
+from cluster.step_model import StepModel, StepWork
+from cluster.wire.messages import WorkerLoad
+
+LATE_RESERVE = 0.15  # of the KV, left to prompts that are on time while others hold some
+
+
+def default_targets(config: WorkerConfig) -> Targets:
+    """Of requests that bring none."""
+    return Targets(
+        config.slo_ttft_s, config.slo_tpot_s, math.inf if config.slo_gap_s is None else config.slo_gap_s
+    )
+
+
+def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
+    """Of a worker that serves; `max_chunk_tokens` bounds a step's prompt tokens, whatever the model says.
+
+    Without streams a step may take a twentieth of a TTFT: whoever arrives meanwhile waits no longer. Late
+    rows and prompts take all that the others leave: no time is kept from them while a worker could compute.
+    """
+    return SloSettings(
+        max_idle_step_s=targets.ttft_s / 20,
+        longest=2.0,
+        aged_share=0.05,
+        yielding_load=math.inf,
+        splits_yielding=True,
+        short_slack=0.5,
+        max_pause_s=0.5,
+        max_chunk_tokens=max_chunk_tokens,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class WaitingPrompt:
+    """A sequence whose prompt is to be computed here, as `cluster.slo_classes.Prompt`."""
+
+    sequence: Sequence
+    deadline_s: float
+    is_batch: bool = False
+    kv_tokens: int = 0  # that it takes when it begins, in whole blocks; 0: it holds them
+    decode_s: float = 0.0
+    load_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sequence.num_tokens
+
+    @property
+    def num_computed(self) -> int:
+        return self.sequence.num_computed
+
+    @property
+    def new_kv_tokens(self) -> int:
+        return 0 if self.sequence.block_ids else self.kv_tokens
+
+
+class Pacer:
+    """Owns the step model and the waiting prompts of one worker."""
+
+    def __init__(self, targets: Targets, max_chunk_tokens: int) -> None:
+        self.settings = live_settings(targets, max_chunk_tokens)
+        self.steps = LiveStepModel()
+        self.prompts: SloScheduler[WaitingPrompt] = SloScheduler(self.steps.model, targets, self.settings)
+        self._step: tuple[StepWork, float] | None = None  # in flight, and when it began
+
+    @property
+    def model(self) -> StepModel:
+        return self.steps.model
+
+    def calibrated(self, model: StepModel) -> None:
+        """What this machine takes, measured before anything ran."""
+        self.steps.reset(model)
+        self.prompts.model = model
+
+    def begin(self, work: StepWork, now: float) -> None:
+        self._step = work, now
+
+    def end(self, compute_s: float, now: float) -> None:
+        """The step is done; streams felt what it computed and what it took to hand it over."""
+        assert self._step is not None
+        (work, began_s), self._step = self._step, None
+        if self.steps.observe(work, max(compute_s, now - began_s)):
+            self.prompts.model = self.steps.model
+
+    def drop(self) -> None:
+        """The step failed: it says nothing."""
+        self._step = None
+
+    def gauges(self, load: WorkerLoad) -> WorkerLoad:
+        """`load` with what concerns steps and prompts."""
+        steps = self.steps
+        return msgspec.structs.replace(
+            load,
+            step_model=steps.model if steps.is_measured else None,
+            step_error=steps.error,
+            step_error_p90=steps.error_p90,
+            on_time_prefill_s=self.prompts.work_s if len(self.prompts) else 0.0,
+            late_prefill_s=self.prompts.late_s if len(self.prompts) else 0.0,
+            queued_load_s=self.prompts.load_s if len(self.prompts) else 0.0,
+        )

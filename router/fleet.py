@@ -1,0 +1,136 @@
+"""What placement reads of all workers: a column per figure, an entry per worker.
+
+1. The simulated pool builds a `Fleet` once; the live router gives a worker a row when it joins and takes it
+   back when it leaves (`router.view`). A row that nobody has may neither prefill nor decode.
+2. Whoever owns it writes entries as workers report and requests move. Decisions only read.
+3. `EdgeRow`s say what a hand-off from one prefill worker costs towards every other worker, where it was
+   measured; elsewhere it follows from the workers' bandwidth.
+
+Seconds, tokens, bytes per second; counts are floats because they are only compared and multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.step_model import StepModel
+
+Column = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+NOBODY = StepModel(0.0, 0.0, 1.0, 0.0, 0.0)  # of a row without a worker
+EXPOSED = 0.1  # share of a transfer that is not hidden behind the prefill
+NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never the least
+
+_FLOATS = 18
+_FLAGS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRow:
+    """Hand-offs from one prefill worker: exposed seconds = `base_s` + bytes x `byte_s`, per decode worker."""
+
+    base_s: Column
+    byte_s: Column
+
+
+class Fleet:
+    """See the module. The columns are views of two tables, bound anew by `resize`."""
+
+    def __init__(
+        self, models: Sequence[StepModel], kv_tokens: Sequence[float], bytes_s: Sequence[float]
+    ) -> None:
+        self.edges: dict[int, EdgeRow] = {}
+        self._bind(np.zeros((_FLOATS, 0)), np.zeros((_FLAGS, 0), dtype=np.bool_))
+        self.resize(len(models))
+        for row, model in enumerate(models):
+            self.set_model(row, model)
+        self.kv_tokens[:] = kv_tokens
+        self.bytes_s[:] = bytes_s
+        self.can_prefill[:] = self.can_decode[:] = self.can_send[:] = True
+
+    def _bind(self, floats: Column, flags: Flags) -> None:
+        self._floats, self._flags = floats, flags
+        self.num_workers = floats.shape[1]
+        # the worker's step model; `reading`: of a key, in tokens computed
+        self.fixed_s, self.floor_s, self.per_token_s = floats[0], floats[1], floats[2]
+        self.per_context_s, self.per_attention_s, self.reading = floats[3], floats[4], floats[5]
+        self.kv_tokens: Column = floats[6]
+        self.bytes_s: Column = floats[7]  # bandwidth of its hand-offs
+        self.work_s: Column = floats[8]  # prefill queued there, of prompts expected in time
+        self.late_s: Column = floats[9]  # prefill queued there, of all others
+        self.queued_load_s: Column = floats[10]  # what that work will add to each step as decode, there
+        self.rows: Column = floats[11]  # decoding there
+        self.context: Column = floats[12]
+        self.coming_rows: Column = floats[13]  # placed there to decode, and not there yet
+        self.coming_context: Column = floats[14]
+        self.kv_used: Column = floats[15]  # tokens
+        self.kv_promised: Column = floats[16]  # to what is placed there and holds nothing there yet
+        self.last_placed: Column = floats[17]  # order of the latest placement there; 0: never
+        self.can_prefill: Flags = flags[0]
+        self.can_decode: Flags = flags[1]
+        self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere
+
+    def resize(self, num_rows: int) -> None:
+        """More rows, of nobody. `edges` are the caller's."""
+        old = self.num_workers
+        assert num_rows >= old, (num_rows, old)
+        floats = np.zeros((_FLOATS, num_rows))
+        flags = np.zeros((_FLAGS, num_rows), dtype=np.bool_)
+        floats[:, :old], flags[:, :old] = self._floats, self._flags
+        self._bind(floats, flags)
+        for row in range(old, num_rows):
+            self.clear(row)
+
+    def clear(self, row: int) -> None:
+        """Nobody's again."""
+        self._floats[:, row] = 0.0
+        self._flags[:, row] = False
+        self.bytes_s[row] = 1.0
+        self.set_model(row, NOBODY)
+        self.reading[row] = NO_WORTH
+
+    def set_model(self, row: int, model: StepModel) -> None:
+        self.fixed_s[row], self.floor_s[row] = model.fixed_s, model.floor_s
+        self.per_token_s[row] = per_token_s = max(model.per_token_s, 1e-12)
+        self.per_context_s[row], self.per_attention_s[row] = model.per_context_s, model.per_attention_s
+        self.reading[row] = model.per_context_s / per_token_s
+
+    def least_reading(self) -> float:
+        """Of a key, in tokens computed, anywhere."""
+        return float(self.reading.min()) if self.num_workers else 0.0
+
+    def exposed_s(self, prefill: int, num_bytes: Column | float, handoff_s: float) -> Column:
+        """How long the stream stands still while `num_bytes` move from `prefill` to each worker."""
+        edge = self.edges.get(prefill)
+        if edge is None:
+            exposed: Column = handoff_s + num_bytes * EXPOSED / self.bytes_s
+        else:
+            exposed = edge.base_s + num_bytes * edge.byte_s
+        return exposed
+
+    def copy(self) -> Fleet:
+        """A recorded view: what it says does not change any more."""
+        other = Fleet([], [], [])
+        other._bind(self._floats.copy(), self._flags.copy())
+        other.edges = {
+            row: EdgeRow(edge.base_s.copy(), edge.byte_s.copy()) for row, edge in self.edges.items()
+        }
+        return other
+
+    def equals(self, other: Fleet) -> bool:
+        """Every entry."""
+        return (
+            np.array_equal(self._floats, other._floats)
+            and np.array_equal(self._flags, other._flags)
+            and self.edges.keys() == other.edges.keys()
+            and all(
+                np.array_equal(edge.base_s, other.edges[row].base_s)
+                and np.array_equal(edge.byte_s, other.edges[row].byte_s)
+                for row, edge in self.edges.items()
+            )
+        )
