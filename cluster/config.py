@@ -32,6 +32,7 @@ KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
 LogFormat = Literal["text", "json"]
+MetricNames = Literal["baton", "baton+vllm"]
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
 
@@ -51,6 +52,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     host: Annotated[str, Meta(description="address the HTTP server listens on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 8000
+    admin_host: Annotated[
+        str, Meta(description="address of metrics and cluster state, where it is not the HTTP server's")
+    ] = "127.0.0.1"
+    admin_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="its port (default: the HTTP server's own on loopback, else the port after it)"),
+    ] = None
     prefill: Annotated[
         int, Meta(ge=0, le=256, description="prefill workers; 0: decode workers prefill for themselves")
     ] = 1
@@ -146,6 +154,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     log_format: Annotated[LogFormat, Meta(description="one line of text or one JSON object per record")] = (
         "text"
     )
+    metric_names: Annotated[
+        MetricNames, Meta(description="baton+vllm: also under the names that autoscalers know from vLLM")
+    ] = "baton"
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(description="where traces go, as OTLP over HTTP, e.g. http://localhost:4318 (default: nowhere)"),
+    ] = None
     runtime_dir: Annotated[
         str | None, Meta(description="where sockets live while it runs; a short path (default: below /tmp)")
     ] = None
@@ -196,6 +211,10 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
     launcher_pid: int | None = None  # on this machine, for `/cluster`
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None  # None: the HTTP server answers for metrics and cluster state too
+    metric_names: MetricNames = "baton"
+    otlp_endpoint: str | None = None
 
 
 class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="worker"):

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from cluster.admin_address import admin_address
 from cluster.config import (
     KV_ADDRESS_BY_ROUTE,
     ClusterConfig,
@@ -104,6 +105,7 @@ def plan_roles(
         if site.router_host is None
         else f"tcp:{site.router_host}:{site.router_control_port}"
     )
+    admin = admin_address(config)
     router = RoleSpec(
         name=ROUTER,
         entry=entries["router"],
@@ -128,6 +130,10 @@ def plan_roles(
             max_attempts=config.max_attempts,
             recovery_wait_s=config.recovery_wait_s,
             launcher_pid=site.launcher_pid,
+            admin_host=config.admin_host,
+            admin_port=None if admin is None else admin[1],
+            metric_names=config.metric_names,
+            otlp_endpoint=config.otlp_endpoint,
         ),
         num_cpus=0.0,  # waits more than it computes; the workers' cores are theirs
         num_gpus=0.0,
