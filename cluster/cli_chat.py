@@ -106,9 +106,9 @@ class TerminalChat:
             self._receive(answer)
         except ClientError as error:
             typer.secho(f"error: {error}", fg="red", err=True)
-            if not answer.text:
-                messages.pop()
-                return
+        if not answer.text:
+            messages.pop()
+            return
         messages.append({"role": "assistant", "content": answer.text})
         if self._show_timings:
             for line in answer.timing_lines():

@@ -141,7 +141,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     server: WebServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The interrupt comes while the answer is read; the server sees its client leave, the chat goes on."""
-    server.answers[CHAT] = (200, sse(delta("so far")))
+    server.answers[CHAT] = (200, sse(delta("so far"), delta(" and on")))
     server.pause = threading.Event()
     lines = iter(["first", KeyboardInterrupt, "second", EOFError])
     conversation = Conversation({"model": "m"})
@@ -166,14 +166,14 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 
 
 class InterruptingClock:
-    """Presses Ctrl-C once: when the first piece of the first answer has come."""
+    """Presses Ctrl-C once: when the second piece of the first answer has come, before it is shown."""
 
     def __init__(self) -> None:
         self._num_reads = 0
 
     def now(self) -> float:
         self._num_reads += 1
-        if self._num_reads == 2:
+        if self._num_reads == 3:
             _thread.interrupt_main()
         return float(self._num_reads)
 
