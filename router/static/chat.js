@@ -129,9 +129,11 @@ export class Chat {
   }
 
   #showBusy(isBusy) {
-    by("send").hidden = isBusy;
+    const [leaving, coming] = isBusy ? [by("send"), by("stop")] : [by("stop"), by("question")];
+    const hadFocus = document.activeElement === leaving;
     by("stop").hidden = !isBusy;
-    (isBusy ? by("stop") : by("question")).focus({ preventScroll: true });
+    if (hadFocus) coming.focus({ preventScroll: true });
+    by("send").hidden = isBusy;
   }
 }
 

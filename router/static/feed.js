@@ -2,7 +2,8 @@
 
 import { applyPart, emptyPicture, FORMAT, restarted } from "./picture.js";
 
-const RETRY_MS = 4000;
+const RETRY_MS = 2000; // after a refusal; doubled with each further one
+const MAX_RETRY_MS = 60000;
 
 /** Calls `onPicture(picture, clock)` after each event and `onTrouble(isRefused)` when there is no stream.
  *  `clock()` is the router's time now: of all events so far, the one that took least to come sets it. */
@@ -10,6 +11,7 @@ export function watchCluster(onPicture, onTrouble) {
   let picture = emptyPicture();
   let offset = -Infinity; // router's time minus ours, in seconds
   let source = null;
+  let retryMs = RETRY_MS;
   const local = () => performance.now() / 1000;
   const clock = () => local() + offset;
 
@@ -22,6 +24,7 @@ export function watchCluster(onPicture, onTrouble) {
         picture = restarted(picture);
         offset = -Infinity; // it may be another router
         isFirst = false;
+        retryMs = RETRY_MS;
       }
       if (part.about && part.about.format !== FORMAT) {
         location.reload();
@@ -35,7 +38,10 @@ export function watchCluster(onPicture, onTrouble) {
       const isRefused = source.readyState === EventSource.CLOSED; // an answer that is no stream
       onTrouble(isRefused);
       isFirst = true;
-      if (isRefused) setTimeout(open, RETRY_MS);
+      if (isRefused) {
+        setTimeout(open, retryMs);
+        retryMs = Math.min(MAX_RETRY_MS, 2 * retryMs);
+      }
     };
   }
 

@@ -7,8 +7,8 @@ export function setUpTheme(button, onChange) {
   let choice = read();
 
   function show() {
-    const isDark = choice === "dark" || (choice === "auto" && system.matches);
-    document.documentElement.dataset.theme = isDark ? "dark" : "light";
+    if (choice === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = choice;
     button.textContent = { auto: "Auto", light: "Light", dark: "Dark" }[choice];
     button.setAttribute("aria-label", `Colour scheme: ${choice === "auto" ? "automatic" : choice}`);
     onChange();

@@ -39,10 +39,13 @@ export class Timeline {
   }
 
   readColours() {
-    const style = getComputedStyle(document.documentElement);
-    for (const name of [...STAGES, "line", "muted", "alarm", "surface"]) {
-      this.colours[name] = style.getPropertyValue(`--${name}`).trim();
+    const probe = make("i");
+    document.body.append(probe);
+    for (const name of [...STAGES, "line", "muted", "alarm"]) {
+      probe.style.setProperty("color", `var(--${name})`);
+      this.colours[name] = getComputedStyle(probe).color;
     }
+    probe.remove();
     this.#lastFrame = -Infinity;
   }
 

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 P, D = WorkerId("prefill-0"), WorkerId("decode-0")
 LOAD = WorkerLoad(running=3, waiting=2, blocks_used=30, blocks_cached=10, blocks_free=60, steps=5)
 GOOD = RequestRecord(
-    Outcome.STOP, 10, 4, 5, 1, 1.2, ttft_s=0.3, tpot_s=0.05, queue_s=0.1, prefill_s=0.2, kv_transfer_s=0.01, decode_s=0.9
+    Outcome.STOP, 10, 4, 5, 1, 1.2, ttft_s=0.3, tpot_s=0.05,
+    queue_s=0.1, prefill_s=0.2, kv_transfer_s=0.01, decode_s=0.9,
 )  # fmt: skip
 REFUSED = RequestRecord(Outcome.OVERLOADED, 0, 0, 0, 0, 0.001)
 
@@ -125,7 +126,7 @@ def test_vllm_names_are_there_only_when_asked_for() -> None:
 
 
 def test_vllm_names_say_the_same() -> None:
-    """The three gauges and the info that the Gateway API's model-server protocol asks for, and the histograms."""
+    """What the Gateway API's model-server protocol asks for, and what dashboards read."""
     found = samples(metrics(vllm_names=True))
     one = {"model_name": "m", "engine": "0"}
     assert value(found, "vllm:num_requests_waiting", **one) == 4  # 1 in the router, 2 and 1 at workers

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 COUNT_PIXELS = """(() => {
   const canvas = document.getElementById("lanes");
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-  const style = getComputedStyle(document.documentElement);
+  const probe = document.body.appendChild(document.createElement("i"));
   const found = {};
   for (const stage of ["queue", "prefill", "transfer", "decode"]) {
-    const colour = style.getPropertyValue("--" + stage).trim();
-    const [r, g, b] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+    probe.style.setProperty("color", `var(--${stage})`);
+    const [r, g, b] = getComputedStyle(probe).color.match(/\\d+/g).map(Number);
     found[stage] = 0;
     for (let at = 0; at < pixels.length; at += 4) {
       const near = Math.abs(pixels[at] - r) + Math.abs(pixels[at + 1] - g) + Math.abs(pixels[at + 2] - b);
@@ -179,12 +179,14 @@ async def test_dark_narrow_and_without_the_cluster(tmp_path: Path) -> None:
     async with page_world(tmp_path, with_admin_port=True) as world, browser(tmp_path / "profile") as page:
         await page.open(world.url, width=420, height=900)
         await page.media(prefers_color_scheme="dark", prefers_reduced_motion="reduce")
-        await page.until("document.documentElement.dataset.theme === 'dark'")
+        ground = "getComputedStyle(document.body).backgroundColor"
+        await page.until(f"{ground} === 'rgb(19, 21, 25)'")
         await page.until("!document.getElementById('notice').hidden")
         assert "admin address" in await page.text("#notice")
         assert await page.eval("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
         await page.click("#theme")
-        assert await page.eval("document.documentElement.dataset.theme") == "light"
+        assert await page.eval(ground) == "rgb(246, 245, 241)"
+        assert await page.eval("document.getElementById('theme').ariaLabel") == "Colour scheme: light"
         await page.eval("document.getElementById('question').focus()")
         await page.type("Hello")
         await page.press("Enter", 13, "\r")

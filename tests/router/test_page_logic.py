@@ -101,9 +101,9 @@ def test_imports_lead_to_files_that_export_the_name() -> None:
 
 def test_every_stage_has_its_colour_in_both_themes() -> None:
     style = (STATIC / "style.css").read_text(encoding="utf-8")
-    light, dark = style.split(':root[data-theme="dark"]')
-    for colour in set(re.findall(r"^  (--[\w-]+): #", light, re.MULTILINE)):
-        assert f"{colour}:" in dark, colour
+    colours = dict(re.findall(r"^  (--[\w-]+): light-dark\((#\w{6}, #\w{6})\);$", style, re.MULTILINE))
+    assert {f"--{stage}" for stage in ("queue", "prefill", "transfer", "decode")} <= set(colours)
+    assert not re.findall(r"^  --[\w-]+: #", style, re.MULTILINE), "a colour for one theme alone"
     used = set(re.findall(r"var\((--[\w-]+)", style))
     defined = set(re.findall(r"(--[\w-]+):", style))
     assert used <= defined, used - defined
