@@ -142,8 +142,12 @@ class Metrics:
         for slo in ("ttft", "tpot", "both"):
             for met in ("met", "missed"):
                 self._slo.labels(slo, met)
-        for reason in _REJECTIONS:
-            self._rejected.labels(reason.value)
+        for where in ("local", "remote"):
+            for reason in ("first", "retry"):
+                self._decisions.labels(policy, where, reason)
+        for rejection in _REJECTIONS:
+            self._rejected.labels(rejection.value)
+            self._decisions.labels(policy, "rejected", rejection.value)
         self._workers = WorkerMetrics(registry, block_size)
         if vllm_names:
             registry.register(VllmNames(model, self._mirrored(), self._load))

@@ -82,6 +82,7 @@ def test_decisions_and_rejections() -> None:
     decisions = {
         (labels["outcome"], labels["reason"]): number
         for labels, number in found["baton_route_decisions_total"]
+        if number
     }
     assert decisions == {("remote", "first"): 1, ("local", "retry"): 1, ("rejected", "overloaded"): 1}
     assert value(found, "baton_admission_rejected_total", reason="overloaded") == 1
