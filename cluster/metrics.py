@@ -78,7 +78,7 @@ class Metrics:
         model: str,
         targets: LatencyTargets | None = None,
         *,
-        policy: str = "default",
+        policy: str = "least_ttft",
         block_size: int = 0,
         vllm_names: bool = False,
     ) -> None:
@@ -174,9 +174,8 @@ class Metrics:
             self._decisions.labels(self._policy, "rejected", record.outcome.value).inc()
         if record.ttft_s is None:
             return
-        where, reason = ("local" if record.local_prefill else "remote"), "first"
-        if record.num_attempts > 1:
-            reason = "retry"
+        where = "local" if record.local_prefill else "remote"
+        reason = "retry" if record.num_attempts > 1 else "first"
         self._decisions.labels(self._policy, where, reason).inc()
         self._prefills.labels(where).inc()
         self._prompt_tokens.inc(record.num_prompt_tokens)
@@ -279,8 +278,17 @@ def new_metrics(
     model: str,
     targets: LatencyTargets | None = None,
     *,
+    policy: str = "least_ttft",
     block_size: int = 0,
     vllm_names: bool = False,
 ) -> Metrics:
-    """Series of their own for one router process."""
-    return Metrics(CollectorRegistry(), version, model, targets, block_size=block_size, vllm_names=vllm_names)
+    """Series of their own for one router process; `policy` names what places requests."""
+    return Metrics(
+        CollectorRegistry(),
+        version,
+        model,
+        targets,
+        policy=policy,
+        block_size=block_size,
+        vllm_names=vllm_names,
+    )

@@ -21,6 +21,7 @@ export class Timeline {
   #boxes = []; // what the pointer can meet: {lane, x, y, width, height}
   #pointer = null;
   #isTable = false;
+  #isStale = true; // there is something new to draw
   #still = matchMedia("(prefers-reduced-motion: reduce)");
   colours = {};
 
@@ -34,6 +35,9 @@ export class Timeline {
       this.#pointer = null;
       this.#showTip();
     });
+    new ResizeObserver(() => {
+      this.#isStale = true;
+    }).observe(this.#canvas);
     this.readColours();
     requestAnimationFrame((at) => this.#frame(at));
   }
@@ -46,12 +50,13 @@ export class Timeline {
       this.colours[name] = getComputedStyle(probe).color;
     }
     probe.remove();
-    this.#lastFrame = -Infinity;
+    this.#isStale = true;
   }
 
   show(picture, clock) {
     this.#lanes = picture.lanes;
     this.#clock = clock;
+    this.#isStale = true;
     const { in_flight: inFlight, retried } = picture.cluster;
     const again = retried ? `, ${plural(retried, "retry", "retries")} so far` : "";
     write(by("requests-text"), `${plural(inFlight, "request")} now${again}`);
@@ -62,7 +67,9 @@ export class Timeline {
     requestAnimationFrame((next) => this.#frame(next));
     const wait = this.#still.matches ? STILL_FRAME_MS : FRAME_MS;
     if (this.#isTable || document.hidden || at - this.#lastFrame < wait) return;
+    if (!this.#isStale && !this.#boxes.length) return; // an empty picture does not move
     this.#lastFrame = at;
+    this.#isStale = false;
     this.#draw();
   }
 
@@ -100,6 +107,13 @@ export class Timeline {
       }
       pen.restore();
       if (lane.end === "failed" || lane.end === "left") this.#drawEnd(pen, right, y, barHeight, lane.end);
+    }
+    if (!placed.length) {
+      pen.fillStyle = this.colours.muted;
+      pen.textAlign = "center";
+      pen.font = "13px system-ui, sans-serif";
+      pen.fillText("Requests appear here while they run.", width / 2, (height - AXIS_PX) / 2);
+      pen.textAlign = "left";
     }
     if (numHidden) {
       pen.fillStyle = this.colours.muted;
