@@ -23,6 +23,7 @@ from cluster.wire.messages import Role
 
 MiB: Final = 1 << 20
 
+MetricNames = Literal["baton", "baton+vllm"]
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
 CpuIsaName = Literal["auto", "simd", "amx"]
@@ -32,7 +33,6 @@ KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
 LogFormat = Literal["text", "json"]
-MetricNames = Literal["baton", "baton+vllm"]
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
 
@@ -205,16 +205,16 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     model_dir: str  # prepared model: config.json, tokenizer.json, tokenizer_config.json, ...
     host: str
     port: int  # 0: any free one
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None  # None: the HTTP server answers for metrics and cluster state too
+    metric_names: MetricNames = "baton"
+    otlp_endpoint: str | None = None
     control_address: str  # `unix:/path` or `tcp:host:port`
     num_prefill: int  # workers to expect: ready once one of each expected role serves
     num_decode: int
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
     launcher_pid: int | None = None  # on this machine, for `/cluster`
-    admin_host: str = "127.0.0.1"
-    admin_port: int | None = None  # None: the HTTP server answers for metrics and cluster state too
-    metric_names: MetricNames = "baton"
-    otlp_endpoint: str | None = None
 
 
 class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="worker"):

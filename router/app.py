@@ -89,6 +89,8 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.in_flight = gateway.in_flight
+    page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
+    app.router.routes.extend(page_routes(page))
     for path, endpoint in (
         ("/v1/chat/completions", GenerationEndpoint(gateway, chat_job, ChatFormat, "chatcmpl")),
         ("/v1/completions", GenerationEndpoint(gateway, completion_job, CompletionFormat, "cmpl")),
@@ -97,8 +99,6 @@ def create_app(
     _add_model_routes(app, gateway)
     _add_text_routes(app, gateway)
     _add_status_routes(app, gateway, version, launcher_pid)
-    page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
-    app.router.routes.extend(page_routes(page))
     _add_error_handlers(app)
     app.add_middleware(PrivateRoutes)
     app.add_middleware(Envelope, metrics=metrics)
