@@ -24,13 +24,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "uvicorn": ("router/server.py",),
     "pydantic": ("router/",),
     "prometheus_client": ("cluster/metrics",),
-    "opentelemetry": ("router/traces.py",),
     "gguf": ("cluster/engine/gguf_",),
     "safetensors": ("cluster/engine/weights", "bench/peers/hf_model.py"),
     "typer": ("cluster/cli", "bench/load/cli", "bench/simulator/cli"),
     "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py", "bench/simulator/cli"),
     "httptools": ("router/server.py", "bench/load/client/http_stream.py", "bench/load/mock/connection.py"),
     "yaml": ("cluster/config",),
+    "opentelemetry": ("router/traces.py",),
 }
 # `baton bench` and `baton simulate` are verbs of the one command line; they are imported only when called.
 COMMAND_LINE_MOUNTS = {

@@ -109,6 +109,7 @@ async def test_a_chat(tmp_path: Path) -> None:
     async with page_world(tmp_path, step_s=0.02) as world, browser(tmp_path / "profile") as page:
         await page.open(world.url)
         await page.until("document.getElementById('state').dataset.state === 'ready'")
+        await page.eval("document.getElementById('max-tokens').value = '40'")
         await page.eval("document.getElementById('question').focus()")
         await page.type("Hello there")
         await page.press("Enter", 13, "\r")
@@ -188,6 +189,7 @@ async def test_dark_narrow_and_without_the_cluster(tmp_path: Path) -> None:
         assert await page.eval(ground) == "rgb(246, 245, 241)"
         assert await page.eval("document.getElementById('theme').ariaLabel") == "Colour scheme: light"
         await page.eval("document.getElementById('question').focus()")
+        await page.eval("document.getElementById('max-tokens').value = '20'")
         await page.type("Hello")
         await page.press("Enter", 13, "\r")
         await page.until("document.querySelector('.answer .timing .parts') !== null")
