@@ -38,10 +38,11 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if (context := current_request()) is not None:
-            fields["request_id"] = context.label
-        if (request := record.__dict__.get("request")) is not None:
-            fields["request"] = str(request)
+        context = current_request()
+        names = {"request_id": None if context is None else context.label, "request": None}
+        for name, here in names.items():
+            if (value := record.__dict__.get(name) or here) is not None:
+                fields[name] = str(value)
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)

@@ -174,7 +174,7 @@ class ConductorDriver:
             case Send():
                 self._send(action)
             case Lifecycle():
-                _log(action)
+                _log(action, self._streams.get(action.request))
                 self._tell(action)
             case Ended(request, summary):
                 self._streams.pop(request).end(summary)
@@ -282,10 +282,13 @@ class ConductorDriver:
         )
 
 
-def _log(life: Lifecycle) -> None:
-    """Trouble is told; the rest is for those who look for it."""
+def _log(life: Lifecycle, stream: LiveStream | None) -> None:
+    """Trouble is told; the rest is for those who look for it. Both names of the request are: the cluster's
+    and the client's, which the worker's message that brought the trouble does not know."""
     level = _LEVELS.get(life.event, logging.DEBUG)
     if logger.isEnabledFor(level):
         where, detail = life.worker or "-", life.detail or "-"
-        text = "%s %s worker=%s %s"
-        logger.log(level, text, life.request, life.event.name, where, detail, extra={"request": life.request})
+        context = None if stream is None else stream.context
+        names = {"request": life.request, "request_id": None if context is None else context.label}
+        message = "%s %s worker=%s %s"
+        logger.log(level, message, life.request, life.event.name, where, detail, extra=names)
