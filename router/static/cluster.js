@@ -35,6 +35,8 @@ export function showFigures(picture) {
   const failed = window.failed ? `, ${count(window.failed)} failed` : "";
   write(by("window-text"), `last ${duration(window.seconds)}: ${count(window.finished)} finished${failed}`);
   const points = picture.series.points;
+  const attained = points.map((point) => point[1]);
+  by("trend").querySelector(".line").setAttribute("d", linePath(attained, CHART.width, CHART.height, 1));
   showLatency("ttft", window.ttft_s, about.slo.ttft_s, points.map((point) => point[3]));
   showLatency("tpot", window.tpot_s, about.slo.tpot_s, points.map((point) => point[4]));
 }
