@@ -62,6 +62,17 @@ def percentile(counts: Mapping[int, int], percent: float) -> float | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class WindowPoint:
+    """One slice of the window; None where nothing ended."""
+
+    num_ended: int
+    attainment: float | None
+    num_tokens: int
+    ttft_p95_s: float | None
+    tpot_p95_s: float | None
+
+
 @dataclass(slots=True)
 class _Slice:
     """Requests that ended within one slice of time; also the shape of the totals."""
@@ -72,8 +83,10 @@ class _Slice:
     num_tokens: int = 0
     ttft: Counter[int] = field(default_factory=Counter)
     tpot: Counter[int] = field(default_factory=Counter)
+    point: WindowPoint | None = None  # what the series shows of it; None after a change
 
     def add(self, other: _Slice, sign: int) -> None:
+        self.point = None
         self.num_good += sign * other.num_good
         self.num_tokens += sign * other.num_tokens
         _merge(self.num_ended, other.num_ended, sign)
@@ -110,17 +123,6 @@ class WindowTotals:
     num_tokens: int
     ttft_s: Mapping[int, float | None]
     tpot_s: Mapping[int, float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class WindowPoint:
-    """One slice of the window; None where nothing ended."""
-
-    num_ended: int
-    attainment: float | None
-    num_tokens: int
-    ttft_p95_s: float | None
-    tpot_p95_s: float | None
 
 
 class LatencyWindow:
@@ -184,10 +186,12 @@ _NO_POINT = WindowPoint(0, None, 0, None, None)
 def _point(part: _Slice | None) -> WindowPoint:
     if part is None:
         return _NO_POINT
-    return WindowPoint(
-        num_ended=sum(part.num_ended.values()),
-        attainment=part.attainment,
-        num_tokens=part.num_tokens,
-        ttft_p95_s=percentile(part.ttft, 95),
-        tpot_p95_s=percentile(part.tpot, 95),
-    )
+    if part.point is None:
+        part.point = WindowPoint(
+            num_ended=sum(part.num_ended.values()),
+            attainment=part.attainment,
+            num_tokens=part.num_tokens,
+            ttft_p95_s=percentile(part.ttft, 95),
+            tpot_p95_s=percentile(part.tpot, 95),
+        )
+    return part.point

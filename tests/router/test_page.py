@@ -221,10 +221,13 @@ async def test_a_stop_ends_the_streams_of_viewers(tmp_path: Path) -> None:
         assert all("now" in part for part in seen)
 
 
-async def test_the_public_side_keeps_the_cluster_to_itself(tmp_path: Path) -> None:
+async def test_b155_the_public_side_keeps_the_cluster_to_itself(tmp_path: Path) -> None:
     async with page_world(tmp_path, with_admin_port=True) as world:
         for path in PRIVATE_PATHS:
             check_error(await world.client.get(path), 404, code="not_found")
+        for path in ("//cluster", "/cluster/", "/%63luster", "/CLUSTER", "/page/../cluster", "/cluster?x=1"):
+            assert (await world.client.get(path)).status_code == 404, path  # B155
+        assert (await world.client.head("/metrics")).status_code == 404
         assert (await world.client.get("/")).status_code == 200
         assert (await world.client.get("/ready")).status_code == 200
         assert (await world.ask("Hi", 3)).status_code == 200
