@@ -21,8 +21,6 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 Url = Annotated[str, typer.Option("--url", help="where the server is")]
 
-_STATUS_COLUMNS = ("id", "role", "state", "epoch", "pid", "running", "waiting", "kv_blocks")
-
 app = typer.Typer(
     name="baton",
     help="Serve large language models with prefill and decode on separate workers.",
@@ -61,6 +59,7 @@ def _serve(config: Any) -> None:
     from rich.console import Console
 
     from cluster import launch
+    from cluster.admin_address import admin_address
     from cluster.clock import MonotonicClock
     from cluster.progress import TerminalReport
 
@@ -70,12 +69,16 @@ def _serve(config: Any) -> None:
     body = (
         f'{{"model": "{checked.served_model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     )
+    admin = admin_address(checked)
+    asides = f"[dim]Logs: {checked.log_dir}   Stop: Ctrl-C[/]"
+    if admin is not None:
+        asides = f"[dim]Cluster: http://{admin[0]}:{admin[1]}[/]\n{asides}"
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
     def ready_text(seconds: float) -> str:
         return (
             f"\n[bold green]Ready[/] in {seconds:.1f} s: [bold]{checked.served_model_name}[/] at {url}\n\n"
-            f"  {curl}\n\n[dim]Logs: {checked.log_dir}   Stop: Ctrl-C[/]"
+            f"  {curl}\n\n{asides}"
         )
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -130,28 +133,15 @@ app.command(name="serve")(_with_settings(serve))
 
 
 @app.command()
-def status(url: Url = DEFAULT_URL) -> None:
-    """Show the workers of a running cluster."""
-    from rich.console import Console
-    from rich.table import Table
+def status(
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="everything, as JSON")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="redraw as it changes, until Ctrl-C")] = False,
+) -> None:
+    """Show a running cluster: workers, queues, KV, latencies of the last minutes."""
+    from cluster.cli_status import show_status
 
-    from cluster.client import get_json
-
-    cluster = get_json(url, "/cluster")
-    table = Table(*(column.replace("_", " ") for column in _STATUS_COLUMNS), title=_headline(cluster))
-    for worker in cluster.get("workers", ()):
-        table.add_row(*(_cell(worker.get(column)) for column in _STATUS_COLUMNS))
-    Console().print(table)
-
-
-def _headline(cluster: dict[str, Any]) -> str | None:
-    return f"cluster: {cluster['state']}" if "state" in cluster else None
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):  # e.g. KV blocks by state
-        return " ".join(f"{key} {number}" for key, number in value.items())
-    return "" if value is None else str(value)
+    show_status(url, as_json=as_json, watch=watch)
 
 
 @app.command()
@@ -173,51 +163,29 @@ def chat(
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="longest answer in tokens")] = None,
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token")] = None,
+    timings: Annotated[bool, typer.Option(help="say where the time of each answer went")] = True,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="if the server wants one")
+    ] = None,
 ) -> None:
-    """Chat with a running server. Ctrl-C ends an answer, Ctrl-D the chat."""
+    """Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists commands."""
+    from cluster.cli_chat import Conversation, TerminalChat
     from cluster.client import get_json
 
     options = {"max_tokens": max_tokens, "temperature": temperature}
     body: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    body["model"] = model or get_json(url, "/v1/models")["data"][0]["id"]
-    messages = [{"role": "system", "content": system}] if system else []
-    while (question := _ask()) is not None:
-        if not question.strip():
-            continue
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": _print_answer(url, body | {"messages": messages})})
-
-
-def _ask() -> str | None:
-    """What the user typed; None at the end of input."""
-    try:
-        return input("> ")
-    except (EOFError, KeyboardInterrupt):
-        typer.echo()
-        return None
-
-
-def _print_answer(url: str, body: dict[str, Any]) -> str:
-    from cluster.client import stream_chat
-
-    pieces: list[str] = []
-    try:
-        for piece in stream_chat(url, body):
-            pieces.append(piece)
-            typer.echo(piece, nl=False)
-            sys.stdout.flush()
-    except KeyboardInterrupt:  # the answer so far stays part of the conversation
-        typer.echo(" ...", nl=False)
-    typer.echo()
-    return "".join(pieces)
+    body["model"] = model or get_json(url, "/v1/models", api_key)["data"][0]["id"]
+    if timings:
+        body |= {"timings": True, "stream_options": {"include_usage": True}}
+    TerminalChat(url, Conversation(body, system), api_key=api_key, show_timings=timings).run()
 
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: Python, libraries, compiler, memory, ports, demo model."""
+    """Check this machine: settings, libraries, cores, compiler, memory, KV edges, ports, model."""
     from cluster.doctor import run_checks
 
-    checks = run_checks()
+    checks = run_checks(os.environ)
     for check in checks:
         color = "green" if check.is_ok else "red" if check.is_fatal else "yellow"
         typer.secho(f"{'ok' if check.is_ok else 'no':<3}", fg=color, nl=False)

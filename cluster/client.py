@@ -6,56 +6,80 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any, Final
 
 from cluster.errors import BatonError
 
 TIMEOUT_S: Final = 10.0
-ANSWER_TIMEOUT_S: Final = 300.0  # between two pieces of an answer
+ANSWER_TIMEOUT_S: Final = 300.0  # between two events of a stream
 
 
 class ClientError(BatonError):
-    """The server cannot be reached, refused the request, or broke off; the message says which."""
+    """The server cannot be reached, refused the request, or broke off; the message says which. `status` is
+    that of an answer that was an error."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-def get_json(url: str, path: str) -> Any:
+def get_json(url: str, path: str, api_key: str | None = None) -> Any:
     """
     Raises:
         ClientError: no server, an error status, or no JSON.
     """
-    with _open(urllib.request.Request(url.rstrip("/") + path), TIMEOUT_S) as response:
+    request = urllib.request.Request(url.rstrip("/") + path, headers=_key_header(api_key))
+    with _open(request, TIMEOUT_S) as response:
         return _parse(response.read())
 
 
-def stream_chat(url: str, body: dict[str, Any]) -> Iterator[str]:
-    """The pieces of an answer's text as they come.
+def stream_chat(
+    url: str, body: dict[str, Any], api_key: str | None = None
+) -> Generator[dict[str, Any], None, None]:
+    """The chunks of a chat completion as they come. Closing the generator ends the answer.
 
     Raises:
         ClientError: as `get_json`, or the stream carried an error or ended early.
     """
-    request = urllib.request.Request(
-        url.rstrip("/") + "/v1/chat/completions",
-        data=json.dumps(body | {"stream": True}).encode(),
-        headers={"Content-Type": "application/json", "Accept": "text/event-stream"},
-    )
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **_key_header(api_key)}
+    data = json.dumps(body | {"stream": True}).encode()
+    request = urllib.request.Request(url.rstrip("/") + "/v1/chat/completions", data=data, headers=headers)
+    with closing(_events(request)) as events:
+        for event in events:
+            if event == b"[DONE]":
+                return
+            chunk = _parse(event)
+            if "error" in chunk:
+                raise ClientError(chunk["error"]["message"])
+            yield chunk
+    raise ClientError("the answer broke off: the server closed the connection")
+
+
+def stream_pictures(url: str) -> Iterator[dict[str, Any]]:
+    """What the page's stream tells of the cluster: everything first, then what changed; until it stops.
+
+    Raises:
+        ClientError: as `get_json`, or the connection broke.
+    """
+    for event in _events(urllib.request.Request(url.rstrip("/") + "/page/events")):
+        yield _parse(event)
+
+
+def _events(request: urllib.request.Request) -> Generator[bytes, None, None]:
+    """The data of each server-sent event; ours have one line each."""
     with _open(request, ANSWER_TIMEOUT_S) as response:
         try:
             for line in response:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line.removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    return
-                event = _parse(data)
-                if "error" in event:
-                    raise ClientError(event["error"]["message"])
-                for choice in event.get("choices", ()):
-                    if text := choice.get("delta", {}).get("content"):
-                        yield text
+                if line.startswith(b"data:"):
+                    yield line.removeprefix(b"data:").strip()
         except (OSError, http.client.HTTPException) as error:
             raise ClientError(f"the answer broke off: {error}") from error
-    raise ClientError("the answer broke off: the server closed the connection")
+
+
+def _key_header(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _open(request: urllib.request.Request, timeout_s: float) -> Any:
@@ -63,7 +87,7 @@ def _open(request: urllib.request.Request, timeout_s: float) -> Any:
         return urllib.request.urlopen(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
         with error:
-            raise ClientError(_error_message(error)) from error
+            raise ClientError(_error_message(error), error.code) from error
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ClientError(

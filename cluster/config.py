@@ -23,6 +23,7 @@ from cluster.wire.messages import Role
 
 MiB: Final = 1 << 20
 
+MetricNames = Literal["baton", "baton+vllm"]
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
 CpuIsaName = Literal["auto", "simd", "amx"]
@@ -52,6 +53,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     host: Annotated[str, Meta(description="address the HTTP server listens on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 8000
+    admin_host: Annotated[
+        str, Meta(description="address of metrics and cluster state, where it is not the HTTP server's")
+    ] = "127.0.0.1"
+    admin_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="its port (default: the HTTP server's own on loopback, else the port after it)"),
+    ] = None
     prefill: Annotated[
         int, Meta(ge=0, le=256, description="prefill workers; 0: decode workers prefill for themselves")
     ] = 1
@@ -156,6 +164,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     log_format: Annotated[LogFormat, Meta(description="one line of text or one JSON object per record")] = (
         "text"
     )
+    metric_names: Annotated[
+        MetricNames, Meta(description="baton+vllm: also under the names that autoscalers know from vLLM")
+    ] = "baton"
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(description="where traces go, as OTLP over HTTP, e.g. http://localhost:4318 (default: nowhere)"),
+    ] = None
     runtime_dir: Annotated[
         str | None, Meta(description="where sockets live while it runs; a short path (default: below /tmp)")
     ] = None
@@ -200,6 +215,10 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     model_dir: str  # prepared model: config.json, tokenizer.json, tokenizer_config.json, ...
     host: str
     port: int  # 0: any free one
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None  # None: the HTTP server answers for metrics and cluster state too
+    metric_names: MetricNames = "baton"
+    otlp_endpoint: str | None = None
     control_address: str  # `unix:/path` or `tcp:host:port`
     num_prefill: int  # workers to expect: ready once one of each expected role serves
     num_decode: int

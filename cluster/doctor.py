@@ -1,20 +1,29 @@
-"""Checks of this machine for `baton doctor`: each says what it found and, if that is bad, what to do."""
+"""Checks of this machine for `baton doctor`: each says what it found and, if that is bad, what to do.
+
+The settings are those that `baton serve` would have without flags: environment, file, defaults.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from cluster import preflight
+from cluster.admin_address import admin_address
+from cluster.client import ClientError, get_json
 from cluster.config import ClusterConfig, num_available_cores, threads_per_worker
+from cluster.config_sources import resolve_config
 from cluster.core_board import can_share, describe_shares, share_cores
+from cluster.edge_speed import loopback_bytes_per_s, shm_bytes_per_s
 from cluster.engine.cpu_isa import find_isa
 from cluster.errors import BatonError, ConfigError
 from cluster.kv.memory import available_bytes
@@ -22,6 +31,10 @@ from cluster.kv.memory import available_bytes
 LIBRARIES: Final = ("torch", "ray", "transformers", "tokenizers", "fastapi", "uvicorn", "msgspec")
 ISAS: Final = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "asimd")
 NEEDED_MEMORY_BYTES: Final = 4 << 30
+NEEDED_FILES: Final = 1024
+SLOW_SHM_BYTES_PER_S: Final = 1e9
+# Set by hand, they win over what Baton gives each process.
+THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +47,43 @@ class Check:
     is_fatal: bool = True
 
 
-def run_checks() -> tuple[Check, ...]:
+def run_checks(environment: Mapping[str, str]) -> tuple[Check, ...]:
     """All checks, in the order in which they would stop `baton serve`."""
-    config = ClusterConfig()
+    config, settings = _settings(environment)
     return (
+        _system(),
         _python(),
+        settings,
         _packages(),
         *(_library(name) for name in LIBRARIES),
         _cpu(),
         _cores(config),
+        _threads(environment),
         _compiler(),
         _products(),
         _memory(),
-        _attempt(
-            "port",
-            lambda: preflight.check_port(config.host, config.port),
-            f"{config.host}:{config.port} is free",
-        ),
-        _attempt("demo model", lambda: preflight.check_model("demo"), "installed"),
+        _shared_memory(),
+        _loopback(),
+        _open_files(),
+        *_ports(config),
+        _attempt("model", lambda: preflight.check_model(config.model), f"{config.model} is there"),
     )
+
+
+def _system() -> Check:
+    text = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    is_linux = sys.platform == "linux"
+    return Check("system", is_linux, text if is_linux else f"{text}: Baton serves on Linux", is_fatal=False)
+
+
+def _settings(environment: Mapping[str, str]) -> tuple[ClusterConfig, Check]:
+    """As `baton serve` would have them; the defaults where they cannot be read."""
+    try:
+        resolved = resolve_config({}, environment)
+    except ConfigError as error:
+        return ClusterConfig(), Check("settings", False, str(error))
+    own = [f"{name} from {origin}" for name, origin in resolved.origins.items()]
+    return resolved.config, Check("settings", True, ", ".join(own) or "all defaults")
 
 
 def _python() -> Check:
@@ -102,6 +133,11 @@ def _cpu_flags(file: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     )
 
 
+def _threads(environment: Mapping[str, str]) -> Check:
+    own = [f"{name}={environment[name]}" for name in THREAD_VARIABLES if name in environment]
+    return Check("threads", True, ", ".join(own) or "no variable of the environment sets them")
+
+
 def _compiler_path() -> str | None:
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
@@ -128,6 +164,53 @@ def _memory() -> Check:
     text = f"{num_bytes / 1e9:.1f} GB available"
     is_ok = num_bytes >= NEEDED_MEMORY_BYTES
     return Check("memory", is_ok, text if is_ok else f"{text}, about 4 are needed", is_fatal=False)
+
+
+def _shared_memory() -> Check:
+    """What the `shm` edge is made of, and how fast it copies here."""
+    try:
+        speed = shm_bytes_per_s()
+    except OSError as error:
+        return Check("shm edge", False, f"no shared memory: {error.strerror}; use `--kv-edge gloo`")
+    text = f"{speed / 1e9:.1f} GB/s from one mapping to another"
+    is_ok = speed >= SLOW_SHM_BYTES_PER_S
+    return Check("shm edge", is_ok, text if is_ok else f"{text}: this machine is busy", is_fatal=False)
+
+
+def _loopback() -> Check:
+    try:
+        speed = loopback_bytes_per_s()
+    except OSError as error:
+        return Check("loopback", False, f"it cannot be used: {error.strerror}")
+    return Check("loopback", True, f"{speed / 1e9:.1f} GB/s over one TCP stream")
+
+
+def _open_files() -> Check:
+    """A connection is a file, and so is much else."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_ok = allowed == resource.RLIM_INFINITY or allowed >= NEEDED_FILES
+    number = "no limit" if allowed == resource.RLIM_INFINITY else f"{allowed} allowed"
+    text = number if is_ok else f"{number}: raise it, e.g. `ulimit -n 65536`"
+    return Check("open files", is_ok, text, is_fatal=False)
+
+
+def _ports(config: ClusterConfig) -> list[Check]:
+    """A cluster of ours that serves there already is no fault of the machine."""
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::", "") else config.host
+    url = f"http://{host}:{config.port}"
+    try:
+        running = get_json(url, "/version")["version"]
+    except (ClientError, KeyError, TypeError):
+        running = None
+    if running is not None:
+        return [Check("port", False, f"Baton {running} serves at {url} already", is_fatal=False)]
+    addresses = [("port", (config.host, config.port), "--port")]
+    if (admin := admin_address(config)) is not None:
+        addresses.append(("admin port", admin, "--admin-port"))
+    return [
+        _attempt(name, partial(preflight.check_port, *address, flag), f"{address[0]}:{address[1]} is free")
+        for name, address, flag in addresses
+    ]
 
 
 def _attempt(name: str, check: Callable[[], object], finding: str) -> Check:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from cluster import preflight
+from cluster.admin_address import admin_address
 from cluster.clock import MonotonicClock
 from cluster.cluster_token import exposure, resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
@@ -63,11 +64,15 @@ def check(config: ClusterConfig) -> ClusterConfig:
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)
     port = config.port or _free_port(config.host)
+    admin = admin_address(msgspec.structs.replace(config, port=port))
+    if admin is not None:
+        preflight.check_port(*admin, flag="--admin-port")
     state_dir = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     log_dir = Path(config.log_dir or f"{state_dir}/baton/logs/{port}").expanduser()
     return msgspec.structs.replace(
         config,
         port=port,
+        admin_port=None if admin is None else admin[1] or _free_port(admin[0]),
         served_model_name=config.served_model_name or model_name,
         log_dir=str(log_dir.absolute()),
     )

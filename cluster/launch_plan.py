@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from cluster.admin_address import admin_address
 from cluster.config import (
     KV_ADDRESS_BY_ROUTE,
     ClusterConfig,
@@ -102,6 +103,7 @@ def plan_roles(
         if site.router_host is None
         else f"tcp:{site.router_host}:{site.router_control_port}"
     )
+    admin = admin_address(config)
     router = RoleSpec(
         name=ROUTER,
         entry=entries["router"],
@@ -120,6 +122,10 @@ def plan_roles(
             model_dir="",  # known once the model is prepared
             host=config.host,
             port=config.port,
+            admin_host=config.admin_host,
+            admin_port=None if admin is None else admin[1],
+            metric_names=config.metric_names,
+            otlp_endpoint=config.otlp_endpoint,
             control_address=control_address,
             num_prefill=config.prefill,
             num_decode=config.decode,

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Final
 
 from cluster.config import LogConfig
+from cluster.request_context import current_request
 
 MAX_FILE_BYTES: Final = 10 << 20
 NUM_OLD_FILES: Final = 2
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, process, logger, message, and the traceback if any."""
+    """One JSON object per line: time (UTC), level, process, logger, message, and the traceback if any.
+
+    `request_id` is the `x-request-id` of the HTTP request that the line was written for, `request` the
+    cluster's own name of a request; each only where there is one.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -33,6 +38,11 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        context = current_request()
+        names = {"request_id": None if context is None else context.label, "request": None}
+        for name, here in names.items():
+            if (value := record.__dict__.get(name) or here) is not None:
+                fields[name] = str(value)
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)

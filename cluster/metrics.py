@@ -2,12 +2,12 @@
 
 1. The gateway observes each request once, when it is over (`observe_request`), and each gap between two
    deliveries to a client (`observe_token_gap`).
-2. The router reports every worker's load (`observe_worker`); a worker's counters grow by what they gained
-   since the last report, and start again from zero when it restarts, as Prometheus expects of a reset.
-3. `forget_worker` drops the series of a worker that left; `render` writes the page.
+2. The router reports every worker's load (`observe_worker`, see `cluster.metrics_workers`); `forget_worker`
+   drops the series of a worker that left.
+3. `render` writes the page; with `vllm_names`, a part of it once more (`cluster.metrics_vllm`).
 
-The one owner of prometheus_client. The registry is passed in, nothing is global. Label values come from
-enums, route tables and worker names, never from a request, so the number of series is bounded.
+`cluster/metrics*.py` own prometheus_client. The registry is passed in, nothing is global. Label values come
+from enums, route tables and worker names, never from a request, so the number of series is bounded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from enum import Enum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 from cluster.ids import WorkerId
+from cluster.latency_targets import LatencyTargets
 from cluster.metrics_placement import PlacementMetrics
+from cluster.metrics_vllm import ClusterLoad, VllmNames
+from cluster.metrics_workers import WorkerMetrics, num_blocks
 from cluster.wire.messages import Role, WorkerLoad
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -31,7 +34,6 @@ LATENCY_BUCKETS_S = (
 )
 TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, *LATENCY_BUCKETS_S)
 TOKEN_BUCKETS = tuple(float(4**power) for power in range(10))  # 1 ... 262144
-WORKER_STATES = ("starting", "ready", "draining", "lost", "stuck")
 
 
 class Outcome(Enum):
@@ -70,9 +72,22 @@ class RequestRecord:
 class Metrics:
     """All series of one router; safe to call from its event loop only."""
 
-    def __init__(self, registry: CollectorRegistry, version: str, model: str) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        version: str,
+        model: str,
+        targets: LatencyTargets | None = None,
+        *,
+        policy: str = "least_ttft",
+        block_size: int = 0,
+        vllm_names: bool = False,
+    ) -> None:
         self._registry = registry
-        self._seen: dict[WorkerId, tuple[Role, WorkerLoad]] = {}
+        self._targets = targets or LatencyTargets()
+        self._policy = policy
+        self._block_size = block_size
+        self._num_in_flight = self._num_queued = 0
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"baton_{name}", text, labels, registry=registry)
@@ -93,6 +108,13 @@ class Metrics:
         self._requests = counter("request", "Requests that are over", ("outcome",))
         self._http = counter("http_responses", "HTTP responses", ("route", "status"))
         self._attempts = counter("request_attempts", "Attempts over all requests, first ones included")
+        self._slo = counter("slo_requests", "Requests by whether they met a target", ("slo", "outcome"))
+        self._goodput = counter("goodput_requests", "Requests that met both targets")
+        self._decisions = counter("route_decisions", "Where requests went", ("policy", "outcome", "reason"))
+        self._rejected = counter("admission_rejected", "Requests that found no place", ("reason",))
+        target = gauge("slo_target_seconds", "The targets of requests that ask for nothing else", ("slo",))
+        target.labels("ttft").set(self._targets.ttft_s)
+        target.labels("tpot").set(self._targets.tpot_s)
         self._prefills = counter("prefills", "Where prompts were prefilled", ("where",))
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests")
         self._cached_tokens = counter(
@@ -113,34 +135,24 @@ class Metrics:
         self._ready = gauge("ready", "1 when a request can be served")
         self._running = gauge("requests_running", "Requests in progress", ("role",))
         self._waiting = gauge("requests_waiting", "Requests accepted and not started", ("role",))
-        self._blocks = gauge("kv_blocks", "KV blocks by state", ("worker", "state"))
-        self._state = gauge("worker_state", "1 for the state a worker is in", ("worker", "role", "state"))
-        self._leases = gauge("kv_leases", "Leases a decode worker holds", ("worker",))
-        self._queued_tokens = gauge(
-            "queued_prefill_tokens", "Prompt tokens accepted, not computed", ("worker",)
-        )
-        self._prefill_rate = gauge("prefill_tokens_per_second", "Smoothed prefill speed", ("worker",))
-        self._step = gauge("decode_step_seconds", "Smoothed length of a decode step", ("worker",))
-        self._step_error = gauge(
-            "step_prediction_error_ratio",
-            "Actual / predicted - 1 of the latest steps: median of its size, 90 % quantile",
-            ("worker", "quantile"),
-        )
-        self._prefill_work = gauge(
-            "queued_prefill_seconds", "Predicted prefill work that waits", ("worker", "when")
-        )
-        self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes received by decode workers")
-        self._steps = counter("worker_steps", "Forward passes", ("worker",))
-        self._preemptions = counter("preemptions", "Sequences preempted", ("worker",))
-        self._stale = counter("stale_messages", "Late or duplicate messages dropped", ("worker",))
         self._router_stale = counter(
             "router_stale_messages", "Messages of workers that the router dropped", ("reason",)
         )
         self._seen_stale: dict[str, int] = {}
-        self._worker_gauges = (self._leases, self._queued_tokens, self._prefill_rate, self._step)
-        self._worker_counters = (self._steps, self._preemptions, self._stale)
         for outcome in Outcome:
             self._requests.labels(outcome.value)
+        for slo in ("ttft", "tpot", "both"):
+            for met in ("met", "missed"):
+                self._slo.labels(slo, met)
+        for where in ("local", "remote"):
+            for reason in ("first", "retry"):
+                self._decisions.labels(policy, where, reason)
+        for rejection in _REJECTIONS:
+            self._rejected.labels(rejection.value)
+            self._decisions.labels(policy, "rejected", rejection.value)
+        self._workers = WorkerMetrics(registry, block_size)
+        if vllm_names:
+            registry.register(VllmNames(model, self._mirrored(), self._load))
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -158,9 +170,16 @@ class Metrics:
         ):
             if value is not None:
                 histogram.observe(value)
+        self._observe_slo(record)
+        if record.outcome in _REJECTIONS and record.ttft_s is None:
+            self._rejected.labels(record.outcome.value).inc()
+            self._decisions.labels(self._policy, "rejected", record.outcome.value).inc()
         if record.ttft_s is None:
             return
-        self._prefills.labels("local" if record.local_prefill else "remote").inc()
+        where = "local" if record.local_prefill else "remote"
+        reason = "retry" if record.num_attempts > 1 else "first"
+        self._decisions.labels(self._policy, where, reason).inc()
+        self._prefills.labels(where).inc()
         self._prompt_tokens.inc(record.num_prompt_tokens)
         self._cached_tokens.inc(record.num_cached_tokens)
         self._generated_tokens.inc(record.num_generated_tokens)
@@ -175,9 +194,25 @@ class Metrics:
         """`route` must come from the route table ("other" when nothing matched)."""
         self._http.labels(route, str(status)).inc()
 
-    # ---- workers ---------------------------------------------------------------------------------
+    def _observe_slo(self, record: RequestRecord) -> None:
+        """A client that left or asked for nonsense says nothing of us; every other request counts."""
+        if record.outcome in (Outcome.CLIENT_LEFT, Outcome.INVALID):
+            return
+        is_whole = record.outcome in (Outcome.STOP, Outcome.LENGTH)
+        is_good = is_whole and self._targets.both_met(record.ttft_s, record.tpot_s)
+        for slo, is_met in (
+            ("ttft", self._targets.ttft_met(record.ttft_s)),
+            ("tpot", is_whole and self._targets.tpot_met(record.ttft_s, record.tpot_s)),
+            ("both", is_good),
+        ):
+            self._slo.labels(slo, "met" if is_met else "missed").inc()
+        if is_good:
+            self._goodput.inc()
+
+    # ---- the cluster -----------------------------------------------------------------------------
 
     def observe_router(self, *, ready: bool, in_flight: int, queued: int) -> None:
+        self._num_in_flight, self._num_queued = in_flight, queued
         self._ready.set(ready)
         self._running.labels("router").set(in_flight - queued)
         self._waiting.labels("router").set(queued)
@@ -189,66 +224,73 @@ class Metrics:
         self._seen_stale = dict(totals)
 
     def observe_worker(self, worker: WorkerId, role: Role, state: str, load: WorkerLoad) -> None:
-        """A worker's gauges as of now; its counters grow by what they gained since the last call."""
-        _, before = self._seen.get(worker, (role, WorkerLoad()))
-        self._seen[worker] = (role, load)
-        for name in WORKER_STATES:
-            self._state.labels(worker, role.value, name).set(name == state)
-        for name, num_blocks in (
-            ("used", load.blocks_used),
-            ("cached", load.blocks_cached),
-            ("free", load.blocks_free),
-        ):
-            self._blocks.labels(worker, name).set(num_blocks)
-        self._leases.labels(worker).set(load.leases)
-        self._queued_tokens.labels(worker).set(load.queued_prefill_tokens)
-        self._prefill_rate.labels(worker).set(load.prefill_tokens_per_s)
-        self._step.labels(worker).set(load.decode_step_s)
-        self._step_error.labels(worker, "0.5").set(load.step_error)
-        self._step_error.labels(worker, "0.9").set(load.step_error_p90)
-        self._prefill_work.labels(worker, "on_time").set(load.on_time_prefill_s)
-        self._prefill_work.labels(worker, "late").set(load.late_prefill_s)
-        self._steps.labels(worker).inc(_gain(before.steps, load.steps))
-        self._preemptions.labels(worker).inc(_gain(before.preemptions, load.preemptions))
-        self._stale.labels(worker).inc(_gain(before.stale_messages, load.stale_messages))
-        if role is Role.DECODE:
-            self._transfer_bytes.inc(_gain(before.kv_bytes_received, load.kv_bytes_received))
+        """A worker as of now."""
+        self._workers.observe(worker, role, state, load)
 
     def forget_worker(self, worker: WorkerId) -> None:
         """Drop the series of a worker that is not part of the cluster any more."""
-        role, _ = self._seen.pop(worker, (None, None))
-        if role is None:
-            return
-        for name in WORKER_STATES:
-            self._state.remove(worker, role.value, name)
-        for name in ("used", "cached", "free"):
-            self._blocks.remove(worker, name)
-        for quantile in ("0.5", "0.9"):
-            self._step_error.remove(worker, quantile)
-        for when in ("on_time", "late"):
-            self._prefill_work.remove(worker, when)
-        for gauge in self._worker_gauges:
-            gauge.remove(worker)
-        for counter in self._worker_counters:
-            counter.remove(worker)
+        self._workers.forget(worker)
 
     def known_workers(self) -> frozenset[WorkerId]:
-        return frozenset(self._seen)
+        return self._workers.known()
 
     def render(self) -> bytes:
         """The text exposition format; requests per role are summed over the workers last seen."""
         for role in Role:
-            loads = [load for seen_role, load in self._seen.values() if seen_role is role]
+            loads = self._workers.loads(role)
             self._running.labels(role.value).set(sum(load.running for load in loads))
             self._waiting.labels(role.value).set(sum(load.waiting for load in loads))
         return generate_latest(self._registry)
 
+    def _load(self) -> ClusterLoad:
+        """Of the whole cluster: who waits, waits wherever it does."""
+        decode = self._workers.loads(Role.DECODE)
+        loads = [*decode, *self._workers.loads(Role.PREFILL)]
+        num_waiting = self._num_queued + sum(load.waiting for load in loads)
+        total = sum(num_blocks(load) for load in decode)
+        return ClusterLoad(
+            num_waiting=num_waiting,
+            num_running=max(0, self._num_in_flight - num_waiting),
+            kv_usage=sum(load.blocks_used for load in decode) / total if total else 0.0,
+            block_size=self._block_size,
+            num_blocks=total,
+        )
 
-def new_metrics(version: str, model: str) -> Metrics:
-    """Series of their own for one router process."""
-    return Metrics(CollectorRegistry(), version, model)
+    def _mirrored(self) -> dict[str, Counter | Histogram]:
+        return {
+            "time_to_first_token_seconds": self._ttft,
+            "request_time_per_output_token_seconds": self._tpot,
+            "inter_token_latency_seconds": self._itl,
+            "e2e_request_latency_seconds": self._e2e,
+            "request_queue_time_seconds": self._queue,
+            "request_prefill_time_seconds": self._prefill,
+            "request_decode_time_seconds": self._decode,
+            "prompt_tokens": self._prompt_tokens,
+            "generation_tokens": self._generated_tokens,
+            "prefix_cache_queries": self._prompt_tokens,
+            "prefix_cache_hits": self._cached_tokens,
+        }
 
 
-def _gain(before: int, now: int) -> int:
-    """Growth of a worker's counter; a smaller value means that the worker restarted from zero."""
-    return now - before if now >= before else now
+_REJECTIONS = (Outcome.OVERLOADED, Outcome.NOT_READY)
+
+
+def new_metrics(
+    version: str,
+    model: str,
+    targets: LatencyTargets | None = None,
+    *,
+    policy: str = "least_ttft",
+    block_size: int = 0,
+    vllm_names: bool = False,
+) -> Metrics:
+    """Series of their own for one router process; `policy` names what places requests."""
+    return Metrics(
+        CollectorRegistry(),
+        version,
+        model,
+        targets,
+        policy=policy,
+        block_size=block_size,
+        vllm_names=vllm_names,
+    )

@@ -43,8 +43,9 @@ def check_own_packages(root: Path | None = None) -> None:
             )
 
 
-def check_port(host: str, port: int) -> None:
-    """
+def check_port(host: str, port: int, flag: str = "--port") -> None:
+    """`flag` is what sets the port, for the message.
+
     Raises:
         ConfigError: the port is taken, or the host is not an address of this machine.
     """
@@ -60,11 +61,11 @@ def check_port(host: str, port: int) -> None:
                 probe.listen(1)
             except PermissionError as error:
                 raise ConfigError(
-                    f"port {port} needs more rights: choose one above 1023 with --port"
+                    f"port {port} needs more rights: choose one above 1023 with {flag}"
                 ) from error
             except OSError as error:
                 raise ConfigError(
-                    f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+                    f"cannot listen on {host} port {port}: {error.strerror}; choose another with {flag}"
                 ) from error
 
 

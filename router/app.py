@@ -23,6 +23,7 @@ from starlette.routing import Route
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import RequestError, ServingError
 from cluster.metrics import CONTENT_TYPE, Metrics
+from cluster.request_context import enter_request
 from cluster.tokenizer import Tokenizer
 from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header, read_body
 from router.chat import ChatFormat
@@ -39,6 +40,9 @@ from router.endpoint import (
 from router.generation import InFlight
 from router.model_info import ModelInfo
 from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.page import PAGE_PATHS, PageSource, page_routes
+from router.page_feed import PageFeed
+from router.public_side import PrivateRoutes
 from router.tokenize import detokenize, tokenize
 
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
@@ -46,6 +50,7 @@ _ROUTES = frozenset(
     {
         *("/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
         *("/health", "/ready", "/ping", "/version", "/metrics", "/cluster"),
+        *PAGE_PATHS,
     }
 )
 _HTTP_MESSAGES = {404: "There is no such path here.", 405: "This path does not take this method."}
@@ -62,6 +67,7 @@ def create_app(
     limits: GatewayLimits | None = None,
     clock: Clock | None = None,
     launcher_pid: int | None = None,
+    feed: PageFeed | None = None,
 ) -> FastAPI:
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains."""
     gateway = Gateway(
@@ -83,6 +89,8 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.in_flight = gateway.in_flight
+    page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
+    app.router.routes.extend(page_routes(page))
     for path, endpoint in (
         ("/v1/chat/completions", GenerationEndpoint(gateway, chat_job, ChatFormat, "chatcmpl")),
         ("/v1/completions", GenerationEndpoint(gateway, completion_job, CompletionFormat, "cmpl")),
@@ -92,6 +100,7 @@ def create_app(
     _add_text_routes(app, gateway)
     _add_status_routes(app, gateway, version, launcher_pid)
     _add_error_handlers(app)
+    app.add_middleware(PrivateRoutes)
     app.add_middleware(Envelope, metrics=metrics)
     return app
 
@@ -110,6 +119,7 @@ class Envelope:
         label = header(scope, b"x-request-id")
         request_id = label if label and _CLIENT_ID.fullmatch(label) else f"req-{uuid.uuid4().hex}"
         scope[REQUEST_ID] = request_id
+        enter_request(request_id, header(scope, b"traceparent"), header(scope, b"tracestate"))
         name = (b"x-request-id", request_id.encode())
 
         async def named_send(message: Message) -> None:

@@ -105,6 +105,7 @@ class WorkerStatus:
     state: str  # "starting" | "ready" | "draining" | "lost" | "stuck"
     load: WorkerLoad
     heartbeat_age_s: float  # since its last sign of life
+    max_num_seqs: int = 0  # sequences it runs at once; 0: not known
 
 
 class StaleReason(Enum):

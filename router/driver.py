@@ -5,7 +5,7 @@
 2. `submit` is the gateway's way in; what it returns is fed by `Deliver` actions until `Ended`. A cluster that
    was ready once and has no worker at the moment still takes requests: they wait for one to come back.
 3. Once workers are ready, one generation of our own goes through the whole path; only when it has succeeded
-   are requests let in.
+   are requests let in. From then on `watchers` see every lifecycle event and end of a request.
 4. A bug in the conductor (an illegal transition, a broken assertion) leaves nothing to trust: every request
    fails, every worker is let go (which frees what it held for us), and `broken` is set so that the process
    ends.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from cluster.clock import Clock
 from cluster.errors import BatonError, InternalError, NotReady, ProtocolError
@@ -78,7 +79,9 @@ class ConductorDriver:
         *,
         block_size: int,
         heartbeat_interval_s: float,
+        watchers: Sequence[Callable[[Lifecycle | Ended], None]] = (),
     ) -> None:
+        self._watchers = watchers
         self._conductor = conductor
         self._judge = judge
         self._clock = clock
@@ -171,9 +174,16 @@ class ConductorDriver:
             case Send():
                 self._send(action)
             case Lifecycle():
-                _log(action)
+                _log(action, self._streams.get(action.request))
+                self._tell(action)
             case Ended(request, summary):
                 self._streams.pop(request).end(summary)
+                self._tell(action)
+
+    def _tell(self, action: Lifecycle | Ended) -> None:
+        if self._judge.is_warm:
+            for watch in self._watchers:
+                watch(action)
 
     def _send(self, send: Send) -> None:
         try:
@@ -268,12 +278,17 @@ class ConductorDriver:
             state="stuck" if is_stuck else state.value,
             load=load,
             heartbeat_age_s=self.links.silence_s(worker),
+            max_num_seqs=register.max_num_seqs,
         )
 
 
-def _log(life: Lifecycle) -> None:
-    """Trouble is told; the rest is for those who look for it."""
+def _log(life: Lifecycle, stream: LiveStream | None) -> None:
+    """Trouble is told; the rest is for those who look for it. Both names of the request are: the cluster's
+    and the client's, which the worker's message that brought the trouble does not know."""
     level = _LEVELS.get(life.event, logging.DEBUG)
     if logger.isEnabledFor(level):
         where, detail = life.worker or "-", life.detail or "-"
-        logger.log(level, "%s %s worker=%s %s", life.request, life.event.name, where, detail)
+        context = None if stream is None else stream.context
+        names = {"request": life.request, "request_id": None if context is None else context.label}
+        message = "%s %s worker=%s %s"
+        logger.log(level, message, life.request, life.event.name, where, detail, extra=names)

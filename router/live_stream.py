@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from cluster.errors import BatonError
 from cluster.ids import RequestId
+from cluster.request_context import current_request
 from router.conductor_io import ClientFinished, ClientLeft, Event
 from router.delivery import Delivery, Failed, RequestSummary
 
@@ -25,6 +26,7 @@ class LiveStream:
         self._look_up = look_up
         self._deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()  # None: nothing follows
         self._summary: RequestSummary | None = None
+        self.context = current_request()  # of the HTTP request that it is for, if any
         self.failure: BatonError | None = None  # set with the delivery of it
 
     # ---- the gateway's side

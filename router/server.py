@@ -22,6 +22,7 @@ from cluster.errors import ConfigError
 from router.asgi import Receive, Scope, Send
 from router.generation import InFlight
 from router.openai_errors import error_body, http_error
+from router.public_side import on_public_side
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -94,7 +95,7 @@ class _Protocol(HttpToolsProtocol):
         self._resuming = False
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A listening address of our own; port 0 takes a free one.
 
     Raises:
@@ -110,7 +111,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         reason = error.strerror if isinstance(error, OSError) else str(error)
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            reason = "it is in use by another process; choose another with `--port`"
+            reason = f"it is in use by another process; choose another with `{flag}`"
         raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from error
     listener.listen(_BACKLOG)
     listener.setblocking(False)
@@ -126,16 +127,26 @@ async def serve_http(
     stop: asyncio.Event,
     grace_s: float = 30.0,
     on_listening: Callable[[str, int], None] | None = None,
+    admin: tuple[str, int] | None = None,
+    on_admin_listening: Callable[[str, int], None] | None = None,
 ) -> bool:
     """Serve until `stop` is set and the open requests (`app.state.in_flight`) are over; whether all of
     them finished by themselves.
 
-    `on_listening` gets the address as bound, before the first request can be read.
+    `on_listening` gets the address as bound, before the first request can be read. With `admin`, a second
+    (host, port), the private paths (`router.public_side`) are answered there and nowhere else.
 
     Raises:
         ConfigError: the address cannot be used.
     """
-    listener = bind(host, port)
+    listeners = [bind(host, port)]
+    if admin is not None:
+        try:
+            listeners.append(bind(*admin, flag="--admin-port"))
+        except ConfigError:
+            listeners[0].close()
+            raise
+        app = _split(app, listeners[1].getsockname()[1])
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -149,17 +160,26 @@ async def serve_http(
         backlog=_BACKLOG,
     )
     server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=listeners))
     stopping = asyncio.create_task(stop.wait())
     try:
         if on_listening is not None:
-            address = listener.getsockname()
-            on_listening(address[0], address[1])
+            on_listening(*listeners[0].getsockname()[:2])
+        if on_admin_listening is not None and len(listeners) > 1:
+            on_admin_listening(*listeners[1].getsockname()[:2])
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finished = await in_flight.drain(grace_s, _END_WITHIN_S)
     finally:
         stopping.cancel()
         server.should_exit = True
         await serving
-        listener.close()
+        for listener in listeners:
+            listener.close()
     return finished
+
+
+def _split(app: Application, admin_port: int) -> Application:
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(on_public_side(scope, admin_port), receive, send)
+
+    return serve

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cluster.clock import MonotonicClock
+from cluster.clock import Clock, MonotonicClock
 from cluster.config import RouterConfig
 from cluster.errors import InternalError, ModelError
+from cluster.latency_targets import LatencyTargets
 from cluster.metrics import new_metrics
 from cluster.preflight import DISTRIBUTION
 from cluster.slo_classes import Targets
@@ -32,8 +33,10 @@ from router.conductor import Conductor
 from router.config import ConductorConfig, PolicyConfig
 from router.driver import ConductorDriver
 from router.model_info import ModelInfo, read_sampling_defaults
+from router.page_feed import PageFeed
 from router.readiness import ReadinessJudge
 from router.server import serve_http
+from router.traces import RequestTraces, otlp_exporter
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,9 @@ async def run(
             ),
         )
     )
+    targets = LatencyTargets(config.slo_ttft_s, config.slo_tpot_s)
+    feed = PageFeed(targets, conductor.summary, clock.now())
+    traces = _traces(config, clock, conductor)
     driver = ConductorDriver(
         config.router,
         conductor,
@@ -70,6 +76,7 @@ async def run(
         clock,
         block_size=config.block_size,
         heartbeat_interval_s=config.heartbeat_interval_s,
+        watchers=[feed.observe] if traces is None else [feed.observe, traces.observe],
     )
     listener = await listen(config.control_address, config.token, WorkerSays, driver.links.on_stream)
     logger.info("workers dial %s", listener.address)
@@ -89,10 +96,17 @@ async def run(
             driver,
             tokenizer,
             model,
-            new_metrics(version, model.name),
+            new_metrics(
+                version,
+                model.name,
+                targets,
+                block_size=config.block_size,
+                vllm_names=config.metric_names == "baton+vllm",
+            ),
             version=version,
             clock=clock,
             launcher_pid=config.launcher_pid,
+            feed=feed,
         )
 
         def on_listening(host: str, port: int) -> None:
@@ -107,6 +121,8 @@ async def run(
             stop=ending,
             grace_s=config.drain_grace_s,
             on_listening=on_listening,
+            admin=None if config.admin_port is None else (config.admin_host, config.admin_port),
+            on_admin_listening=lambda host, port: logger.info("admin on %s port %d", host, port),
         )
         if not finished:
             logger.warning("drained: some requests did not finish within %g s", config.drain_grace_s)
@@ -116,6 +132,8 @@ async def run(
         await asyncio.gather(*watches, return_exceptions=True)
         driver.close()
         await listener.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
     if driver.broken.is_set():
         raise InternalError("The conductor broke; its log has the cause.")
 
@@ -132,6 +150,13 @@ async def _announce(needed: Iterable[asyncio.Event], on_ready: Callable[[], None
         await event.wait()
     if on_ready is not None:
         on_ready()
+
+
+def _traces(config: RouterConfig, clock: Clock, conductor: Conductor) -> RequestTraces | None:
+    if config.otlp_endpoint is None:
+        return None
+    exporter = otlp_exporter(config.otlp_endpoint)
+    return RequestTraces(exporter, config.served_model_name, _version(), clock, conductor.summary)
 
 
 def _version() -> str:

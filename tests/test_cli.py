@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster import cli, client, doctor
+from cluster import cli, doctor
 from cluster.clock import ManualClock
 from cluster.config_sources import setting_infos
 from cluster.errors import BatonError
 from cluster.progress import TerminalReport
+from tests.support.web_server import WebServer
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,121 +97,56 @@ def test_unknown_option_suggests_the_right_one() -> None:
     assert "--port" in result.output
 
 
-class Server:
-    """A real HTTP server that gives scripted answers and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, tuple[int, bytes]] = {}
-        self.bodies: list[dict[str, Any]] = []
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                status, body = server.answers[self.path]
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def do_POST(self) -> None:
-                server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.do_GET()
-
-            def log_message(self, *_: object) -> None:
-                return None
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
-
-
-def sse(*events: object) -> bytes:
-    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
-
-
-def delta(text: str) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": {"content": text}}]}
-
-
-def test_status_shows_the_workers(server: Server) -> None:
-    worker = {"id": "decode-0", "role": "decode", "epoch": 2, "pid": 77, "state": "ready", "running": 3}
-    cluster = {"state": "ready", "workers": [worker | {"kv_blocks": {"used": 5, "free": 6}}]}
-    server.answers["/cluster"] = (200, json.dumps(cluster).encode())
-    result = run("status", "--url", server.url)
-    assert result.exit_code == 0
-    for text in ("cluster: ready", "decode-0", "77", "used 5"):
-        assert text in result.output
-
-
-def test_status_without_a_server_says_how_to_start_one() -> None:
-    with pytest.raises(BatonError, match=r"no server at http://127.0.0.1:9/cluster: .*`baton serve`"):
-        cli.app(["status", "--url", "http://127.0.0.1:9"], standalone_mode=False)
-
-
-def test_chat_streams_and_keeps_the_conversation(server: Server) -> None:
-    server.answers["/v1/models"] = (200, b'{"data": [{"id": "m"}]}')
-    server.answers["/v1/chat/completions"] = (200, sse(delta("Hé"), delta("llo")) + b"data: [DONE]\n\n")
-    result = run("chat", "--url", server.url, "--system", "Be brief.", stdin="hi\n\nagain\n")
-    assert result.exit_code == 0
-    assert result.output.count("Héllo") == 2
-    assert [(message["role"], message["content"]) for message in server.bodies[1]["messages"]] == [
-        ("system", "Be brief."),
-        ("user", "hi"),
-        ("assistant", "Héllo"),
-        ("user", "again"),
-    ]
-    assert server.bodies[0] == {
-        "model": "m",
-        "messages": server.bodies[1]["messages"][:2],
-        "stream": True,
-    }
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "message"),
-    [
-        (400, b'{"error": {"message": "too long"}}', "too long"),
-        (502, b"<html>", "the server answered 502"),
-        (200, sse(delta("a"), {"error": {"message": "worker lost"}}), "worker lost"),
-        (200, sse(delta("a")), "the answer broke off"),
-        (200, b"data: {\n\n", "not JSON"),
-    ],
-)
-def test_chat_errors_are_the_servers_own(server: Server, status: int, body: bytes, message: str) -> None:
-    server.answers["/v1/chat/completions"] = (status, body)
-    with pytest.raises(client.ClientError, match=message):
-        list(client.stream_chat(server.url, {"messages": []}))
-
-
 def test_doctor_looks_at_this_machine() -> None:
-    checks = {check.name: check for check in doctor.run_checks()}
+    checks = {check.name: check for check in doctor.run_checks({})}
     assert checks["python"].is_ok
     assert checks["packages"].is_ok
     assert checks["torch"].is_ok
-    assert {"cpu", "compiler", "products", "memory", "port", "demo model"} <= set(checks)
-    result = run("doctor")
-    assert result.exit_code == int(any(check.is_fatal and not check.is_ok for check in checks.values()))
+    named = {
+        "system",
+        "settings",
+        "cpu",
+        "compiler",
+        "products",
+        "memory",
+        "shm edge",
+        "loopback",
+        "open files",
+    }
+    assert named | {"port", "model"} <= set(checks)
+    assert re.fullmatch(r"[\d.]+ GB/s over one TCP stream", checks["loopback"].finding)
+    assert "admin port" not in checks  # on loopback there is none
+    result = run("doctor", env={})
+    for name in named:
+        assert name in result.output
+
+
+def test_doctor_looks_with_the_settings_of_the_environment() -> None:
+    settings = {"BATON_HOST": "0.0.0.0", "BATON_PORT": "0", "OMP_NUM_THREADS": "3"}
+    checks = {check.name: check for check in doctor.run_checks(settings)}
+    assert checks["settings"].finding == "host from environment BATON_HOST, port from environment BATON_PORT"
+    assert checks["admin port"].finding == "127.0.0.1:0 is free"
+    assert checks["threads"].finding == "OMP_NUM_THREADS=3"
+    wrong = {check.name: check for check in doctor.run_checks({"BATON_PROT": "1"})}
+    assert not wrong["settings"].is_ok
+    assert "did you mean BATON_PORT?" in wrong["settings"].finding
+
+
+def test_doctor_knows_a_cluster_that_serves_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WebServer() as server:
+        server.answers["/version"] = (200, b'{"version": "2026.11"}')
+        monkeypatch.setenv("BATON_PORT", server.url.rpartition(":")[2])
+        checks = {check.name: check for check in doctor.run_checks(os.environ)}
+    assert checks["port"].finding == f"Baton 2026.11 serves at {server.url} already"
+    assert not checks["port"].is_fatal
 
 
 def test_doctor_says_which_instructions_products_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CPU_ISA", "simd")
-    checks = {check.name: check for check in doctor.run_checks()}
+    checks = {check.name: check for check in doctor.run_checks(os.environ)}
     assert (checks["products"].is_ok, checks["products"].finding) == (True, "simd: BATON_CPU_ISA is simd")
     monkeypatch.setenv("BATON_CPU_ISA", "sse")
-    checks = {check.name: check for check in doctor.run_checks()}
+    checks = {check.name: check for check in doctor.run_checks(os.environ)}
     assert checks["products"].is_fatal
     assert checks["products"].finding == "BATON_CPU_ISA is `sse`; use auto, simd or amx"
 

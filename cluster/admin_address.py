@@ -1,0 +1,39 @@
+"""Where metrics, cluster state and the page's live view can be asked for, beside the API.
+
+On loopback the HTTP server answers everything on its one port. One that listens to a network serves the API
+and the chat page there; what is for those who run the cluster moves to an address of its own, on loopback
+unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from cluster.config import ClusterConfig
+
+MAX_PORT = 65535
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it. Other names than `localhost` count as open."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def admin_address(config: ClusterConfig) -> tuple[str, int] | None:
+    """(host, port), or None where the HTTP server answers for it.
+
+    The port is `admin_port`, else the one after the HTTP server's (before it, if that was the last); 0 means
+    any free one.
+    """
+    if config.admin_port is not None:
+        return config.admin_host, config.admin_port
+    if is_loopback(config.host):
+        return None
+    if config.port == 0:
+        return config.admin_host, 0
+    return config.admin_host, config.port + 1 if config.port < MAX_PORT else config.port - 1
