@@ -78,3 +78,5 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     cache_salt: str = ""
     deadline_s: float | None = None  # seconds after arrival until the request is worthless
+    priority: int = 0  # lower goes earlier among those that wait for a place
+    affinity: str = ""  # what requests that belong together have in common; empty: nothing known

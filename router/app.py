@@ -25,21 +25,15 @@ from cluster.errors import RequestError, ServingError
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.tokenizer import Tokenizer
 from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header, read_body
-from router.chat import ChatFormat
-from router.completions import CompletionFormat
 from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
-from router.endpoint import (
-    REQUEST_ID,
-    Gateway,
-    GatewayLimits,
-    GenerationEndpoint,
-    chat_job,
-    completion_job,
-)
+from router.endpoint import REQUEST_ID, ChatRoute, CompletionRoute, Gateway, GenerationEndpoint
 from router.generation import InFlight
+from router.limits import GatewayLimits
 from router.model_info import ModelInfo
 from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
 from router.tokenize import detokenize, tokenize
+from router.tool_formats import format_of
+from router.vocabulary import LazyGrammars
 
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ROUTES = frozenset(
@@ -73,6 +67,8 @@ def create_app(
         clock=clock or MonotonicClock(),
         limits=limits or GatewayLimits(),
         in_flight=InFlight(),
+        grammars=LazyGrammars(tokenizer),
+        tool_format=format_of(tokenizer.chat_template),
     )
     app = FastAPI(
         title="Baton",
@@ -84,8 +80,8 @@ def create_app(
     )
     app.state.in_flight = gateway.in_flight
     for path, endpoint in (
-        ("/v1/chat/completions", GenerationEndpoint(gateway, chat_job, ChatFormat, "chatcmpl")),
-        ("/v1/completions", GenerationEndpoint(gateway, completion_job, CompletionFormat, "cmpl")),
+        ("/v1/chat/completions", GenerationEndpoint(gateway, ChatRoute())),
+        ("/v1/completions", GenerationEndpoint(gateway, CompletionRoute())),
     ):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, gateway)

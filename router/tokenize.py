@@ -48,11 +48,11 @@ def _tokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
     gateway.check_model(raw.get("model"))
     builder = gateway.job_builder()
     if raw.get("messages") is not None:
-        chat = parse_request(TokenizeChatRequest, raw)
-        token_ids = builder.render(chat, chat.add_special_tokens)
+        chat, _ = parse_request(TokenizeChatRequest, raw, builder.limits)
+        token_ids = builder.render(chat, chat.add_special_tokens, builder.plan_tools(chat))
         with_texts = chat.return_token_strs
     else:
-        text = parse_request(TokenizeTextRequest, raw)
+        text, _ = parse_request(TokenizeTextRequest, raw, builder.limits)
         token_ids = builder.encode(text.prompt, "prompt", text.add_special_tokens)
         with_texts = text.return_token_strs
     texts = [token_text(gateway.tokenizer, token_id) for token_id in token_ids] if with_texts else None
@@ -67,7 +67,7 @@ def _tokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
 def _detokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
     raw = parse_json(body)
     gateway.check_model(raw.get("model"))
-    request = parse_request(DetokenizeRequest, raw)
+    request, _ = parse_request(DetokenizeRequest, raw, gateway.limits.request)
     for index, token_id in enumerate(request.tokens):
         if token_id >= gateway.model.vocab_size:
             raise InvalidRequest(

@@ -8,11 +8,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
+from cluster.engine.grammar_masks import GrammarMasks
 from cluster.engine.load import load_decoder
 from cluster.engine.packed_batch import PackedBatch, Packer
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
@@ -22,6 +25,9 @@ from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
 from kernels.ops import Backend, row_size
+
+if TYPE_CHECKING:
+    from cluster.grammar import Grammars
 
 
 class ModelRunner:
@@ -50,7 +56,9 @@ class ModelRunner:
             raise ValueError(f"KV pool of {list(pool.shape)} {pool.dtype} does not fit {prepared.name}")
         self._pool = pool
         self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
-        self._choose = TokenChooser(backend, spec.vocab_size)
+        self._choose = TokenChooser(
+            backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
+        )
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step.
@@ -94,3 +102,10 @@ class ModelRunner:
             return []
         positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
         return self._choose(result, specs, positions)
+
+
+def _open_grammars(directory: Path) -> Grammars:
+    from cluster.grammar import Grammars
+    from cluster.tokenizer import Tokenizer
+
+    return Grammars(Tokenizer.load(directory))

@@ -20,7 +20,7 @@ import pytest
 from cluster.errors import ConfigError, Overloaded
 from cluster.wire.messages import Role, WorkerLoad
 from router.delivery import Readiness
-from router.endpoint import GatewayLimits
+from router.limits import GatewayLimits
 from router.server import bind
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
 from tests.support.scripted_cluster import Script, worker

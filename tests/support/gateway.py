@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from cluster.metrics import Metrics
 from cluster.tokenizer import Tokenizer
 from router.app import create_app
-from router.endpoint import GatewayLimits
+from router.limits import GatewayLimits
 from router.model_info import ModelInfo, SamplingDefaults
 from router.server import serve_http
 from tests.support.byte_tokenizer import VOCAB_SIZE
