@@ -289,8 +289,8 @@ class JobBuilder:
         most = self.limits.max_prompt_logprobs
         if num_prompt_logprobs is not None and num_prompt * (num_prompt_logprobs + 1) > most:
             raise InvalidRequest(
-                f"Log-probabilities of {num_prompt} prompt tokens with {num_prompt_logprobs} alternatives are "
-                f"more than the {most} numbers that one request may ask for.",
+                f"Log-probabilities of {num_prompt} prompt tokens with {num_prompt_logprobs} alternatives "
+                f"are more than the {most} numbers that one request may ask for.",
                 param=where,
             )
 

@@ -49,7 +49,7 @@ class ToolUse(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """`tools`: those the answer may call; with a named choice that one. `shown`: what the model is told of."""
+    """`tools`: those the answer may call; with a named choice that one. `shown`: what the model knows of."""
 
     use: ToolUse
     tools: tuple[Tool, ...]

@@ -27,11 +27,9 @@ from cluster.errors import BatonError
 from kernels.ops import MAXIMA_BLOCK, StepResult
 
 if TYPE_CHECKING:
-    from cluster.grammar import Grammars, GrammarState
+    from cluster.grammar import Grammars
 
 logger = logging.getLogger(__name__)
-
-_SPARE_ENTRIES = 64  # states kept beyond twice the rows of a step
 
 
 @dataclass(slots=True)
@@ -50,7 +48,6 @@ class GrammarMasks:
         pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._grammars: Future[Grammars] = pool.submit(open_grammars)
         pool.shutdown(wait=False)
-        self._states: dict[int, tuple[SampleSpec, GrammarState]] = {}  # by the id of the spec, kept beside
 
     def apply(self, result: StepResult, specs: Sequence[SampleSpec]) -> MaskedRows:
         """Mask the rows of `result`, in place, `best` and `maxima` included."""
@@ -59,7 +56,7 @@ class GrammarMasks:
         for row, spec in enumerate(specs):
             if not spec.params.grammar:
                 continue
-            allowed = self._allowed(spec, len(specs), vocab_size)
+            allowed = self._allowed(spec, vocab_size)
             if allowed is None:
                 masked.failed.append(row)
                 continue
@@ -68,25 +65,19 @@ class GrammarMasks:
             _lay(result, row, torch.from_numpy(~allowed))
         return masked
 
-    def _allowed(self, spec: SampleSpec, num_rows: int, vocab_size: int) -> NDArray[np.bool_] | None:
-        try:
-            state = self._state(spec, num_rows)
-        except (BatonError, ImportError) as error:  # this row's trouble, not that of the whole step
-            logger.error("no grammar can be followed here: %s", error)
-            return None
+    def _allowed(self, spec: SampleSpec, vocab_size: int) -> NDArray[np.bool_] | None:
+        state = spec.notes.grammar
+        if state is None:
+            try:
+                state = spec.notes.grammar = self._grammars.result().open(spec.params.grammar)
+            except (BatonError, ImportError) as error:  # this row's trouble, not that of the whole step
+                logger.error("no grammar can be followed here: %s", error)
+                return None
         state.follow(spec.output_ids)
         allowed = state.allowed(vocab_size)
         if allowed is None:
             logger.warning("a grammar gave up after %d tokens", len(spec.output_ids))
         return allowed
-
-    def _state(self, spec: SampleSpec, num_rows: int) -> GrammarState:
-        known = self._states.get(id(spec))
-        if known is None:
-            if len(self._states) > 2 * num_rows + _SPARE_ENTRIES:
-                self._states.clear()  # those that still run are made anew from their history
-            known = self._states[id(spec)] = (spec, self._grammars.result().open(spec.params.grammar))
-        return known[1]
 
 
 def _lay(result: StepResult, row: int, forbidden: torch.Tensor) -> None:

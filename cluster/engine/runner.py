@@ -3,6 +3,7 @@
 1. Copies of the plan (copy-on-write) are made in order.
 2. `pack` lays the rows out as one batch; the decoder computes it and writes its keys and values.
 3. Logits are taken only for rows that sample; the sampler chooses by each row's own parameters and history.
+   Prompts whose own log-probabilities are wanted are scored as they pass.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from cluster.engine.load import load_decoder
 from cluster.engine.packed_batch import PackedBatch, Packer
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
 from cluster.engine.prepared_model import PreparedModel
+from cluster.engine.prompt_scores import score_prompts
 from cluster.engine.token_choice import TokenChooser
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
@@ -97,11 +100,19 @@ class ModelRunner:
 
     def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
         result = self.decoder.forward(batch, self._pool)
-        specs = [row.sample for row in rows if row.sample is not None]
-        if not specs:
+        if any(row.score is not None for row in rows):
+            score_prompts(result.hidden, rows, self.decoder.logits)
+        sampling = [row for row in rows if row.sample is not None]
+        if not sampling:
             return []
-        positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
-        return self._choose(result, specs, positions)
+        specs = [row.sample for row in sampling if row.sample is not None]
+        positions = [row.start + len(row.token_ids) for row in sampling]
+        outputs = self._choose(result, specs, positions)
+        for index, spec in enumerate(specs):
+            if spec.notes.scores:
+                scores, spec.notes.scores = tuple(spec.notes.scores), []
+                outputs[index] = msgspec.structs.replace(outputs[index], prompt_scores=scores)
+        return outputs
 
 
 def _open_grammars(directory: Path) -> Grammars:
