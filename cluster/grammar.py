@@ -48,16 +48,21 @@ _QUIET = 0
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
     """JSON that fits a schema. `lenient`: what cannot be enforced is left out instead of refused."""
-    return LLMatcher.grammar_from_json_schema(dumps(_as_object(schema)), overrides=_options(lenient))
+    grammar: str = LLMatcher.grammar_from_json_schema(
+        dumps(_as_object(schema)), overrides=_options(lenient)
+    )
+    return grammar
 
 
 def regex_grammar(pattern: str) -> str:
-    return LLMatcher.grammar_from_regex(pattern)
+    grammar: str = LLMatcher.grammar_from_regex(pattern)
+    return grammar
 
 
 def lark_grammar(text: str) -> str:
     """A grammar in Lark's notation with llguidance's additions, like `%json {…}`."""
-    return LLMatcher.grammar_from_lark(text)
+    grammar: str = LLMatcher.grammar_from_lark(text)
+    return grammar
 
 
 def foreign_grammar(text: str) -> str:

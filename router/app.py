@@ -30,9 +30,9 @@ from router.endpoint import REQUEST_ID, ChatRoute, CompletionRoute, Gateway, Gen
 from router.generation import InFlight
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo
-from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.openai_errors import PublicError, error_body, error_headers, http_error
 from router.tokenize import detokenize, tokenize
-from router.tool_formats import format_of
+from router.tool_formats import FORMATS, format_of
 from router.vocabulary import LazyGrammars
 
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
@@ -58,6 +58,8 @@ def create_app(
     launcher_pid: int | None = None,
 ) -> FastAPI:
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains."""
+    limits = limits or GatewayLimits()
+    name = limits.tool_format
     gateway = Gateway(
         intake=intake,
         status=status,
@@ -65,10 +67,10 @@ def create_app(
         model=model,
         metrics=metrics,
         clock=clock or MonotonicClock(),
-        limits=limits or GatewayLimits(),
+        limits=limits,
         in_flight=InFlight(),
         grammars=LazyGrammars(tokenizer),
-        tool_format=format_of(tokenizer.chat_template),
+        tool_format=format_of(tokenizer.chat_template) if name == "auto" else FORMATS[name],
     )
     app = FastAPI(
         title="Baton",
@@ -87,7 +89,7 @@ def create_app(
     _add_model_routes(app, gateway)
     _add_text_routes(app, gateway)
     _add_status_routes(app, gateway, version, launcher_pid)
-    _add_error_handlers(app)
+    _add_error_handlers(app, gateway)
     app.add_middleware(Envelope, metrics=metrics)
     return app
 
@@ -265,7 +267,7 @@ def _worker(worker: WorkerStatus) -> dict[str, Any]:
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     def answer(error: PublicError, request: Request) -> Response:
         response = Response(error_body(error), status_code=error.status)
         for name, value in error_headers(error):
@@ -273,7 +275,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response
 
     async def on_deliberate(request: Request, error: Exception) -> Response:
-        return answer(public_error(error, request.scope[REQUEST_ID]), request)
+        return answer(gateway.public_error(error, request.scope[REQUEST_ID]), request)
 
     async def on_http(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

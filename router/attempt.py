@@ -75,7 +75,7 @@ class LiveRequest:
     spec: RequestSpec
     arrived_at: float
     deadline_at: float | None
-    order: int  # of arrival
+    order: int  # of service: by priority, then by arrival
     hashes: list[BlockHash] = field(default_factory=list)  # of the prompt's full blocks
     state: RequestState = RequestState.QUEUED
     attempt: AttemptRecord | None = None  # None while it waits for a place

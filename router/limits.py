@@ -7,11 +7,9 @@ choose.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
+from cluster.config import OverloadStatus, RequestConfig, ToolFormatName
 from router.stream import Patience
-
-OverloadStatus = Literal[429, 503, 529]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,19 @@ class RequestLimits:
     max_prompt_logprobs: int = 2**17  # entries: prompt tokens x (alternatives + 1)
     trust_chat_template: bool = False  # whether a request may bring its own template
 
+    @classmethod
+    def of(cls, config: RequestConfig) -> RequestLimits:
+        return cls(
+            max_messages=config.max_messages,
+            max_n=config.max_n,
+            max_choices=config.max_choices,
+            max_logprobs=config.max_logprobs,
+            max_stop_strings=config.max_stop_strings,
+            max_tools=config.max_tools,
+            max_grammar_bytes=config.max_grammar_bytes,
+            trust_chat_template=config.trust_request_chat_template == "yes",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
@@ -42,5 +53,16 @@ class GatewayLimits:
     request_deadline_s: float | None = None  # None: as long as it takes
     fork_min_tokens: int = 64  # several answers to a prompt this long wait until it is computed once
     overload_status: OverloadStatus = 503
+    tool_format: ToolFormatName = "auto"
     patience: Patience = field(default_factory=Patience)
     request: RequestLimits = field(default_factory=RequestLimits)
+
+    @classmethod
+    def of(cls, config: RequestConfig) -> GatewayLimits:
+        return cls(
+            max_body_bytes=config.max_body_bytes,
+            max_header_bytes=config.max_header_bytes,
+            overload_status=config.overload_status,
+            tool_format=config.tool_format,
+            request=RequestLimits.of(config),
+        )

@@ -29,6 +29,7 @@ from router.app import create_app
 from router.conductor import Conductor
 from router.config import ConductorConfig
 from router.driver import ConductorDriver
+from router.limits import GatewayLimits
 from router.model_info import ModelInfo, read_sampling_defaults
 from router.readiness import ReadinessJudge
 from router.server import serve_http
@@ -76,6 +77,7 @@ async def run(
         tokenizer = await asyncio.to_thread(_load_tokenizer, Path(config.model_dir))
         model = _model_info(config, tokenizer)
         version = _version()
+        limits = GatewayLimits.of(config.requests)
         app = create_app(
             driver,
             driver,
@@ -83,6 +85,7 @@ async def run(
             model,
             new_metrics(version, model.name),
             version=version,
+            limits=limits,
             clock=clock,
             launcher_pid=config.launcher_pid,
         )
@@ -98,6 +101,7 @@ async def run(
             config.port,
             stop=ending,
             grace_s=config.drain_grace_s,
+            max_header_bytes=limits.max_header_bytes,
             on_listening=on_listening,
         )
         if not finished:

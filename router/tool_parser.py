@@ -156,16 +156,15 @@ class ToolParser:
             self._is_plain = not self._mark
 
     def _read_end(self) -> bool:
-        """What stands between a call's object and its end mark says nothing."""
-        for mark in (self._end_mark, self._mark):
-            at = self._held.find(mark)
-            if at >= 0:
-                self._held = self._held[at + len(mark) :] if mark == self._end_mark else self._held[at:]
-                self._after_object = False
-                return True
-        longest = max(len(self._end_mark), len(self._mark)) - 1
-        self._held = self._held[-longest:]
-        return False
+        """What stands between a call's object and its end mark says nothing. The next call ends it too."""
+        found = [(at, mark) for mark in (self._end_mark, self._mark) if (at := self._held.find(mark)) >= 0]
+        if not found:
+            self._held = self._held[1 - max(len(self._end_mark), len(self._mark)) :]
+            return False
+        at, mark = min(found)
+        self._held = self._held[at + len(mark) :] if mark == self._end_mark else self._held[at:]
+        self._after_object = False
+        return True
 
 
 class _CallObject:
@@ -216,7 +215,10 @@ class _CallObject:
         match = _HEAD.match(self._body.lstrip())
         if match is None:
             return None
-        name = json.loads(match[1])
+        try:
+            name = json.loads(match[1])
+        except ValueError:  # an escape that JSON does not have
+            name = None
         start = len(self._body) - len(self._body.lstrip()) + match.end()
         rest = self._body[start:].lstrip()
         if name not in self._names or (rest and rest[0] != "{"):
