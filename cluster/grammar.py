@@ -48,9 +48,7 @@ _QUIET = 0
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
     """JSON that fits a schema. `lenient`: what cannot be enforced is left out instead of refused."""
-    grammar: str = LLMatcher.grammar_from_json_schema(
-        dumps(_as_object(schema)), overrides=_options(lenient)
-    )
+    grammar: str = LLMatcher.grammar_from_json_schema(dumps(_as_object(schema)), overrides=_options(lenient))
     return grammar
 
 
@@ -174,6 +172,10 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._compiled)
 
     def check(self, grammar: str, param: str) -> None:
         """Raises:

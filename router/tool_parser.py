@@ -127,13 +127,13 @@ class ToolParser:
         assert reader is not None
         used, begun, arguments = reader.read(self._held)
         self._held = self._held[used:]
-        self._emit(parsed, reader, begun, arguments)
+        self._emit(parsed, begun, arguments)
         if not reader.is_over:
             return False
         self._close_object(parsed, complete=True)
         return True
 
-    def _emit(self, parsed: ParsedText, reader: _CallObject, begun: str | None, arguments: str) -> None:
+    def _emit(self, parsed: ParsedText, begun: str | None, arguments: str) -> None:
         if begun is not None:
             self.num_calls += 1
         if begun is not None or arguments:
@@ -149,7 +149,7 @@ class ToolParser:
             return
         call = reader.as_whole() if complete else None
         if call is not None:
-            self._emit(parsed, reader, *call)
+            self._emit(parsed, *call)
             self._after_object = bool(self._end_mark)
         else:
             parsed.content += reader.raw

@@ -97,7 +97,14 @@ def running_gateway(
             listening.set()
 
         await serve_http(
-            app, app.state.in_flight, "127.0.0.1", 0, stop=stop, grace_s=grace_s, on_listening=on_listening
+            app,
+            app.state.in_flight,
+            "127.0.0.1",
+            0,
+            stop=stop,
+            grace_s=grace_s,
+            max_header_bytes=(limits or GatewayLimits()).max_header_bytes,
+            on_listening=on_listening,
         )
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
