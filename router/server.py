@@ -49,19 +49,19 @@ class _Protocol(HttpToolsProtocol):
     max_head_bytes = 64 * 2**10
     _resuming = False
     _in_head = False
-    _began = False  # a head, in the data that is being parsed
+    _began = _had_body = False  # a head, and a part of a body, in the data that is being parsed
     _head_bytes = 0  # of the request whose head is being read: parsed,
-    _raw_head_bytes = 0  # and received, without what it began in
+    _raw_head_bytes = 0  # and received
     _is_head_too_large = False
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         while data:
-            self._began = False
+            self._began = self._had_body = False
             try:
                 self.parser.feed_data(data)
-                if self._in_head and not self._began:  # the parser tells of a line when it is complete
-                    self._raw_head_bytes += len(data)
+                if self._in_head:  # the parser tells of a line when it is complete, and this may have no end
+                    self._raw_head_bytes += self._num_head_bytes(data)
                     self._check_head(self._raw_head_bytes)
                 return
             except httptools.HttpParserUpgrade as upgrade:
@@ -92,12 +92,22 @@ class _Protocol(HttpToolsProtocol):
         if not self._resuming:
             super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._had_body = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._answer(400, b"Bad Request", msg)
+
+    def _num_head_bytes(self, data: bytes) -> int:
+        """How much of `data` belongs to the head that is not complete yet; where it cannot be told, less."""
+        if not self._began:
+            return len(data)
+        return 0 if self._had_body else len(data) - (data.rfind(b"\r\n\r\n") + 1)
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,11 +90,10 @@ def test_bodies(tight: RunningGateway) -> None:
 def exchange(gateway: RunningGateway, *parts: bytes) -> tuple[bytes, dict[str, Any]]:
     """(status line, body) of what comes back before the server closes the connection."""
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
-        try:
-            for part in parts:
-                connection.sendall(part)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it was refused before all of it was sent
+        for part in parts:
+            connection.sendall(part)
+            if select.select([connection], [], [], 0.05)[0]:  # refused before all of it was sent
+                break
         raw = b""
         while data := connection.recv(65536):
             raw += data
