@@ -26,14 +26,15 @@ from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.tokenizer import Tokenizer
 from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header, read_body
 from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
-from router.endpoint import REQUEST_ID, ChatRoute, CompletionRoute, Gateway, GenerationEndpoint
+from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
+from router.gateway import REQUEST_ID, Gateway
 from router.generation import InFlight
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo
 from router.openai_errors import PublicError, error_body, error_headers, http_error
-from router.tokenize import detokenize, tokenize
+from router.tokenize import TextAnswer, detokenize, tokenize
 from router.tool_formats import FORMATS, format_of
-from router.vocabulary import LazyGrammars
+from router.vocabulary import GrammarsAhead
 
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ROUTES = frozenset(
@@ -69,7 +70,7 @@ def create_app(
         clock=clock or MonotonicClock(),
         limits=limits,
         in_flight=InFlight(),
-        grammars=LazyGrammars(tokenizer),
+        grammars=GrammarsAhead(tokenizer),
         tool_format=format_of(tokenizer.chat_template) if name == "auto" else FORMATS[name],
     )
     app = FastAPI(
@@ -133,6 +134,14 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
 
+def _told(gateway: Gateway, answer: TextAnswer) -> Response:
+    """An answer, and the fields that had no effect on it."""
+    response = _json(answer.body)
+    if ignored := gateway.ignored_fields.tell(answer.ignored, answer.served):
+        response.headers["x-baton-ignored"] = ignored
+    return response
+
+
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     def card() -> dict[str, Any]:
         model, defaults = gateway.model, gateway.model.defaults
@@ -169,11 +178,11 @@ def _add_text_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
-        return _json(await tokenize(gateway, await body(request)))
+        return _told(gateway, await tokenize(gateway, await body(request)))
 
     @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
-        return _json(await detokenize(gateway, await body(request)))
+        return _told(gateway, await detokenize(gateway, await body(request)))
 
 
 def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pid: int | None) -> None:

@@ -14,15 +14,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NotReady
+from cluster.errors import DeadlineExceeded, NotReady
 from cluster.ids import RequestId
-from cluster.metrics import Metrics, RequestRecord
+from cluster.metrics import RequestRecord
 from cluster.request import RequestSpec
-from cluster.tokenizer import Tokenizer
 from router.asgi import (
     JSON_TYPE,
     BodyTooLarge,
@@ -40,73 +39,26 @@ from router.best_of import pick_best
 from router.chat import ChatFormat, ToolReading
 from router.completions import CompletionFormat
 from router.constraint import SPELLINGS
-from router.delivery import ClusterStatus, RequestIntake, RequestStream
-from router.fields import IgnoredFields
+from router.delivery import RequestStream
 from router.forks import FollowingStream, SharedPrompt
-from router.generation import Generation, InFlight, outcome_of, total_usage
+from router.gateway import REQUEST_ID, Gateway
+from router.generation import Generation, outcome_of, total_usage
 from router.job import Job, JobBuilder
-from router.limits import GatewayLimits
-from router.model_info import ModelInfo
-from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.openai_errors import PublicError, error_body, error_headers, http_error
 from router.output import ChoiceOutput
 from router.reply import Choice, ChoicePlan, ReplyFormat
 from router.sampling_seeds import seed_of_choice
 from router.schema import ChatRequest, CompletionRequest, field_names, parse_json, parse_request
 from router.stream import StreamReply
-from router.tool_formats import ToolFormat
-from router.vocabulary import LazyGrammars
-
-REQUEST_ID = "baton.request_id"  # key of the scope: the client's label, or one of ours
 
 _SLOW_FIELDS = SPELLINGS | {"tools", "chat_template"}  # what compiles something
-
-
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """What all endpoints share."""
-
-    intake: RequestIntake
-    status: ClusterStatus
-    tokenizer: Tokenizer
-    model: ModelInfo
-    metrics: Metrics
-    clock: Clock
-    limits: GatewayLimits
-    in_flight: InFlight
-    grammars: LazyGrammars
-    tool_format: ToolFormat
-    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
-
-    def job_builder(self) -> JobBuilder:
-        here = self.status.max_model_len()
-        limit = self.model.max_model_len
-        return JobBuilder(
-            self.tokenizer,
-            self.model,
-            limit if here is None else min(limit, here),
-            self.limits.request,
-            self.grammars,
-            self.tool_format,
-        )
-
-    def check_model(self, name: Any) -> None:
-        """Raises `ModelNotFound`, or `InvalidRequest` for a name that is not a string."""
-        if name is None or name == self.model.name:
-            return
-        if not isinstance(name, str):
-            raise InvalidRequest("`model` must be a string.", param="model")
-        raise ModelNotFound(f"The model `{name[:100]}` is not served here; `{self.model.name}` is.")
-
-    def public_error(self, error: BaseException, request_id: str) -> PublicError:
-        """The client's view, with the status that this operator wants for overload."""
-        public = public_error(error, request_id)
-        return replace(public, status=self.limits.overload_status) if public.code == "overloaded" else public
 
 
 class Route(Protocol):
     """What is particular to one of the two endpoints."""
 
-    id_prefix: str
+    @property
+    def id_prefix(self) -> str: ...
 
     def job(self, builder: JobBuilder, raw: dict[str, Any]) -> Job: ...
 

@@ -1,6 +1,6 @@
 """From a validated request to what the cluster runs: ids, sampling, limits, text rules.
 
-1. The prompt becomes token ids, once: rendered chat, text, or ids as sent.
+1. The prompt becomes token ids, once (`router.prompt_builder`): rendered chat, text, or ids as sent.
 2. `max_tokens` is settled against the context: explicit and too long is an error with the numbers; not sent
    is the rest of the context (chat) or 16 (text).
 3. What the answer has to look like, and the tools it may call, become a grammar (`router.constraint`,
@@ -16,20 +16,21 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cluster.errors import ContextLengthExceeded, InvalidRequest
 from cluster.grammar import Grammars
 from cluster.sampling import SamplingParams
-from cluster.tokenizer import TEMPLATE_KWARGS, Tokenizer
+from cluster.tokenizer import Tokenizer
 from router.constraint import SPELLINGS, parse_constraint
 from router.limits import RequestLimits
 from router.model_info import ModelInfo
 from router.output import TextRules
+from router.prompt_builder import PromptBuilder, plan_tools
 from router.reply import ReplyOptions
 from router.schema import ChatRequest, CompletionRequest, GenerationRequest, PromptFields
-from router.tool_formats import ToolFormat, call_grammar, check_tools, knows_tools, with_instructions
-from router.tools import ToolPlan, parse_tool_choice
+from router.tool_formats import ToolFormat, call_grammar, check_tools
+from router.tools import ToolPlan
 
 DEFAULT_COMPLETION_TOKENS = 16
 _T = TypeVar("_T")
@@ -69,12 +70,17 @@ class JobBuilder:
     grammars: Callable[[], Grammars]
     tool_format: ToolFormat
 
+    @property
+    def prompts(self) -> PromptBuilder:
+        return PromptBuilder(self.tokenizer, self.limits, self.max_model_len)
+
     def chat(self, request: ChatRequest, ignored: tuple[str, ...] = ()) -> Job:
         """Raises `InvalidRequest` or `ContextLengthExceeded`."""
         if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
         plan = self._tool_plan(request)
-        prompt = self.render(request, request.add_special_tokens, plan)
+        prompt = self.prompts.render(request, request.add_special_tokens, plan)
+        prompt = self.prompts.truncate(prompt, request)
         num_logprobs = request.top_logprobs if request.logprobs else None
         last = request.messages[-1]
         lead = last.content if request.echo and last.role == "assistant" else ""
@@ -97,88 +103,23 @@ class JobBuilder:
         for index, prompt in enumerate(request.prompt):
             where = f"prompt[{index}]" if several else "prompt"
             if isinstance(prompt, str):
-                ids = self.encode(prompt, where, request.add_special_tokens)
+                ids = self.prompts.encode(prompt, where, request.add_special_tokens)
             else:
                 self._check_ids(prompt, where)
                 ids = prompt
-            ids = self._truncate(ids, request)
+            ids = self.prompts.truncate(ids, request)
             lead = self.tokenizer.decode(ids, request.skip_special_tokens) if request.echo else ""
             prompts.append((where, ids, lead))
         extras = _Extras(ignored, None, best_of)
         return self._job(request, prompts, request.logprobs, DEFAULT_COMPLETION_TOKENS, extras)
 
-    def encode(self, text: str, where: str, add_special_tokens: bool) -> tuple[int, ...]:
-        try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens))
-        except InvalidRequest as error:
-            raise InvalidRequest(error.message, param=where) from error
-
-    def render(
-        self, request: PromptFields, add_special_tokens: bool, plan: ToolPlan | None
-    ) -> tuple[int, ...]:
-        """Ids of a conversation."""
-        template = self._template(request)
-        kwargs = self._template_kwargs(request)
-        if knows_tools(template):
-            messages = [message.for_template() for message in request.messages]
-            if plan is not None:
-                kwargs["tools"] = [tool.for_template() for tool in plan.shown]
-        elif plan is not None or any(m.tool_calls or m.role == "tool" for m in request.messages):
-            messages = with_instructions(request.messages, plan)
-        else:
-            messages = [message.for_template() for message in request.messages]
-        continued = request.continue_final_message
-        header = request.add_generation_prompt
-        text = self.tokenizer.render_chat_text(
-            messages,
-            add_generation_prompt=not continued if header is None else header,
-            continue_final_message=continued,
-            documents=request.documents,
-            chat_template=request.chat_template,
-            **kwargs,
-        )
-        return self.encode(text, "messages", add_special_tokens)
-
-    def plan_tools(self, request: PromptFields) -> ToolPlan | None:
-        """What the request wants of its tools.
-
-        Raises:
-            InvalidRequest: no such choice, or no such tool.
-        """
-        return parse_tool_choice(request.tool_choice, request.tools, request.parallel_tool_calls)
-
     # ---- parts -----------------------------------------------------------------------------------
 
     def _tool_plan(self, request: PromptFields) -> ToolPlan | None:
-        plan = self.plan_tools(request)
+        plan = plan_tools(request)
         if plan is not None:
             check_tools(plan, self.grammars())
         return plan
-
-    def _template(self, request: PromptFields) -> str | None:
-        if request.chat_template is None:
-            return self.tokenizer.chat_template
-        if not self.limits.trust_chat_template:
-            raise InvalidRequest(
-                "`chat_template` is not supported: the model's own chat template is used.",
-                param="chat_template",
-                code="unsupported_parameter",
-            )
-        return request.chat_template
-
-    def _template_kwargs(self, request: PromptFields) -> dict[str, Any]:
-        for name in request.chat_template_kwargs:
-            if name not in TEMPLATE_KWARGS:
-                raise InvalidRequest(
-                    f"`chat_template_kwargs` may hold: {', '.join(sorted(TEMPLATE_KWARGS))}.",
-                    param=f"chat_template_kwargs.{name[:64]}",
-                )
-        kwargs: dict[str, Any] = {}
-        if request.reasoning_effort is not None:
-            kwargs["reasoning_effort"] = request.reasoning_effort
-        if request.thinking_token_budget is not None:
-            kwargs["thinking_budget"] = request.thinking_token_budget
-        return kwargs | request.chat_template_kwargs
 
     def _job(
         self,
@@ -207,7 +148,6 @@ class JobBuilder:
         kept: list[tuple[int, ...]] = []
         sampling: list[SamplingParams] = []
         for where, prompt, _ in prompts:
-            prompt = self._truncate(prompt, request)
             if not prompt:
                 raise InvalidRequest(f"`{where}` is empty: there is no token to start from.", param=where)
             max_tokens = self._max_tokens(len(prompt), asked, default_max_tokens, where)
@@ -259,18 +199,6 @@ class JobBuilder:
         if grammar:
             self.grammars().check(grammar, "tools" if constraint is None else constraint.param)
         return grammar
-
-    def _truncate(self, prompt: tuple[int, ...], request: GenerationRequest) -> tuple[int, ...]:
-        limit = request.truncate_prompt_tokens
-        if limit is None:
-            return prompt
-        if limit == 0 or limit > self.max_model_len:
-            raise InvalidRequest(
-                f"`truncate_prompt_tokens` must be -1 or from 1 to {self.max_model_len}.",
-                param="truncate_prompt_tokens",
-            )
-        limit = self.max_model_len if limit == -1 else limit
-        return prompt[-limit:] if request.truncation_side == "left" else prompt[:limit]
 
     def _max_tokens(self, num_prompt: int, asked: int | None, default: int | None, where: str) -> int:
         room = self.max_model_len - num_prompt

@@ -1,26 +1,27 @@
-"""The model's vocabulary as grammars need it: read when the first request asks, on that request's thread."""
+"""The model's vocabulary as grammars need it: read on a thread while the router starts."""
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
+from cluster.errors import InvalidRequest, ModelError
 from cluster.grammar import Grammars
 from cluster.tokenizer import Tokenizer
 
 
-class LazyGrammars:
-    """Call it for the grammars; safe from several threads, of which one reads and the others wait."""
+class GrammarsAhead:
+    """Call it for the grammars; waits while the vocabulary is still being read. Safe from several threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._grammars: Grammars | None = None
-        self._lock = threading.Lock()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="vocabulary")
+        self._grammars: Future[Grammars] = pool.submit(Grammars, tokenizer)
+        pool.shutdown(wait=False)
 
     def __call__(self) -> Grammars:
         """Raises:
-        ModelError: the model has no end-of-text token.
+        InvalidRequest: this model cannot be held to a format, so nothing that needs one is served.
         """
-        with self._lock:
-            if self._grammars is None:
-                self._grammars = Grammars(self._tokenizer)
-            return self._grammars
+        try:
+            return self._grammars.result()
+        except ModelError as error:
+            raise InvalidRequest(f"Formats and tools are not served: {error}.") from error

@@ -6,6 +6,7 @@ A prefill chunk and a decode row differ only in how many tokens they bring.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class RowNotes:
     """What the engine remembers of a request between its steps; nobody else reads or writes it."""
 
-    grammar: GrammarState | None = None
+    opening: Future[GrammarState] | None = None  # where the answer stands in its grammar, once it is compiled
     scores: list[PromptScore] = field(default_factory=list)  # of the prompt's tokens 1, 2, ... so far
 
 

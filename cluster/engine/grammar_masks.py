@@ -2,9 +2,10 @@
 
 1. The vocabulary is read on a thread of its own while the worker starts: requests without a grammar, which is
    most of them, never wait for it.
-2. Before the tokens of a step are chosen, `apply` lays each grammar's mask on its row of logits: what may not
+2. A grammar is compiled there too, while the step that needs it first is being computed.
+3. Before the tokens of a step are chosen, `apply` lays each grammar's mask on its row of logits: what may not
    come next is -inf. What a row's own parameters do to it comes after that.
-3. A state follows its request's `output_ids`, which only grow. On another worker it is made anew from the
+4. A state follows its request's `output_ids`, which only grow. On another worker it is made anew from the
    whole history, and is the same.
 
 Grammars give up by counts, not by clocks (`cluster.grammar`). Such a row has no token to choose.
@@ -27,7 +28,7 @@ from cluster.errors import BatonError
 from kernels.ops import MAXIMA_BLOCK, StepResult
 
 if TYPE_CHECKING:
-    from cluster.grammar import Grammars
+    from cluster.grammar import Grammars, GrammarState
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,13 @@ class GrammarMasks:
 
     def __init__(self, open_grammars: Callable[[], Grammars]) -> None:
         """`open_grammars` runs on another thread, at once."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._grammars: Future[Grammars] = pool.submit(open_grammars)
-        pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._grammars: Future[Grammars] = self._pool.submit(open_grammars)
+
+    def prepare(self, spec: SampleSpec) -> None:
+        """Compile what this request needs, on another thread, while its step is computed."""
+        if spec.params.grammar and spec.notes.opening is None:
+            spec.notes.opening = self._pool.submit(self._open, spec.params.grammar)
 
     def apply(self, result: StepResult, specs: Sequence[SampleSpec]) -> MaskedRows:
         """Mask the rows of `result`, in place, `best` and `maxima` included."""
@@ -66,18 +71,21 @@ class GrammarMasks:
         return masked
 
     def _allowed(self, spec: SampleSpec, vocab_size: int) -> NDArray[np.bool_] | None:
-        state = spec.notes.grammar
-        if state is None:
-            try:
-                state = spec.notes.grammar = self._grammars.result().open(spec.params.grammar)
-            except (BatonError, ImportError) as error:  # this row's trouble, not that of the whole step
-                logger.error("no grammar can be followed here: %s", error)
-                return None
+        self.prepare(spec)
+        assert spec.notes.opening is not None
+        try:
+            state = spec.notes.opening.result()
+        except (BatonError, ImportError) as error:  # this row's trouble, not that of the whole step
+            logger.error("no grammar can be followed here: %s", error)
+            return None
         state.follow(spec.output_ids)
         allowed = state.allowed(vocab_size)
         if allowed is None:
             logger.warning("a grammar gave up after %d tokens", len(spec.output_ids))
         return allowed
+
+    def _open(self, grammar: str) -> GrammarState:
+        return self._grammars.result().open(grammar)  # read before, on this thread
 
 
 def _lay(result: StepResult, row: int, forbidden: torch.Tensor) -> None:

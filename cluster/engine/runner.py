@@ -99,14 +99,14 @@ class ModelRunner:
         return elapsed_s
 
     def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
+        specs = [row.sample for row in rows if row.sample is not None]
+        self._choose.prepare(specs)
         result = self.decoder.forward(batch, self._pool)
         if any(row.score is not None for row in rows):
             score_prompts(result.hidden, rows, self.decoder.logits)
-        sampling = [row for row in rows if row.sample is not None]
-        if not sampling:
+        if not specs:
             return []
-        specs = [row.sample for row in sampling if row.sample is not None]
-        positions = [row.start + len(row.token_ids) for row in sampling]
+        positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
         outputs = self._choose(result, specs, positions)
         for index, spec in enumerate(specs):
             if spec.notes.scores:

@@ -7,7 +7,7 @@ Grammars come first (`cluster.engine.grammar_masks`); log-probabilities are of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -30,6 +30,12 @@ class TokenChooser:
         fits = sampler is not None and vocab_size <= sampler.largest_vocabulary
         self._sampler = sampler if fits else None
         self._grammars = grammars
+
+    def prepare(self, specs: Iterable[SampleSpec]) -> None:
+        """Begin what choosing the tokens of these requests needs, before their step is computed."""
+        if self._grammars is not None:
+            for spec in specs:
+                self._grammars.prepare(spec)
 
     def __call__(
         self, result: StepResult, specs: Sequence[SampleSpec], positions: Sequence[int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,8 +183,9 @@ def test_without_a_vocabulary(grammars: Grammars) -> None:
     assert without(step(logits_at(1)), [plain], [4])[0].token_id == int(logits_at(1)[0].argmax())
 
 
-def test_notes_hold_nothing_of_plain_requests(choose: TokenChooser, tmp_path: Path) -> None:
+def test_notes_hold_nothing_of_plain_requests(choose: TokenChooser) -> None:
     plain = SampleSpec(SamplingParams(max_tokens=9), (1,), ())
+    choose.prepare([plain])
     choose(step(logits_at(1)), [plain], [4])
-    assert plain.notes.grammar is None
+    assert plain.notes.opening is None
     assert plain.notes.scores == []
