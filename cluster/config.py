@@ -34,6 +34,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
 LogFormat = Literal["text", "json"]
 OverloadStatus = Literal[429, 503, 529]
+RequestTemplates = Literal["refuse", "trust"]
 ToolFormatName = Literal["auto", "hermes", "json"]
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
@@ -138,9 +139,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tool_format: Annotated[
         ToolFormatName, Meta(description="how the model writes tool calls; auto: as its chat template says")
     ] = "auto"
-    trust_request_chat_template: Annotated[
-        Literal["no", "yes"], Meta(description="whether a request may bring its own chat template")
-    ] = "no"
+    request_chat_templates: Annotated[
+        RequestTemplates, Meta(description="whether a request may bring a chat template of its own")
+    ] = "refuse"
     overload_status: Annotated[
         OverloadStatus, Meta(description="HTTP status of what is refused because all workers are busy")
     ] = 503
@@ -227,7 +228,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_stop_strings: int = 16
     max_tools: int = 128
     tool_format: ToolFormatName = "auto"
-    trust_request_chat_template: Literal["no", "yes"] = "no"
+    request_chat_templates: RequestTemplates = "refuse"
     overload_status: OverloadStatus = 503
 
 

@@ -39,7 +39,7 @@ class RequestLimits:
             max_stop_strings=config.max_stop_strings,
             max_tools=config.max_tools,
             max_grammar_bytes=config.max_grammar_bytes,
-            trust_chat_template=config.trust_request_chat_template == "yes",
+            trust_chat_template=config.request_chat_templates == "trust",
         )
 
 

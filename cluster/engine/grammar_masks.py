@@ -51,7 +51,7 @@ class GrammarMasks:
 
     def prepare(self, spec: SampleSpec) -> None:
         """Compile what this request needs, on another thread, while its step is computed."""
-        if spec.params.grammar and spec.notes.opening is None:
+        if spec.notes.opening is None:
             spec.notes.opening = self._pool.submit(self._open, spec.params.grammar)
 
     def apply(self, result: StepResult, specs: Sequence[SampleSpec]) -> MaskedRows:

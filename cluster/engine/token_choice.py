@@ -33,8 +33,8 @@ class TokenChooser:
 
     def prepare(self, specs: Iterable[SampleSpec]) -> None:
         """Begin what choosing the tokens of these requests needs, before their step is computed."""
-        if self._grammars is not None:
-            for spec in specs:
+        for spec in specs:
+            if spec.params.grammar and self._grammars is not None:
                 self._grammars.prepare(spec)
 
     def __call__(

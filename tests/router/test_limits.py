@@ -28,7 +28,7 @@ CONFIG = RequestConfig(
     max_stop_strings=2,
     max_tools=1,
     tool_format="json",
-    trust_request_chat_template="yes",
+    request_chat_templates="trust",
     overload_status=529,
 )
 
