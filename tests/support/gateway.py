@@ -24,7 +24,7 @@ from tests.support.scripted_cluster import ScriptedCluster
 from tests.support.sse import strict_json
 
 MODEL = "byte-model"
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 2048
 
 
 @dataclass
