@@ -145,8 +145,10 @@ class CompletionFormat:
         columns: list[_Column] = []
         offset = 0
         for token_id, score in zip(plan.prompt_ids, [None, *scores], strict=True):
-            logprob, best = (None, ()) if score is None else (finite(score[0]), score[1])
-            columns.append(_Column(token_id, logprob, best, offset))
+            if score is None:
+                columns.append(_Column(token_id, None, (), offset))
+            else:
+                columns.append(_Column(token_id, finite(score[0]), score[1], offset))
             offset += len(detokenizer.push((token_id,)))
         return columns
 

@@ -7,7 +7,8 @@
 
 1. `format_of` picks the format. A template that knows no tools is told of them in Hermes' words
    (`with_instructions`), so every model can be offered tools.
-2. `call_grammar` is what the answer must match where calls are required; arguments then fit their schema.
+2. `call_grammar` is what the answer must match where calls are required, or a tool is strict; arguments then
+   fit their schema.
 3. The text of an answer is read by `router.tool_parser` with the same format.
 """
 
@@ -81,13 +82,28 @@ def check_tools(plan: ToolPlan, grammars: Grammars) -> None:
 
 def call_grammar(plan: ToolPlan, style: ToolFormat, constraint: Constraint | None) -> str:
     """What the answer must match; empty if anything may come. With `auto` and a constraint: calls, or what
-    the constraint says.
+    the constraint says. With `auto` and a strict tool: text, in which calls fit.
 
     Raises:
         InvalidRequest: the constraint cannot be combined with tools.
     """
-    if plan.use is ToolUse.AUTO and constraint is None:
-        return ""
+    calls = _call_rules(plan, style)
+    if plan.use is ToolUse.REQUIRED:
+        return lark_grammar("\n".join(["start: calls", *calls]))
+    if constraint is None:
+        if not any(tool.strict for tool in plan.tools):
+            return ""
+        return lark_grammar("\n".join([*_text_with_calls(style), *calls]))
+    if constraint.rule is None:
+        raise InvalidRequest(
+            f"`{constraint.param}` cannot be combined with `tools`: use a JSON schema, expression or choice.",
+            param=constraint.param,
+        )
+    return lark_grammar("\n".join(["start: calls | answer", f"answer: {constraint.rule}", *calls]))
+
+
+def _call_rules(plan: ToolPlan, style: ToolFormat) -> list[str]:
+    """Rules for `calls` and their parts."""
     more = f" ({literal(style.separator)} call)*" if plan.parallel else ""
     around = [literal(text) if text else "" for text in (style.opening, style.closing)]
     rules = [f"calls: call{more}", f"call: {around[0]} body {around[1]}"]
@@ -96,14 +112,22 @@ def call_grammar(plan: ToolPlan, style: ToolFormat, constraint: Constraint | Non
         head = literal(f'{{"name": {dumps(tool.name)}, "{style.arguments_key}": ')
         schema = json_rule(tool.parameters, lenient=not tool.strict)
         rules.append(f"call_{index}: {head} {schema} {literal('}')}")
-    if plan.use is ToolUse.REQUIRED or constraint is None:
-        return lark_grammar("\n".join(["start: calls", *rules]))
-    if constraint.rule is None:
-        raise InvalidRequest(
-            f"`{constraint.param}` cannot be combined with `tools`: use a JSON schema, expression or choice.",
-            param=constraint.param,
-        )
-    return lark_grammar("\n".join(["start: calls | answer", f"answer: {constraint.rule}", *rules]))
+    return rules
+
+
+def _text_with_calls(style: ToolFormat) -> list[str]:
+    """`start`: any text, but what looks like a call is one."""
+    if not style.mark:
+        return ["start: calls | text", "text: /([^{](.|\\n)*)?/"]
+    rest = style.opening[len(style.mark) :]
+    return [
+        "%llguidance {}",
+        "start: in_text* end",
+        f"in_text: head {literal(rest)} body {literal(style.closing)}",
+        f"head[lazy]: TEXT {literal(style.mark)}",
+        "end: TEXT",
+        "TEXT: /(.|\\n)*/",
+    ]
 
 
 # ---- templates that know no tools ----------------------------------------------------------------

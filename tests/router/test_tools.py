@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.byte_tokenizer import write_byte_tokenizer
+from cluster.grammar import Grammars
+from cluster.tokenizer import Tokenizer
+from router.limits import RequestLimits
+from router.tool_formats import HERMES, JSON, ToolFormat, call_grammar
+from router.tools import parse_tool_choice, parse_tools
+from tests.support.byte_tokenizer import EOS, VOCAB_SIZE, write_byte_tokenizer
 from tests.support.gateway import RunningGateway, check_error, running_gateway
 from tests.support.scripted_cluster import Script
 from tests.support.sse import check_choices, check_stream
@@ -251,3 +256,36 @@ def test_only_what_must_be_a_call_is_constrained(gateway: RunningGateway) -> Non
         "structures": [{"begin": "<a>", "schema": {}, "end": ""}],
     }
     check_error(gateway.chat(tools=[ADD], response_format=tag), 400, param="response_format")
+
+
+STRICT = with_tool(strict=True)
+STRICT_CASES: list[tuple[ToolFormat, str, bool]] = [
+    (HERMES, "no call at all", True),
+    (HERMES, "", True),
+    (HERMES, f"text\n{CALL}", True),
+    (HERMES, f"{CALL}\n{CALL} and text", True),
+    (HERMES, CALL.replace("1", '"one"'), False),
+    (HERMES, CALL.replace(', "b": 2', ""), False),
+    (HERMES, CALL.replace("add", "rm"), False),
+    (HERMES, "<tool_call>\n", False),
+    (JSON, "no call at all {}", True),
+    (JSON, '{"name": "add", "parameters": {"a": 1, "b": 2}}', True),
+    (JSON, '{"name": "add", "parameters": {"a": 1, "b": "2"}}', False),
+    (JSON, '{"answer": 42}', False),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "fits"), STRICT_CASES)
+def test_a_strict_tool_holds_whenever_it_is_called(
+    tokenizer_dir: Path, style: ToolFormat, text: str, fits: bool
+) -> None:
+    """With `auto` the model may write what it likes, but a call has to fit."""
+    plan = parse_tool_choice("auto", parse_tools([STRICT], RequestLimits()), parallel=True)
+    assert plan is not None
+    grammar = call_grammar(plan, style, None)
+    grammars = Grammars(Tokenizer.load(tokenizer_dir))
+    grammars.check(grammar, "x")
+    state = grammars.open(grammar)
+    state.follow(list(text.encode()))
+    allowed = state.allowed(VOCAB_SIZE)
+    assert (allowed is not None and bool(allowed[EOS])) == fits
