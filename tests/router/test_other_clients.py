@@ -1,4 +1,4 @@
-"""Clients that people build on, each where it is installed (the extra `clients`): what they send is taken, and
+"""Clients that people build on, each where it is installed (the extra `clients`): what they send is taken,
 what they read is there. Everything stays on this machine."""
 
 from __future__ import annotations
