@@ -142,6 +142,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     request_chat_templates: Annotated[
         RequestTemplates, Meta(description="whether a request may bring a chat template of its own")
     ] = "refuse"
+    api_keys_file: Annotated[
+        str | None,
+        Meta(description="file with a line `sha256:…` per API key (default: no key is asked for)"),
+    ] = None
     overload_status: Annotated[
         OverloadStatus, Meta(description="HTTP status of what is refused because all workers are busy")
     ] = 503
@@ -230,6 +234,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tool_format: ToolFormatName = "auto"
     request_chat_templates: RequestTemplates = "refuse"
     overload_status: OverloadStatus = 503
+    api_keys_file: str | None = None
 
 
 class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="router"):

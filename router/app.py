@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -24,6 +25,7 @@ from cluster.clock import Clock, MonotonicClock
 from cluster.errors import RequestError, ServingError
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.tokenizer import Tokenizer
+from router.api_keys import KeyCheck, KeyRing
 from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header, read_body
 from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
 from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
@@ -58,7 +60,11 @@ def create_app(
     clock: Clock | None = None,
     launcher_pid: int | None = None,
 ) -> FastAPI:
-    """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains."""
+    """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains.
+
+    Raises:
+        ConfigError: the file with API keys cannot be used.
+    """
     limits = limits or GatewayLimits()
     name = limits.tool_format
     gateway = Gateway(
@@ -91,6 +97,8 @@ def create_app(
     _add_text_routes(app, gateway)
     _add_status_routes(app, gateway, version, launcher_pid)
     _add_error_handlers(app, gateway)
+    if limits.api_keys_file is not None:
+        app.add_middleware(KeyCheck, keys=KeyRing(Path(limits.api_keys_file), gateway.clock))
     app.add_middleware(Envelope, metrics=metrics)
     return app
 

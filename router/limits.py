@@ -54,6 +54,7 @@ class GatewayLimits:
     fork_min_tokens: int = 64  # several answers to a prompt this long wait until it is computed once
     overload_status: OverloadStatus = 503
     tool_format: ToolFormatName = "auto"
+    api_keys_file: str | None = None  # None: no key is asked for
     patience: Patience = field(default_factory=Patience)
     request: RequestLimits = field(default_factory=RequestLimits)
 
@@ -64,5 +65,6 @@ class GatewayLimits:
             max_header_bytes=config.max_header_bytes,
             overload_status=config.overload_status,
             tool_format=config.tool_format,
+            api_keys_file=config.api_keys_file,
             request=RequestLimits.of(config),
         )
