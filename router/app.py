@@ -98,7 +98,7 @@ def create_app(
     _add_status_routes(app, gateway, version, launcher_pid)
     _add_error_handlers(app, gateway)
     if limits.api_keys_file is not None:
-        app.add_middleware(KeyCheck, keys=KeyRing(Path(limits.api_keys_file), gateway.clock))
+        app.add_middleware(KeyCheck, keys=KeyRing(Path(limits.api_keys_file).expanduser(), gateway.clock))
     app.add_middleware(Envelope, metrics=metrics)
     return app
 
