@@ -126,7 +126,9 @@ def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _shown(default: Any, is_bytes: bool) -> str:
-    return f"{default >> 20}MiB" if is_bytes else str(default)
+    if not is_bytes:
+        return str(default)
+    return f"{default >> 20}MiB" if default >= 1 << 20 else f"{default >> 10}KiB"
 
 
 app.command(name="serve")(_with_settings(serve))

@@ -21,6 +21,7 @@ from cluster.errors import ConfigError
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.messages import Role
 
+KiB: Final = 1 << 10
 MiB: Final = 1 << 20
 
 MetricNames = Literal["baton", "baton+vllm"]
@@ -34,6 +35,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
 LogFormat = Literal["text", "json"]
 PlacementName = Literal["elastic", "remote"]
+OverloadStatus = Literal[429, 503, 529]
+RequestTemplates = Literal["refuse", "trust"]
+ToolFormatName = Literal["auto", "hermes", "json"]
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
 
@@ -131,6 +135,38 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "prefill workers while one is there, to compare with"
         ),
     ] = "elastic"
+    max_body_bytes: Annotated[int, Meta(ge=1024, extra=_BYTES, description="largest body of a request")] = (
+        8 * MiB
+    )
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, extra=_BYTES, description="most that a request's address and headers may take")
+    ] = 64 * KiB
+    max_grammar_bytes: Annotated[
+        int, Meta(ge=0, extra=_BYTES, description="largest schema, grammar or list of tools of a request")
+    ] = 64 * KiB
+    max_messages: Annotated[_AtLeastOne, Meta(description="most messages of a chat")] = 2048
+    max_n: Annotated[int, Meta(ge=1, le=128, description="most answers to one prompt")] = 16
+    max_choices: Annotated[
+        _AtLeastOne, Meta(description="most answers of one request, to all of its prompts")
+    ] = 256
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=1000, description="most alternatives per token with log-probabilities")
+    ] = 20
+    max_stop_strings: Annotated[int, Meta(ge=0, le=1024, description="most stop strings of a request")] = 16
+    max_tools: Annotated[int, Meta(ge=0, description="most tools of a request")] = 128
+    tool_format: Annotated[
+        ToolFormatName, Meta(description="how the model writes tool calls; auto: as its chat template says")
+    ] = "auto"
+    request_chat_templates: Annotated[
+        RequestTemplates, Meta(description="whether a request may bring a chat template of its own")
+    ] = "refuse"
+    api_keys_file: Annotated[
+        str | None,
+        Meta(description="file with a line `sha256:…` per API key (default: no key is asked for)"),
+    ] = None
+    overload_status: Annotated[
+        OverloadStatus, Meta(description="HTTP status of what is refused because all workers are busy")
+    ] = 503
     max_attempts: Annotated[int, Meta(ge=1, le=100, description="worker pairs tried per request")] = 3
     recovery_wait_s: Annotated[
         float,
@@ -208,6 +244,24 @@ class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.cluster_token.encode()
 
 
+class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request may ask of a router; the fields of `ClusterConfig` of the same names."""
+
+    max_body_bytes: int = 8 * MiB
+    max_header_bytes: int = 64 * KiB
+    max_grammar_bytes: int = 64 * KiB
+    max_messages: int = 2048
+    max_n: int = 16
+    max_choices: int = 256
+    max_logprobs: int = 20
+    max_stop_strings: int = 16
+    max_tools: int = 128
+    tool_format: ToolFormatName = "auto"
+    request_chat_templates: RequestTemplates = "refuse"
+    overload_status: OverloadStatus = 503
+    api_keys_file: str | None = None
+
+
 class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="router"):
     """One router: its HTTP server and where workers dial it."""
 
@@ -226,6 +280,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
     launcher_pid: int | None = None  # on this machine, for `/cluster`
+    requests: RequestConfig = RequestConfig()
 
 
 class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="worker"):

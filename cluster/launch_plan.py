@@ -15,6 +15,7 @@ from cluster.config import (
     KV_ADDRESS_BY_ROUTE,
     ClusterConfig,
     LogConfig,
+    RequestConfig,
     RouterConfig,
     WorkerConfig,
     threads_per_worker,
@@ -133,6 +134,9 @@ def plan_roles(
             max_attempts=config.max_attempts,
             recovery_wait_s=config.recovery_wait_s,
             launcher_pid=site.launcher_pid,
+            requests=RequestConfig(
+                **{name: getattr(config, name) for name in RequestConfig.__struct_fields__}
+            ),
         ),
         num_cpus=0.0,  # waits more than it computes; the workers' cores are theirs
         num_gpus=0.0,

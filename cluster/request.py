@@ -89,3 +89,5 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     deadline_s: float | None = None  # seconds after arrival until the request is worthless
     slo: RequestSlo = RequestSlo()
+    priority: int = 0  # lower goes earlier among those that wait for a place
+    affinity: str = ""  # what requests that belong together have in common; empty: nothing known

@@ -11,12 +11,15 @@ from enum import Enum
 
 import msgspec
 
+BROKEN_TOKEN_ID = 2**32 - 1  # no token has it: what a worker says when it can choose none
+
 
 class FinishReason(Enum):
-    """Why a request ended; the values are OpenAI's."""
+    """Why a request ended; the values are OpenAI's, but for FAILED, which no client sees."""
 
     STOP = "stop"
     LENGTH = "length"
+    FAILED = "failed"  # no token could be chosen: the request's grammar gave up
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     eos_token_ids: tuple[int, ...] = ()  # empty when the request ignores EOS
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None  # None = off, 0 = chosen token only, n = and the n best
+    grammar: str = ""  # what the answer must match, as `cluster.grammar` writes it; empty = anything
+    prompt_logprobs: int | None = None  # as `num_logprobs`, of the prompt's own tokens
 
 
 def finish_reason(params: SamplingParams, output_ids: Sequence[int]) -> FinishReason | None:
@@ -53,16 +58,24 @@ def finish_reason(params: SamplingParams, output_ids: Sequence[int]) -> FinishRe
     if num_generated == 0:
         return None
     last = output_ids[-1]
+    if last == BROKEN_TOKEN_ID:
+        return FinishReason.FAILED
     is_end = last in params.eos_token_ids or last in params.stop_token_ids
     if is_end and num_generated >= params.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if num_generated >= params.max_tokens else None
 
 
+# Of one token of a prompt: its log-probability, and the best alternatives as in `TokenOutput`.
+PromptScore = tuple[float, tuple[tuple[int, float], ...]]
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One generated token. Log-probabilities are of the model's raw distribution, before temperature,
-    penalties and masks; `top_logprobs` is ordered best first, ties by lower id."""
+    penalties and masks; `top_logprobs` is ordered best first, ties by lower id. `prompt_scores` comes with
+    the first token if it was asked for: of every token of the prompt but the first."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_scores: tuple[PromptScore, ...] = ()

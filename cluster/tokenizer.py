@@ -33,7 +33,9 @@ from cluster.tokenizer_config import (
 )
 
 # What a request may pass to the chat template beside the messages (`chat_template_kwargs`).
-TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_effort", "date_string"})
+TEMPLATE_KWARGS = frozenset(
+    {"enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string"}
+)
 
 # What running a template can raise when it and the messages do not fit.
 _TEMPLATE_ERRORS = (
@@ -165,8 +167,9 @@ class Tokenizer:
     # ---- chat ------------------------------------------------------------------------------------
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+    def chat_template(self) -> str | None:
+        """The model's own; None if it has none."""
+        return self._chat_template
 
     def warm_up(self) -> None:
         """Import the renderer and compile the chat template (about a second, once).
@@ -177,7 +180,7 @@ class Tokenizer:
         if self._chat_template is None:
             return
         try:
-            self._render([], add_generation_prompt=False, kwargs={})
+            self._render(self._chat_template, [], add_generation_prompt=False, kwargs={})
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template of {self._source} does not compile: {error}") from error
         except _TEMPLATE_ERRORS:
@@ -211,10 +214,15 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """As `render_chat`, before tokenization."""
-        if self._chat_template is None:
+        """As `render_chat`, before tokenization. `chat_template` takes the place of the model's own."""
+        template = chat_template or self._chat_template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions with a plain prompt", param="messages"
             )
@@ -227,8 +235,9 @@ class Tokenizer:
         marker = None
         if continue_final_message:
             conversation, marker = continue_last(conversation, add_generation_prompt)
+        kwargs = {"tools": tools, "documents": documents, **template_kwargs}
         try:
-            text = self._render(conversation, add_generation_prompt, template_kwargs)
+            text = self._render(template, conversation, add_generation_prompt, kwargs)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error}", param="messages"
@@ -244,13 +253,17 @@ class Tokenizer:
         return head
 
     def _render(
-        self, conversation: list[dict[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
     ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
             conversations=[conversation],
-            chat_template=self._chat_template,
+            chat_template=template,
             add_generation_prompt=add_generation_prompt,
             **{**self._special_tokens, **kwargs},
         )

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster.engine.fence import AttemptFence
 from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
@@ -267,7 +269,8 @@ class PrefillCore:
         actions: list[Action] = [ToRouter(sequence.router, first)]
         if reason is not None:
             return actions + self._attempts.end(attempt, "token 0 ended the request", now)
-        return actions + attempt.handoff.sampled(token, now)
+        alone = msgspec.structs.replace(token, prompt_scores=())  # they are with the router
+        return actions + attempt.handoff.sampled(alone, now)
 
     def _tick(self, now: float) -> list[Action]:
         actions: list[Action] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -25,25 +26,21 @@ from cluster.errors import RequestError, ServingError
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.request_context import enter_request
 from cluster.tokenizer import Tokenizer
+from router.api_keys import KeyCheck, KeyRing
 from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header, read_body
-from router.chat import ChatFormat
-from router.completions import CompletionFormat
 from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
-from router.endpoint import (
-    REQUEST_ID,
-    Gateway,
-    GatewayLimits,
-    GenerationEndpoint,
-    chat_job,
-    completion_job,
-)
+from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
+from router.gateway import REQUEST_ID, Gateway
 from router.generation import InFlight
+from router.limits import GatewayLimits
 from router.model_info import ModelInfo
-from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.openai_errors import PublicError, error_body, error_headers, http_error
 from router.page import PAGE_PATHS, PageSource, page_routes
 from router.page_feed import PageFeed
 from router.public_side import PrivateRoutes
-from router.tokenize import detokenize, tokenize
+from router.tokenize import TextAnswer, detokenize, tokenize
+from router.tool_formats import FORMATS, format_of
+from router.vocabulary import GrammarsAhead
 
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ROUTES = frozenset(
@@ -69,7 +66,13 @@ def create_app(
     launcher_pid: int | None = None,
     feed: PageFeed | None = None,
 ) -> FastAPI:
-    """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains."""
+    """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains.
+
+    Raises:
+        ConfigError: the file with API keys cannot be used.
+    """
+    limits = limits or GatewayLimits()
+    name = limits.tool_format
     gateway = Gateway(
         intake=intake,
         status=status,
@@ -77,8 +80,10 @@ def create_app(
         model=model,
         metrics=metrics,
         clock=clock or MonotonicClock(),
-        limits=limits or GatewayLimits(),
+        limits=limits,
         in_flight=InFlight(),
+        grammars=GrammarsAhead(tokenizer),
+        tool_format=format_of(tokenizer.chat_template) if name == "auto" else FORMATS[name],
     )
     app = FastAPI(
         title="Baton",
@@ -92,15 +97,17 @@ def create_app(
     page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
     app.router.routes.extend(page_routes(page))
     for path, endpoint in (
-        ("/v1/chat/completions", GenerationEndpoint(gateway, chat_job, ChatFormat, "chatcmpl")),
-        ("/v1/completions", GenerationEndpoint(gateway, completion_job, CompletionFormat, "cmpl")),
+        ("/v1/chat/completions", GenerationEndpoint(gateway, ChatRoute())),
+        ("/v1/completions", GenerationEndpoint(gateway, CompletionRoute())),
     ):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, gateway)
     _add_text_routes(app, gateway)
     _add_status_routes(app, gateway, version, launcher_pid)
-    _add_error_handlers(app)
+    _add_error_handlers(app, gateway)
     app.add_middleware(PrivateRoutes)
+    if limits.api_keys_file is not None:
+        app.add_middleware(KeyCheck, keys=KeyRing(Path(limits.api_keys_file).expanduser(), gateway.clock))
     app.add_middleware(Envelope, metrics=metrics)
     return app
 
@@ -145,6 +152,14 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
 
+def _told(gateway: Gateway, answer: TextAnswer) -> Response:
+    """An answer, and the fields that had no effect on it."""
+    response = _json(answer.body)
+    if ignored := gateway.ignored_fields.tell(answer.ignored, answer.served):
+        response.headers["x-baton-ignored"] = ignored
+    return response
+
+
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     def card() -> dict[str, Any]:
         model, defaults = gateway.model, gateway.model.defaults
@@ -181,11 +196,11 @@ def _add_text_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
-        return _json(await tokenize(gateway, await body(request)))
+        return _told(gateway, await tokenize(gateway, await body(request)))
 
     @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
-        return _json(await detokenize(gateway, await body(request)))
+        return _told(gateway, await detokenize(gateway, await body(request)))
 
 
 def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pid: int | None) -> None:
@@ -288,7 +303,7 @@ def _worker(worker: WorkerStatus) -> dict[str, Any]:
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     def answer(error: PublicError, request: Request) -> Response:
         response = Response(error_body(error), status_code=error.status)
         for name, value in error_headers(error):
@@ -296,7 +311,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response
 
     async def on_deliberate(request: Request, error: Exception) -> Response:
-        return answer(public_error(error, request.scope[REQUEST_ID]), request)
+        return answer(gateway.public_error(error, request.scope[REQUEST_ID]), request)
 
     async def on_http(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

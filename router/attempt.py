@@ -82,7 +82,7 @@ class LiveRequest:
     spec: RequestSpec
     arrived_at: float
     deadline_at: float | None
-    order: int  # of arrival
+    order: int  # of service: by priority, then by arrival
     targets: Targets  # from its arrival on
     hashes: tuple[BlockHash, ...] = ()  # of the prompt's full blocks
     state: RequestState = RequestState.QUEUED

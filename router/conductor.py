@@ -189,7 +189,7 @@ class Conductor:
             spec=spec,
             arrived_at=now,
             deadline_at=None if spec.deadline_s is None else now + spec.deadline_s,
-            order=self._num_submitted,
+            order=(spec.priority << 48) + self._num_submitted,
             targets=targets_of(spec.slo, self._config.slo),
             wait_until=now + self._config.queue_timeout_s,
         )

@@ -1,10 +1,11 @@
 """`/v1/chat/completions` and `/v1/completions`: one raw ASGI endpoint, from bytes in to bytes out.
 
 1. The body is read within its limit, parsed strictly, checked against the model, and turned into a `Job`;
-   large ones on a thread, so that tokenizing a long prompt does not stop other streams.
-2. Every prompt is submitted to the conductor. If one is refused, none runs on.
+   what takes long (a long prompt, a schema to compile) on a thread, so that other streams go on.
+2. Every answer is submitted to the conductor, further ones to a long prompt once it is computed
+   (`router.forks`). If one is refused, none runs on.
 3. Streamed (`router.stream`) or collected. Both ends watch each other: a client that leaves ends the
-   generation, a failure becomes an HTTP error or an error event.
+   generations, a failure becomes an HTTP error or an error event.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NotReady
+from cluster.errors import DeadlineExceeded, NotReady
 from cluster.ids import RequestId
-from cluster.metrics import Metrics, RequestRecord
-from cluster.request import RequestSlo, RequestSpec
-from cluster.tokenizer import Tokenizer
+from cluster.metrics import RequestRecord
+from cluster.request import RequestSpec
 from router.asgi import (
     JSON_TYPE,
     BodyTooLarge,
     ClientLeft,
+    HeaderList,
     Receive,
     Scope,
     Send,
@@ -34,65 +35,74 @@ from router.asgi import (
     send_bytes,
     until_disconnect,
 )
-from router.chat import ChatFormat
+from router.best_of import pick_best
+from router.chat import ChatFormat, ToolReading
 from router.completions import CompletionFormat
-from router.delivery import ClusterStatus, RequestIntake
-from router.generation import Generation, InFlight, outcome_of, total_usage
+from router.constraint import SPELLINGS
+from router.delivery import RequestStream
+from router.forks import FollowingStream, SharedPrompt
+from router.gateway import REQUEST_ID, Gateway
+from router.generation import Generation, outcome_of, total_usage
 from router.job import Job, JobBuilder
-from router.model_info import ModelInfo
-from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.openai_errors import PublicError, error_body, error_headers, http_error
 from router.output import ChoiceOutput
-from router.reply import Choice, ReplyFormat
-from router.schema import ChatRequest, CompletionRequest, parse_json, parse_request
+from router.reply import Choice, ChoicePlan, ReplyFormat
+from router.sampling_seeds import seed_of_choice
+from router.schema import ChatRequest, CompletionRequest, field_names, parse_json, parse_request
 from router.slo_headers import slo_of
-from router.stream import Patience, StreamReply
+from router.stream import StreamReply
 
-REQUEST_ID = "baton.request_id"  # key of the scope: the client's label, or one of ours
+_SLOW_FIELDS = SPELLINGS | {"tools", "chat_template"}  # what compiles something
+
+
+class Route(Protocol):
+    """What is particular to one of the two endpoints."""
+
+    @property
+    def id_prefix(self) -> str: ...
+
+    def job(self, builder: JobBuilder, raw: dict[str, Any]) -> Job: ...
+
+    def served(self) -> frozenset[str]: ...
+
+    def wire(
+        self, gateway: Gateway, reply_id: str, created: int, job: Job, plans: Sequence[ChoicePlan]
+    ) -> ReplyFormat: ...
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayLimits:
-    """What one request may cost the gateway."""
+class ChatRoute:
+    id_prefix: str = "chatcmpl"
 
-    max_body_bytes: int = 8 * 2**20
-    offload_bytes: int = 32 * 2**10  # bodies above this are parsed and tokenized on a thread
-    request_deadline_s: float | None = None  # None: as long as it takes
-    patience: Patience = field(default_factory=Patience)
+    def job(self, builder: JobBuilder, raw: dict[str, Any]) -> Job:
+        return builder.chat(*parse_request(ChatRequest, raw, builder.limits))
+
+    def served(self) -> frozenset[str]:
+        return field_names(ChatRequest)
+
+    def wire(
+        self, gateway: Gateway, reply_id: str, created: int, job: Job, plans: Sequence[ChoicePlan]
+    ) -> ReplyFormat:
+        tools = None
+        if job.tools is not None:
+            tools = ToolReading(gateway.tool_format, frozenset(tool.name for tool in job.tools.tools))
+        return ChatFormat(reply_id, created, gateway.model.name, gateway.tokenizer, job.reply, plans, tools)
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """What all endpoints share."""
+class CompletionRoute:
+    id_prefix: str = "cmpl"
 
-    intake: RequestIntake
-    status: ClusterStatus
-    tokenizer: Tokenizer
-    model: ModelInfo
-    metrics: Metrics
-    clock: Clock
-    limits: GatewayLimits
-    in_flight: InFlight
+    def job(self, builder: JobBuilder, raw: dict[str, Any]) -> Job:
+        return builder.completion(*parse_request(CompletionRequest, raw, builder.limits))
 
-    def job_builder(self) -> JobBuilder:
-        here = self.status.max_model_len()
-        limit = self.model.max_model_len
-        return JobBuilder(self.tokenizer, self.model, limit if here is None else min(limit, here))
+    def served(self) -> frozenset[str]:
+        return field_names(CompletionRequest)
 
-    def check_model(self, name: Any) -> None:
-        """Raises `ModelNotFound`, or `InvalidRequest` for a name that is not a string."""
-        if name is None or name == self.model.name:
-            return
-        if not isinstance(name, str):
-            raise InvalidRequest("`model` must be a string.", param="model")
-        raise ModelNotFound(f"The model `{name[:100]}` is not served here; `{self.model.name}` is.")
-
-
-def chat_job(builder: JobBuilder, raw: dict[str, Any]) -> Job:
-    return builder.chat(parse_request(ChatRequest, raw))
-
-
-def completion_job(builder: JobBuilder, raw: dict[str, Any]) -> Job:
-    return builder.completion(parse_request(CompletionRequest, raw))
+    def wire(
+        self, gateway: Gateway, reply_id: str, created: int, job: Job, plans: Sequence[ChoicePlan]
+    ) -> ReplyFormat:
+        return CompletionFormat(reply_id, created, gateway.model.name, gateway.tokenizer, job.reply, plans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +110,7 @@ class GenerationEndpoint:
     """An ASGI application for POST requests of one kind; see the module's docstring."""
 
     gateway: Gateway
-    build_job: Callable[[JobBuilder, dict[str, Any]], Job]
-    wire: type[ChatFormat] | type[CompletionFormat]
-    id_prefix: str
+    route: Route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = self.gateway.clock.now()
@@ -117,75 +125,66 @@ class GenerationEndpoint:
             limit = self.gateway.limits.max_body_bytes
             await _send_error(send, http_error(413, f"The request body may have at most {limit} bytes."))
         except Exception as error:  # the top of a request: whatever it was, the client gets an answer
-            await _send_error(send, public_error(error, request_id))
+            await _send_error(send, self.gateway.public_error(error, request_id))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, arrived_s: float) -> None:
         gateway = self.gateway
-        if not _is_json(header(scope, b"content-type")):
+        if not is_json(header(scope, b"content-type")):
             raise UnsupportedMediaType
         body = await read_body(scope, receive, gateway.limits.max_body_bytes)
+        reply_id = f"{self.route.id_prefix}-{uuid.uuid4().hex}"
         try:
             if gateway.in_flight.draining:
                 raise NotReady("The server is shutting down.", retry_after_s=1.0)
-            if len(body) > gateway.limits.offload_bytes:
-                job = await asyncio.to_thread(self._parse, body)
-            else:
-                job = self._parse(body)
-            reply_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
-            generations = self._submit(job, reply_id, arrived_s, slo_of(scope))
+            job = await self._read_job(body, header(scope, b"x-session-id"))
+            generations = self._submit(replace(job, slo=slo_of(scope)), reply_id, arrived_s)
         except Exception as error:
             e2e_s = gateway.clock.now() - arrived_s
             gateway.metrics.observe_request(RequestRecord(outcome_of(error), 0, 0, 0, 0, e2e_s))
             raise
-        wire = self.wire(
-            reply_id, int(time.time()), gateway.model.name, gateway.tokenizer, job.reply, job.prompts[0]
-        )
+        plans = [generation.plan for generation in generations]
+        wire = self.route.wire(gateway, reply_id, int(time.time()), job, plans)
+        ignored = gateway.ignored_fields.tell(job.ignored, self.route.served())
+
+        def headers() -> HeaderList:
+            spent_ms = max(0, round((gateway.clock.now() - arrived_s) * 1000))
+            items: HeaderList = [(b"openai-processing-ms", str(spent_ms).encode())]
+            return [*items, (b"x-baton-ignored", ignored.encode())] if ignored else items
+
         with gateway.in_flight.hold(generations):
             if job.stream:
                 reply = StreamReply(
-                    generations[0],
+                    generations,
                     wire,
                     job.reply,
                     request_id=scope[REQUEST_ID],
                     patience=gateway.limits.patience,
                     send=send,
+                    headers=headers,
                 )
                 await reply.run(receive)
             else:
-                await self._collect(generations, wire, receive, send)
+                body = await self._collect(generations, job, wire, receive)
+                await send_bytes(send, 200, [JSON_TYPE, *headers()], body)
 
-    def _parse(self, body: bytes) -> Job:
-        raw = parse_json(body)
+    async def _read_job(self, body: bytes, session: str | None) -> Job:
+        if len(body) > self.gateway.limits.offload_bytes:
+            job = await asyncio.to_thread(lambda: self._build(parse_json(body)))
+        else:
+            raw = parse_json(body)
+            slow = not _SLOW_FIELDS.isdisjoint(raw)
+            job = await asyncio.to_thread(self._build, raw) if slow else self._build(raw)
+        return job if job.affinity or not session else replace(job, affinity=session[:512])
+
+    def _build(self, raw: dict[str, Any]) -> Job:
         self.gateway.check_model(raw.get("model"))
-        return self.build_job(self.gateway.job_builder(), raw)
+        return self.route.job(self.gateway.job_builder(), raw)
 
-    def _submit(self, job: Job, reply_id: str, arrived_s: float, slo: RequestSlo) -> list[Generation]:
-        gateway = self.gateway
+    def _submit(self, job: Job, reply_id: str, arrived_s: float) -> list[Generation]:
         generations: list[Generation] = []
         try:
-            for index, (prompt, sampling) in enumerate(zip(job.prompts, job.sampling, strict=True)):
-                name = reply_id if len(job.prompts) == 1 else f"{reply_id}-{index}"
-                spec = RequestSpec(
-                    request=RequestId(name),
-                    token_ids=prompt,
-                    sampling=sampling,
-                    cache_salt=job.cache_salt,
-                    deadline_s=gateway.limits.request_deadline_s,
-                    slo=slo,
-                )
-                stream = gateway.intake.submit(spec)
-                output = ChoiceOutput(gateway.tokenizer, job.text, keep_entries=job.reply.keep_entries)
-                generations.append(
-                    Generation(
-                        stream,
-                        output,
-                        prompt,
-                        index=index,
-                        arrived_s=arrived_s,
-                        clock=gateway.clock,
-                        metrics=gateway.metrics,
-                    )
-                )
+            for prompt in range(len(job.prompts)):
+                self._submit_prompt(job, prompt, reply_id, arrived_s, generations)
         except Exception as error:
             for generation in generations:
                 generation.end(error)
@@ -193,9 +192,50 @@ class GenerationEndpoint:
             raise
         return generations
 
-    async def _collect(
-        self, generations: Sequence[Generation], wire: ReplyFormat, receive: Receive, send: Send
+    def _submit_prompt(
+        self, job: Job, number: int, reply_id: str, arrived_s: float, generations: list[Generation]
     ) -> None:
+        """All answers to one prompt; they are appended to `generations`, each when it is accepted."""
+        gateway = self.gateway
+        prompt_ids, sampling = job.prompts[number], job.sampling[number]
+        shared = SharedPrompt()
+        wait = len(prompt_ids) >= gateway.limits.fork_min_tokens or sampling.prompt_logprobs is not None
+        for candidate in range(job.num_candidates):
+            index = len(generations)
+            leads = candidate == 0
+            is_alone = len(job.prompts) * job.num_candidates == 1
+            spec = RequestSpec(
+                request=RequestId(reply_id if is_alone else f"{reply_id}-{index}"),
+                token_ids=prompt_ids,
+                sampling=seed_of_choice(sampling, candidate),
+                cache_salt=job.cache_salt,
+                deadline_s=gateway.limits.request_deadline_s,
+                priority=job.priority,
+                affinity=job.affinity,
+                slo=job.slo,
+            )
+            stream: RequestStream
+            if leads or not wait:
+                stream = gateway.intake.submit(spec)
+            else:
+                stream = FollowingStream(gateway.intake, spec, shared)
+            keep_entries = job.reply.keep_entries or job.num_candidates > job.num_choices
+            generations.append(
+                Generation(
+                    stream,
+                    ChoiceOutput(gateway.tokenizer, job.text, keep_entries=keep_entries),
+                    ChoicePlan(index, prompt_ids, job.leads[number]),
+                    shared,
+                    leads=leads,
+                    arrived_s=arrived_s,
+                    clock=gateway.clock,
+                    metrics=gateway.metrics,
+                )
+            )
+
+    async def _collect(
+        self, generations: Sequence[Generation], job: Job, wire: ReplyFormat, receive: Receive
+    ) -> bytes:
         silence_s = self.gateway.limits.patience.silence_s
         companion = asyncio.create_task(_end_with_client(generations, receive, self.gateway.clock, silence_s))
         try:
@@ -203,15 +243,17 @@ class GenerationEndpoint:
         finally:
             companion.cancel()
             await asyncio.gather(companion, return_exceptions=True)
-        body = wire.body(choices, total_usage(generations), [item.summary() for item in generations])
-        await send_bytes(send, 200, [JSON_TYPE], body)
+        summaries = [item.summary() for item in generations]
+        if job.num_candidates > job.num_choices:
+            choices, summaries = pick_best(choices, summaries, job.num_candidates, job.num_choices)
+        return wire.body(choices, total_usage(generations), summaries)
 
 
 class UnsupportedMediaType(Exception):
     """The body is not declared as JSON. Browsers cannot send JSON across origins without asking first."""
 
 
-def _is_json(content_type: str | None) -> bool:
+def is_json(content_type: str | None) -> bool:
     if content_type is None:
         return False
     media_type = content_type.partition(";")[0].strip().lower()

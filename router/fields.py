@@ -2,53 +2,66 @@
 
 1. A JSON null counts as "not sent", everywhere.
 2. A field of the schema goes on to be validated.
-3. Bookkeeping that asks for nothing (`BOOKKEEPING`) is accepted if it has its type.
+3. `ACCEPTED` fields are taken if they have their type: labels that ask for nothing, and wishes that cannot
+   change an answer's correctness.
 4. A known field that is not served (`UNSUPPORTED`) is accepted only at the value that asks for nothing, and
-   otherwise refused with what to do instead.
+   otherwise refused with what to do instead. So is a field of another route.
 5. `INTERNAL` names belong to transfers inside a cluster; no client sets them.
-6. Anything else is refused by name, with a suggestion.
+6. Anything else is ignored as clients expect, but never silently: the reply's `x-baton-ignored` header names
+   it, with a suggestion, and the log does so once.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+import logging
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import InvalidRequest
 
-# Labels for the client's own use, and the type each must have; they cannot change an answer.
-BOOKKEEPING: dict[str, tuple[type, str]] = {
-    "user": (str, "a string"),
-    "metadata": (dict, "an object"),
-    "safety_identifier": (str, "a string"),
-    "prompt_cache_key": (str, "a string"),
-    "parallel_tool_calls": (bool, "a boolean"),
-    "session_id": (str, "a string"),
+logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # ignored fields that one header names
+_MAX_REMEMBERED = 256  # ignored fields that the log names
+_HEADER_TEXT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+_STRING, _BOOLEAN, _OBJECT = (str, "a string"), (bool, "a boolean"), (dict, "an object")
+
+# Field |-> the type it must have. Those in `_LABELS` ask for nothing.
+_LABELS: dict[str, tuple[type, str]] = {
+    "metadata": _OBJECT,
+    "safety_identifier": _STRING,
+    "request_id": _STRING,
+    "include_reasoning": _BOOLEAN,  # reasoning is part of the text, for whoever wants to split it
+    "prompt_cache_retention": _STRING,  # prefixes are kept as long as there is room
+}
+_WISHES: dict[str, tuple[type, str]] = {
+    "service_tier": _STRING,
+    "store": _BOOLEAN,
+    "verbosity": _STRING,
+    "prediction": _OBJECT,
+    "web_search_options": _OBJECT,
+    "moderation": _OBJECT,
+    "modalities": (list, "a list"),
+}
+ACCEPTED = _LABELS | _WISHES
+_NEUTRAL_WISHES: dict[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "verbosity": ("medium",),
+    "modalities": (["text"],),
 }
 
 INTERNAL = frozenset(
     {
         *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "transfer_id", "transfer_params"),
-        *(
-            "bootstrap_host",
-            "bootstrap_port",
-            "bootstrap_room",
-            "bootstrap_pair_key",
-            "disagg_prefill_dp_rank",
-        ),
-        *("do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_block_ids", "remote_host"),
-        *(
-            "remote_port",
-            "data_parallel_rank",
-            "tp_size",
-            "dp_rank",
-            "rid",
-            "extra_key",
-            "kv_address",
-            "lease",
-        ),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+        *("disagg_prefill_dp_rank", "do_remote_decode", "do_remote_prefill", "remote_engine_id"),
+        *("remote_block_ids", "remote_host", "remote_port", "data_parallel_rank", "tp_size", "dp_rank"),
+        *("rid", "extra_key", "kv_address", "lease"),
     }
 )
 
@@ -61,57 +74,45 @@ class Unsupported:
     hint: str = ""
 
 
-_TOOLS = Unsupported(neutral=([],), hint="tool calls are not served yet")
-_GUIDED = Unsupported(hint="structured output is not served yet")
-_BEAMS = Unsupported(hint="beam search is not served")
-_TEMPLATE = Unsupported(hint="the model's own chat template is used")
+_CHAT = "it belongs to /v1/chat/completions"
+_TEXT = "it belongs to /v1/completions"
+_BEAMS = Unsupported((False,), "beam search is not served")
 
-UNSUPPORTED: dict[str, Unsupported] = {
-    "n": Unsupported((1,), "send one request per choice"),
-    "best_of": Unsupported((1,), "send one request per candidate"),
-    "tools": _TOOLS,
-    "tool_choice": Unsupported(("none",), "tool calls are not served yet"),
-    "functions": _TOOLS,
-    "function_call": Unsupported(("none",), "tool calls are not served yet"),
-    "response_format": Unsupported(({"type": "text"},), "structured output is not served yet"),
-    "structured_outputs": _GUIDED,
-    "guided_json": _GUIDED,
-    "guided_regex": _GUIDED,
-    "guided_choice": _GUIDED,
-    "guided_grammar": _GUIDED,
-    "json_schema": _GUIDED,
-    "regex": _GUIDED,
-    "ebnf": _GUIDED,
-    "structural_tag": _GUIDED,
-    "stop_regex": _GUIDED,
-    "echo": Unsupported((False,), "the prompt is not repeated in the answer"),
+# Of the other route; a schema that serves them comes first.
+_ELSEWHERE: dict[str, Unsupported] = {
+    "messages": Unsupported((), _CHAT),
+    "tools": Unsupported(([],), _CHAT),
+    "tool_choice": Unsupported(("none",), _CHAT),
+    "parallel_tool_calls": Unsupported((True, False), _CHAT),
+    "top_logprobs": Unsupported((0,), "use `logprobs` with a number"),
+    "max_completion_tokens": Unsupported((), _CHAT),
+    "add_generation_prompt": Unsupported((True,), _CHAT),
+    "continue_final_message": Unsupported((False,), _CHAT),
+    "chat_template": Unsupported((), _CHAT),
+    "chat_template_kwargs": Unsupported(({},), _CHAT),
+    "reasoning_effort": Unsupported((), _CHAT),
+    "thinking_token_budget": Unsupported((), _CHAT),
+    "documents": Unsupported(([],), _CHAT),
+    "prompt": Unsupported((), _TEXT),
+    "best_of": Unsupported((1,), _TEXT),
+}
+
+UNSUPPORTED: dict[str, Unsupported] = _ELSEWHERE | {
+    "functions": Unsupported(([],), "use `tools`"),
+    "function_call": Unsupported(("none",), "use `tool_choice`"),
+    "stop_regex": Unsupported((), "use `stop` or `structured_outputs`"),
     "suffix": Unsupported(("",), "text cannot be inserted before a suffix"),
-    "prompt_logprobs": Unsupported((), "only generated tokens have log-probabilities"),
     "prompt_embeds": Unsupported((), "send text or token ids"),
-    "modalities": Unsupported((["text"],), "the model writes text only"),
     "audio": Unsupported((), "the model writes text only"),
-    "prediction": Unsupported(),
-    "web_search_options": Unsupported(),
-    "moderation": Unsupported(),
-    "store": Unsupported((False,), "nothing is stored"),
-    "service_tier": Unsupported(("auto", "default"), "there is one tier"),
-    "priority": Unsupported((0,), "requests are served in order of arrival"),
-    "verbosity": Unsupported(("medium",)),
-    "reasoning_effort": Unsupported(("none",)),
-    "include_reasoning": Unsupported((True,)),
     "separate_reasoning": Unsupported((False,)),
-    "thinking_token_budget": Unsupported(),
-    "documents": Unsupported(([],)),
-    "chat_template": _TEMPLATE,
     "mm_processor_kwargs": Unsupported(),
     "logits_processors": Unsupported(([],)),
     "custom_logit_processor": Unsupported(),
-    "use_beam_search": Unsupported((False,), "beam search is not served"),
+    "use_beam_search": _BEAMS,
     "beam_width": _BEAMS,
     "length_penalty": Unsupported((1, 1.0), "beam search is not served"),
-    "early_stopping": Unsupported((False,), "beam search is not served"),
+    "early_stopping": _BEAMS,
     "no_stop_trim": Unsupported((False,), "use `include_stop_str_in_output`"),
-    "request_id": Unsupported((), "send an `X-Request-Id` header"),
     "return_tokens_as_token_ids": Unsupported((False,), "use `return_token_ids`"),
     "lora_path": Unsupported(),
     "return_hidden_states": Unsupported((False,)),
@@ -120,34 +121,36 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 
 
-def screen_fields(raw: dict[str, Any], served: Collection[str]) -> dict[str, Any]:
-    """The fields of `raw` that a schema with the names `served` has to look at.
+def screen_fields(raw: Mapping[str, Any], served: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(the fields of `raw` that a schema with the names `served` has to look at, what is ignored).
 
     Raises:
-        InvalidRequest: an internal, unsupported or unknown field.
+        InvalidRequest: an internal or unsupported field, or a label of the wrong type.
     """
     kept: dict[str, Any] = {}
+    ignored: list[str] = []
     for name, value in raw.items():
+        if value is None:
+            continue
         if name in served:
-            if value is not None:
-                kept[name] = value
-        elif name in BOOKKEEPING:
-            kind, described = BOOKKEEPING[name]
-            if value is not None and type(value) is not kind:
+            kept[name] = value
+        elif name in ACCEPTED:
+            kind, described = ACCEPTED[name]
+            if type(value) is not kind:
                 raise InvalidRequest(f"`{name}` must be {described}.", param=name)
+            if name in _WISHES and value not in _NEUTRAL_WISHES.get(name, ()):
+                ignored.append(name)
         elif name in UNSUPPORTED:
-            if value is not None:
-                _refuse_unless_neutral(name, value, UNSUPPORTED[name])
+            _refuse_unless_neutral(name, value, UNSUPPORTED[name])
         elif name in INTERNAL:
-            if value is not None:
-                raise InvalidRequest(
-                    f"`{name}` is internal to a cluster and never taken from a client.",
-                    param=name,
-                    code="internal_parameter",
-                )
+            raise InvalidRequest(
+                f"`{name}` is internal to a cluster and never taken from a client.",
+                param=name,
+                code="internal_parameter",
+            )
         else:
-            raise _unknown(name, served)
-    return kept
+            ignored.append(name)
+    return kept, tuple(ignored)
 
 
 def _refuse_unless_neutral(name: str, value: Any, rule: Unsupported) -> None:
@@ -161,8 +164,25 @@ def _refuse_unless_neutral(name: str, value: Any, rule: Unsupported) -> None:
     )
 
 
-def _unknown(name: str, served: Collection[str]) -> InvalidRequest:
-    shown = name if len(name) <= 64 else name[:64] + "…"
-    close = difflib.get_close_matches(shown, [*served, *UNSUPPORTED, *BOOKKEEPING], n=1)
-    suggestion = f" Did you mean `{close[0]}`?" if close else ""
-    return InvalidRequest(f"Unknown field: `{shown}`.{suggestion}", param=shown, code="unknown_parameter")
+class IgnoredFields:
+    """Tells of fields that had no effect: the client every time, the log once per field."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def tell(self, names: Collection[str], served: Collection[str]) -> str:
+        """The value of the `x-baton-ignored` header; empty if nothing was ignored."""
+        shown: list[str] = []
+        for name in names:
+            printable = name if _HEADER_TEXT.fullmatch(name) else "(a name that is no word)"
+            known = name in ACCEPTED
+            close = (
+                [] if known else difflib.get_close_matches(printable, [*served, *ACCEPTED], n=1, cutoff=0.8)
+            )
+            suggestion = f" (did you mean {close[0]}?)" if close else ""
+            if printable not in self._logged and len(self._logged) < _MAX_REMEMBERED:
+                self._logged.add(printable)
+                logger.warning("request field `%s` has no effect here%s", printable, suggestion)
+            if len(shown) < _MAX_NAMED:
+                shown.append(f"{printable}{suggestion}")
+        return ", ".join(shown)

@@ -1,4 +1,4 @@
-"""One prompt in flight, from acceptance to accounting, and the set of all of them.
+"""One answer in flight, from acceptance to accounting, and the set of all of them.
 
 1. `Generation` wraps the conductor's stream: deliveries in, text pieces out.
 2. It ends exactly once, in one of four ways: a finish reason from the worker, a stop string (told to the
@@ -18,17 +18,19 @@ from cluster.clock import Clock
 from cluster.errors import (
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     NotReady,
     Overloaded,
     RequestError,
     WorkerLost,
 )
 from cluster.metrics import Metrics, Outcome, RequestRecord
-from cluster.sampling import FinishReason
+from cluster.sampling import FinishReason, PromptScore
 from router.asgi import ClientLeft
 from router.delivery import Failed, RequestStream, RequestSummary
+from router.forks import SharedPrompt
 from router.output import ChoiceOutput, Piece, TokenEntry
-from router.reply import Choice, Usage
+from router.reply import Choice, ChoicePlan, Usage
 
 _OUTCOMES: tuple[tuple[type[BaseException], Outcome], ...] = (
     (ClientLeft, Outcome.CLIENT_LEFT),
@@ -51,18 +53,21 @@ class Generation:
         self,
         stream: RequestStream,
         output: ChoiceOutput,
-        prompt_ids: tuple[int, ...],
+        plan: ChoicePlan,
+        prompt: SharedPrompt,
         *,
-        index: int,
+        leads: bool,
         arrived_s: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
+        """`leads`: it is the first answer to its prompt."""
+        self.plan = plan
         self._stream = stream
         self._deliveries = stream.__aiter__()
         self._output = output
-        self._prompt_ids = prompt_ids
-        self._index = index
+        self._prompt = prompt
+        self._leads = leads
         self._arrived_s = arrived_s
         self._clock = clock
         self._metrics = metrics
@@ -76,6 +81,11 @@ class Generation:
     def last_progress_s(self) -> float:
         """When it last brought tokens (or came), on the app's clock."""
         return self._arrived_s if self._last_s is None else self._last_s
+
+    @property
+    def prompt_scores(self) -> tuple[PromptScore, ...]:
+        """Of the prompt's tokens, if they were asked for and its first piece is here."""
+        return self._prompt.scores
 
     async def next_piece(self) -> Piece:
         """The next text; the last piece carries the finish reason.
@@ -91,7 +101,11 @@ class Generation:
             raise self._failed(InternalError("the token stream ended without a finish reason"))
         if isinstance(delivery, Failed):
             raise self._failed(delivery.error)
+        if delivery.finish_reason is FinishReason.FAILED:
+            raise self._failed(_grammar_gave_up(self._output.num_tokens))
         self._observe_delivery()
+        if self._leads:
+            self._prompt.computed(delivery.outputs[0].prompt_scores if delivery.outputs else ())
         piece = self._output.push(delivery.outputs, delivery.finish_reason)
         if piece.finish_reason is not None:
             if delivery.finish_reason is None:
@@ -109,7 +123,7 @@ class Generation:
             entries.extend(piece.entries)
             if piece.finish_reason is not None:
                 whole = Piece("".join(texts), tuple(entries), piece.finish_reason)
-                return Choice(self._index, self._prompt_ids, whole)
+                return Choice(self.plan, whole, self.prompt_scores)
 
     def end(self, reason: Exception) -> None:
         """End it from outside: the reader gets `reason`. Does nothing when it is over."""
@@ -122,6 +136,8 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        if self._leads:
+            self._prompt.computed()
         if self._outcome is None:
             if self._ended_by is None:
                 self._stream.abort("the reply was given up")
@@ -132,8 +148,11 @@ class Generation:
         return self._stream.summary()
 
     def usage(self) -> Usage:
-        """So far."""
-        return Usage(len(self._prompt_ids), self._output.num_tokens, self._stream.summary().cached_tokens)
+        """So far. A prompt counts with its first answer."""
+        if not self._leads:
+            return Usage(0, self._output.num_tokens, 0)
+        cached_tokens = self._stream.summary().cached_tokens
+        return Usage(len(self.plan.prompt_ids), self._output.num_tokens, cached_tokens)
 
     def _failed(self, error: Exception) -> Exception:
         self._outcome = outcome_of(error)
@@ -156,7 +175,7 @@ class Generation:
             tpot_s = (self._last_s - self._first_s) / (self._output.num_tokens - 1)
         return RequestRecord(
             outcome=outcome,
-            num_prompt_tokens=len(self._prompt_ids),
+            num_prompt_tokens=len(self.plan.prompt_ids),
             num_cached_tokens=summary.cached_tokens,
             num_generated_tokens=self._output.num_tokens,
             num_attempts=summary.attempts,
@@ -169,6 +188,13 @@ class Generation:
             decode_s=summary.decode_s if answered else None,
             local_prefill=local,
         )
+
+
+def _grammar_gave_up(num_tokens: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"The format that was asked for became too complex to follow after {num_tokens} tokens.",
+        code="format_too_complex",
+    )
 
 
 def total_usage(generations: Sequence[Generation]) -> Usage:

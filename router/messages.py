@@ -1,39 +1,80 @@
 """Chat messages as sent, checked: text only, one role each, nothing dropped.
 
 Content is a string or a list of text parts; parts are joined with a newline, in order, for every role.
-`developer` is OpenAI's newer name of `system` and is rendered as that. `name` is the client's label of a
-speaker, which chat templates do not render; `cache_control` asks for prefix caching, which is always on.
-What belongs to tools, images or audio is refused by name.
+`developer` is OpenAI's newer name of `system` and is rendered as that; `function` is the older name of
+`tool`. `name` is the client's label of a speaker; `cache_control` asks for prefix caching, which is always
+on. Tool calls of an earlier answer reach the template with their arguments as an object, as templates
+expect. What belongs to images or audio is refused by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import InvalidRequest
+import orjson
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+from cluster.errors import InvalidRequest
+from router.limits import RequestLimits
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 # Fields that clients copy from an earlier answer, and the values in which they say nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
-    "refusal": (),
     "annotations": ([],),
     "audio": (),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
 }
+_STRINGS = frozenset({"name", "tool_call_id", "refusal", "reasoning", "reasoning_content"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an earlier answer made."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it; what was not sent is not there."""
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            fields["name"] = self.name
+        if self.reasoning is not None:
+            fields["reasoning_content"] = self.reasoning
+        return fields
 
 
-def parse_messages(value: Any) -> tuple[ChatMessage, ...]:
+def parse_messages(value: Any, limits: RequestLimits) -> tuple[ChatMessage, ...]:
     """The conversation.
 
     Raises:
@@ -41,6 +82,8 @@ def parse_messages(value: Any) -> tuple[ChatMessage, ...]:
     """
     if not isinstance(value, list) or not value:
         raise InvalidRequest("`messages` must be a list of at least one message.", param="messages")
+    if len(value) > limits.max_messages:
+        raise InvalidRequest(f"`messages` may have at most {limits.max_messages} messages.", param="messages")
     return tuple(_parse_message(message, f"messages[{index}]") for index, message in enumerate(value))
 
 
@@ -48,27 +91,77 @@ def _parse_message(value: Any, where: str) -> ChatMessage:
     if not isinstance(value, dict):
         raise InvalidRequest(f"`{where}` must be an object with `role` and `content`.", param=where)
     role = value.get("role")
-    if role == "tool" or role == "function":
-        raise _unsupported(f"{where}.role", "tool calls are not served yet")
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidRequest(
             f"`{where}.role` must be one of: {', '.join(sorted(_ROLES))}.", param=f"{where}.role"
         )
+    strings: dict[str, str] = {}
+    calls: tuple[ToolCall, ...] = ()
     for name, field in value.items():
         if name in ("role", "content") or field is None:
             continue
-        if name == "name":
+        if name in _STRINGS:
             if not isinstance(field, str):
-                raise InvalidRequest(f"`{where}.name` must be a string.", param=f"{where}.name")
+                raise InvalidRequest(f"`{where}.{name}` must be a string.", param=f"{where}.{name}")
+            strings[name] = field
+        elif name == "tool_calls":
+            calls = _parse_calls(field, f"{where}.tool_calls")
         elif name not in _NEUTRAL:
-            raise InvalidRequest(
-                f"Unknown field: `{where}.{name[:64]}`.",
-                param=f"{where}.{name[:64]}",
-                code="unknown_parameter",
-            )
+            raise _unknown(f"{where}.{name[:64]}")
         elif field not in _NEUTRAL[name]:
             raise _unsupported(f"{where}.{name}", "only text content is served")
-    return ChatMessage(_ROLES[role], _parse_content(value.get("content"), f"{where}.content"))
+    if calls and role != "assistant":
+        raise InvalidRequest(
+            f"`{where}.tool_calls`: only the assistant calls tools.", param=f"{where}.tool_calls"
+        )
+    content = value.get("content")
+    if content is None and role == "assistant" and (calls or "refusal" in strings):
+        content = strings.get("refusal", "")
+    return ChatMessage(
+        _ROLES[role],
+        _parse_content(content, f"{where}.content"),
+        calls,
+        strings.get("tool_call_id"),
+        strings.get("name"),
+        strings.get("reasoning_content") or strings.get("reasoning") or None,
+    )
+
+
+# ---- tool calls ----------------------------------------------------------------------------------
+
+
+def _parse_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"`{where}` must be a list of tool calls.", param=where)
+    return tuple(_parse_call(call, f"{where}[{index}]") for index, call in enumerate(value))
+
+
+def _parse_call(value: Any, where: str) -> ToolCall:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or value.get("type", "function") != "function":
+        raise InvalidRequest(f"`{where}` must be a call of a function.", param=where)
+    call_id, name = value.get("id", ""), function.get("name")
+    if not isinstance(call_id, str):
+        raise InvalidRequest(f"`{where}.id` must be a string.", param=f"{where}.id")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"`{where}.function.name` must be a name.", param=f"{where}.function.name")
+    return ToolCall(call_id, name, _parse_arguments(function.get("arguments"), f"{where}.function.arguments"))
+
+
+def _parse_arguments(value: Any, where: str) -> Mapping[str, Any]:
+    """JSON in a string, as answers have it. Nothing at all counts as no arguments."""
+    arguments = value if value else {}
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"`{where}` must be a JSON object in a string.", param=where)
+    return arguments
+
+
+# ---- content -------------------------------------------------------------------------------------
 
 
 def _parse_content(value: Any, where: str) -> str:
@@ -82,19 +175,20 @@ def _parse_content(value: Any, where: str) -> str:
 def _parse_part(value: Any, where: str) -> str:
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise InvalidRequest(f'`{where}` must be an object like {{"type": "text", "text": …}}.', param=where)
-    if value["type"] != "text":
+    kind = value["type"]
+    if kind not in ("text", "refusal"):
         raise _unsupported(f"{where}.type", "the model reads text only")
-    text = value.get("text")
+    text = value.get(kind)
     if not isinstance(text, str):
-        raise InvalidRequest(f"`{where}.text` must be a string.", param=f"{where}.text")
+        raise InvalidRequest(f"`{where}.{kind}` must be a string.", param=f"{where}.{kind}")
     for name, field in value.items():
-        if name not in ("type", "text", "cache_control") and field is not None:
-            raise InvalidRequest(
-                f"Unknown field: `{where}.{name[:64]}`.",
-                param=f"{where}.{name[:64]}",
-                code="unknown_parameter",
-            )
+        if name not in ("type", kind, "cache_control") and field is not None:
+            raise _unknown(f"{where}.{name[:64]}")
     return text
+
+
+def _unknown(where: str) -> InvalidRequest:
+    return InvalidRequest(f"Unknown field: `{where}`.", param=where, code="unknown_parameter")
 
 
 def _unsupported(where: str, hint: str) -> InvalidRequest:

@@ -28,6 +28,8 @@ from router.asgi import JSON_TYPE, HeaderList
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_RETRY_AFTER_S = 1.0  # where nothing better is known
+
 
 @dataclass(frozen=True, slots=True)
 class PublicError:
@@ -42,16 +44,20 @@ class PublicError:
 
 
 _HTTP_CODES = {
+    401: "invalid_api_key",
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",
     415: "unsupported_media_type",
+    431: "headers_too_large",
 }
+_HTTP_TYPES = {401: "authentication_error", 404: "not_found_error"}
+_REFUSED_FOR_NOW = frozenset({"overloaded", "not_ready", "deadline_exceeded"})
 
 
 def http_error(status: int, message: str) -> PublicError:
     """A failure of HTTP itself: no such route, wrong method, body too large."""
-    kind = "not_found_error" if status == 404 else "invalid_request_error" if status < 500 else "server_error"
+    kind = _HTTP_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return PublicError(status, message, kind, code=_HTTP_CODES.get(status))
 
 
@@ -60,8 +66,11 @@ def public_error(error: BaseException, request_id: str) -> PublicError:
     if isinstance(error, RequestError):
         return PublicError(error.status, error.message, error.error_type, error.param, error.code)
     if isinstance(error, Overloaded | NotReady | DeadlineExceeded):
+        retry_after_s = error.retry_after_s
+        if retry_after_s is None and not isinstance(error, DeadlineExceeded):
+            retry_after_s = DEFAULT_RETRY_AFTER_S
         return PublicError(
-            error.status, error.message, error.error_type, code=error.code, retry_after_s=error.retry_after_s
+            error.status, error.message, error.error_type, code=error.code, retry_after_s=retry_after_s
         )
     if isinstance(error, WorkerLost):
         logger.warning("request %s lost its worker: %s", request_id, error)
@@ -90,8 +99,13 @@ def error_body(error: PublicError) -> bytes:
 
 
 def error_headers(error: PublicError) -> HeaderList:
-    """Content type, and when to come back if that is known: whole seconds for HTTP, milliseconds for SDKs."""
+    """Content type, and when to come back if that is known: whole seconds for HTTP, milliseconds for SDKs.
+    Gateways before this one read why a request was refused."""
     headers: HeaderList = [JSON_TYPE]
+    if error.code in _REFUSED_FOR_NOW:
+        headers.append((b"x-baton-dropped-reason", error.code.encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.retry_after_s is not None:
         seconds = max(0.0, error.retry_after_s)
         headers.append((b"retry-after", str(max(1, math.ceil(seconds))).encode()))

@@ -28,6 +28,7 @@ class TextRules:
     include_stop: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    prompt_only: bool = False  # the one token that was generated is not wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class ChoiceOutput:
 
     def push(self, outputs: Sequence[TokenOutput], finish_reason: FinishReason | None) -> Piece:
         """The next tokens, in order; `finish_reason` if the last of them ends generation."""
+        if self._rules.prompt_only:
+            return Piece("", (), FinishReason.LENGTH)
         if self._plain and finish_reason is None:
             self.num_tokens += len(outputs)
             return Piece(self._detokenizer.push([output.token_id for output in outputs]), (), None)

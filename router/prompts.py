@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.errors import InvalidRequest
+from router.limits import RequestLimits
 
 Prompt = str | tuple[int, ...]
 
-MAX_PROMPTS = 256  # of one request
 
-
-def parse_prompts(value: Any) -> tuple[Prompt, ...]:
-    """The prompts of one request, one choice each, in order.
+def parse_prompts(value: Any, limits: RequestLimits) -> tuple[Prompt, ...]:
+    """The prompts of one request, in order.
 
     Raises:
         InvalidRequest: naming the element at fault, e.g. `prompt[1]`.
@@ -25,8 +24,8 @@ def parse_prompts(value: Any) -> tuple[Prompt, ...]:
         raise InvalidRequest("`prompt` must not be empty.", param="prompt")
     if type(value[0]) is int:
         return (_ids(value, "prompt"),)
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(f"`prompt` may hold at most {MAX_PROMPTS} prompts.", param="prompt")
+    if len(value) > limits.max_prompts:
+        raise InvalidRequest(f"`prompt` may hold at most {limits.max_prompts} prompts.", param="prompt")
     return tuple(_parse_one(item, type(value[0]), f"prompt[{index}]") for index, item in enumerate(value))
 
 

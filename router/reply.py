@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import orjson
 
 from cluster.detokenizer import TokenSource
-from cluster.sampling import FinishReason
+from cluster.sampling import FinishReason, PromptScore
 from router.delivery import RequestSummary
 from router.output import Piece
 
@@ -23,9 +23,12 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What the client wants to see beside the text. `num_logprobs` None = no log-probabilities."""
+    """What the client wants to see beside the text. `num_*logprobs` None = no log-probabilities."""
 
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None  # in a field of their own
+    echo: bool = False
+    skip_special_tokens: bool = True  # in the prompt that is echoed
     return_token_ids: bool = False
     timings: bool = False
     include_usage: bool = False  # streams only: a usage chunk at the end
@@ -52,27 +55,40 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A whole answer: every piece of one choice put together."""
+class ChoicePlan:
+    """One choice before it is written. `lead`: what it repeats before it begins."""
 
     index: int
     prompt_ids: tuple[int, ...]
+    lead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A whole answer: every piece of one choice put together."""
+
+    plan: ChoicePlan
     whole: Piece
+    prompt_scores: tuple[PromptScore, ...] = ()
 
 
 class ReplyFormat(Protocol):
     """The wire format of one reply, chat or text; `finish_reason` of a piece ends the choice."""
 
-    def opening(self) -> bytes:
-        """What precedes the first delta of a stream (chat's role chunk), or nothing."""
+    def opening(self, index: int, prompt_scores: Sequence[PromptScore]) -> bytes:
+        """What precedes the first delta of a choice (chat's role chunk, an echo), or nothing."""
         ...
 
-    def delta(self, piece: Piece, usage: Usage | None) -> bytes:
-        """One chunk of a stream."""
+    def delta(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        """One chunk of a stream; nothing if there is nothing to show yet."""
         ...
 
-    def closing(self, reason: FinishReason, usage: Usage, summary: RequestSummary) -> bytes:
-        """The finish chunk, the usage chunk if asked for, and `[DONE]`."""
+    def finish(self, index: int, reason: FinishReason, usage: Usage | None, timings: bytes) -> bytes:
+        """The finish chunk of a choice. `timings`: fields that ride in it."""
+        ...
+
+    def ending(self, usage: Usage, timings: bytes) -> bytes:
+        """Once all choices are finished: the usage chunk if asked for, and `[DONE]`."""
         ...
 
     def body(self, choices: Sequence[Choice], usage: Usage, summaries: Sequence[RequestSummary]) -> bytes:
@@ -82,7 +98,7 @@ class ReplyFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkFrame:
-    """The unchanging parts of every chunk of one stream: `head` up to the choice, `tail` after it."""
+    """The unchanging parts of every chunk of one stream: `head` up to the choice's index."""
 
     head: bytes
     no_choice: bytes
@@ -91,20 +107,22 @@ class ChunkFrame:
     def of(cls, reply_id: str, object_name: str, created: int, model: str) -> ChunkFrame:
         fields = {"id": reply_id, "object": object_name, "created": created, "model": model}
         opened = b"data: " + orjson.dumps(fields)[:-1]
-        return cls(opened + b',"choices":[{"index":0,', opened + b',"choices":[]')
+        return cls(opened + b',"choices":[{"index":', opened + b',"choices":[]')
 
-    def choice(self, fields: bytes, extra: bytes = b"") -> bytes:
+    def choice(self, index: int, fields: bytes, extra: bytes = b"") -> bytes:
         """A chunk with one choice. `extra` starts with a comma or is empty."""
-        return b"%b%b}]%b}\n\n" % (self.head, fields, extra)
+        return b"%b%d,%b}]%b}\n\n" % (self.head, index, fields, extra)
 
-    def closing(self, choice_fields: bytes, options: ReplyOptions, usage: Usage, timings: bytes) -> bytes:
-        """The last chunks: finish, usage if asked for, end mark. Timings ride in the last one with JSON."""
-        usage_field = b',"usage":' + orjson.dumps(usage.as_json())
-        finish_extra = usage_field if options.continuous_usage else b""
+    def ending(self, options: ReplyOptions, usage: Usage, timings: bytes) -> bytes:
+        """The last chunks: usage if asked for, end mark."""
         if not options.include_usage:
-            return self.choice(choice_fields, finish_extra + timings) + DONE
-        usage_chunk = b"%b%b%b}\n\n" % (self.no_choice, usage_field, timings)
-        return self.choice(choice_fields, finish_extra) + usage_chunk + DONE
+            return DONE
+        return b"%b%b%b}\n\n" % (self.no_choice, usage_field(usage), timings) + DONE
+
+
+def usage_field(usage: Usage | None) -> bytes:
+    """As a further field of a chunk."""
+    return b"" if usage is None else b',"usage":' + orjson.dumps(usage.as_json())
 
 
 def timings_json(summary: RequestSummary) -> dict[str, Any]:
@@ -123,6 +141,37 @@ def timings_json(summary: RequestSummary) -> dict[str, Any]:
 
 def timings_field(options: ReplyOptions, summary: RequestSummary) -> bytes:
     return b',"timings":' + orjson.dumps(timings_json(summary)) if options.timings else b""
+
+
+def add_timings(reply: dict[str, Any], summaries: Sequence[RequestSummary]) -> None:
+    """Of a whole reply; with several choices they are in each."""
+    if len(summaries) == 1:
+        reply["timings"] = timings_json(summaries[0])
+        return
+    for choice, summary in zip(reply["choices"], summaries, strict=True):
+        choice["timings"] = timings_json(summary)
+
+
+def prompt_logprobs_json(
+    tokenizer: TokenSource, prompt_ids: Sequence[int], scores: Sequence[PromptScore]
+) -> list[dict[str, Any] | None]:
+    """Per token of a prompt its own log-probability and the best ones, by id, as vLLM writes it; the first
+    token has none."""
+    entries: list[dict[str, Any] | None] = [None]
+    for token_id, (logprob, best) in zip(prompt_ids[1:], scores, strict=True):
+        known = {token_id: logprob, **dict(best)}
+        ranks = {best_id: rank for rank, (best_id, _) in enumerate(best, 1)}
+        entries.append(
+            {
+                str(one): {
+                    "logprob": finite(value),
+                    "rank": ranks.get(one),
+                    "decoded_token": token_text(tokenizer, one),
+                }
+                for one, value in known.items()
+            }
+        )
+    return entries
 
 
 def _ms(seconds: float) -> float:

@@ -1,9 +1,10 @@
 """The public request schema: strict types and ranges, one error for the first field at fault.
 
 1. `parse_json`: bytes → object. NaN, Infinity and numbers beyond a double are not JSON and are refused.
-2. `fields.screen_fields`: nulls dropped; unknown, unsupported and internal fields refused.
+2. `fields.screen_fields`: nulls dropped; internal and unsupported fields refused; unknown ones set aside.
 3. `parse_request`: a pydantic model in strict mode (no numbers in strings, no booleans or fractions for
-   integers); its first complaint becomes an `InvalidRequest` that names the field.
+   integers); its first complaint becomes an `InvalidRequest` that names the field. What the operator limits
+   (`router.limits`) is checked here too.
 
 Ranges that need the model (vocabulary, context) are checked where the request is built, in `router.job`.
 """
@@ -15,23 +16,44 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+)
 
 from cluster.errors import InvalidRequest
 from router.fields import screen_fields
+from router.limits import RequestLimits
 from router.messages import ChatMessage, parse_messages
 from router.prompts import Prompt, parse_prompts
+from router.tools import Tool, parse_tools
 
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_LISTED_IDS = 1024
 _INT64 = 2**63
 
 Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
 PositiveInt = Annotated[int, Field(ge=1, lt=_INT64)]
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=_INT64)]], Field(min_length=1, max_length=MAX_LISTED_IDS)
-]
+
+
+def _at_most(limit: str) -> AfterValidator:
+    """A number up to a limit of `RequestLimits`, or a collection of that many items."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        most = getattr(info.context, limit)
+        if value is not None and (value if isinstance(value, int) else len(value)) > most:
+            what = "" if isinstance(value, int) else "have "
+            entries = "" if isinstance(value, int) else " entries"
+            raise InvalidRequest(
+                f"`{info.field_name}` may {what or 'be '}at most {most}{entries}.", param=info.field_name
+            )
+        return value
+
+    return AfterValidator(check)
 
 
 def _real(low: float, high: float, *, exclusive: bool = False) -> Any:
@@ -39,22 +61,28 @@ def _real(low: float, high: float, *, exclusive: bool = False) -> Any:
     return Annotated[float, Field(allow_inf_nan=False), bound]
 
 
-def _parse_stop(value: Any) -> tuple[str, ...]:
+def _parse_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    limits: RequestLimits = info.context
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
         raise InvalidRequest("`stop` must be a string or a list of strings.", param="stop")
     if "" in strings:
         raise InvalidRequest("`stop` must not contain an empty string.", param="stop")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"`stop` may have at most {MAX_STOP_STRINGS} strings.", param="stop")
+    if len(strings) > limits.max_stop_strings:
+        raise InvalidRequest(f"`stop` may have at most {limits.max_stop_strings} strings.", param="stop")
+    if max(map(len, strings), default=0) > limits.max_stop_chars:
+        raise InvalidRequest(
+            f"A string of `stop` may have at most {limits.max_stop_chars} characters.", param="stop"
+        )
     return tuple(dict.fromkeys(strings))
 
 
-def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+def _parse_logit_bias(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
+    most = info.context.max_listed_ids
     if not isinstance(value, dict):
         raise InvalidRequest("`logit_bias` must be an object of token id to bias.", param="logit_bias")
-    if len(value) > MAX_LISTED_IDS:
-        raise InvalidRequest(f"`logit_bias` may have at most {MAX_LISTED_IDS} entries.", param="logit_bias")
+    if len(value) > most:
+        raise InvalidRequest(f"`logit_bias` may have at most {most} entries.", param="logit_bias")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         shown = f"logit_bias.{key[:32]}"
@@ -67,10 +95,13 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 class StreamOptions(BaseModel):
+    """`include_obfuscation` would pad chunks against eavesdroppers of their sizes; there is no padding."""
+
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 def _parse_stream_options(value: Any) -> Any:
@@ -78,6 +109,9 @@ def _parse_stream_options(value: Any) -> Any:
     if not isinstance(value, dict):
         raise InvalidRequest("`stream_options` must be an object.", param="stream_options")
     return {key: item for key, item in value.items() if item is not None}
+
+
+_Affinity = Annotated[str, Field(max_length=512)]
 
 
 class GenerationRequest(BaseModel):
@@ -95,24 +129,60 @@ class GenerationRequest(BaseModel):
     presence_penalty: _real(-2, 2) = 0.0  # type: ignore[valid-type]
     frequency_penalty: _real(-2, 2) = 0.0  # type: ignore[valid-type]
     repetition_penalty: _real(0, 1e6, exclusive=True) | None = None  # type: ignore[valid-type]
+    n: Annotated[int, Field(ge=1), _at_most("max_n")] = 1
     seed: Int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = ()
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_LISTED_IDS)] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], _at_most("max_listed_ids")] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] = 0
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_LISTED_IDS)] = []
-    allowed_token_ids: TokenIds | None = None
+    spaces_between_special_tokens: bool = True  # text is the tokens' bytes: there are never any
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], _at_most("max_listed_ids")] = []
+    allowed_token_ids: (
+        Annotated[
+            list[Annotated[int, Field(ge=0, lt=_INT64)]], Field(min_length=1), _at_most("max_listed_ids")
+        ]
+        | None
+    ) = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
     truncation_side: Literal["left", "right"] = "left"
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_parse_logit_bias)] = ()
+    prompt_logprobs: Annotated[int, Field(ge=0), _at_most("max_logprobs")] | None = None
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(_parse_stream_options)] = StreamOptions()
+    echo: bool = False
+    priority: Int = 0  # lower is earlier
     cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
+    session_id: _Affinity | None = None
+    prompt_cache_key: _Affinity | None = None
+    user: _Affinity | None = None
     return_token_ids: bool = False
     timings: bool = False
+    # What the answer has to look like, in all spellings; read by `router.constraint`.
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+
+    @property
+    def affinity(self) -> str:
+        """What requests that belong together have in common; empty if nothing was said."""
+        return self.session_id or self.prompt_cache_key or self.user or ""
+
+
+def _parse_chat(value: Any, info: ValidationInfo) -> tuple[ChatMessage, ...]:
+    return parse_messages(value, info.context)
+
+
+def _parse_tool_list(value: Any, info: ValidationInfo) -> tuple[Tool, ...]:
+    return parse_tools(value, info.context)
 
 
 class PromptFields(BaseModel):
@@ -120,22 +190,33 @@ class PromptFields(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    messages: Annotated[tuple[ChatMessage, ...], PlainValidator(parse_messages)]
+    messages: Annotated[tuple[ChatMessage, ...], PlainValidator(_parse_chat)]
     add_generation_prompt: bool | None = None  # None: true, unless the final message is continued
     continue_final_message: bool = False
+    tools: Annotated[tuple[Tool, ...], PlainValidator(_parse_tool_list)] = ()
+    tool_choice: Any = None  # read by `router.tools`
+    parallel_tool_calls: bool = True
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
 class ChatRequest(PromptFields, GenerationRequest):
     add_special_tokens: bool = False  # chat templates write the special tokens themselves
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    top_logprobs: Annotated[int, Field(ge=0), _at_most("max_logprobs")] = 0
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts)]
+    prompt: Annotated[
+        tuple[Prompt, ...], PlainValidator(lambda value, info: parse_prompts(value, info.context))
+    ]
+    max_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None  # 0: with `echo` only
     add_special_tokens: bool = True
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0), _at_most("max_logprobs")] | None = None
+    best_of: Annotated[int, Field(ge=1), _at_most("max_n")] | None = None
 
 
 class TokenizeTextRequest(BaseModel):
@@ -178,15 +259,17 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return raw
 
 
-def parse_request(schema: type[Request], raw: dict[str, Any]) -> Request:
-    """A validated request.
+def parse_request(
+    schema: type[Request], raw: dict[str, Any], limits: RequestLimits
+) -> tuple[Request, tuple[str, ...]]:
+    """(a validated request, the names of fields that have no effect).
 
     Raises:
         InvalidRequest: naming the first field at fault.
     """
-    kept = screen_fields(raw, _field_names(schema))
+    kept, ignored = screen_fields(raw, field_names(schema))
     try:
-        return schema.model_validate(kept)
+        return schema.model_validate(kept, context=limits), ignored
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = _path(first["loc"])
@@ -195,7 +278,7 @@ def parse_request(schema: type[Request], raw: dict[str, Any]) -> Request:
 
 
 @lru_cache
-def _field_names(schema: type[BaseModel]) -> frozenset[str]:
+def field_names(schema: type[BaseModel]) -> frozenset[str]:
     return frozenset(schema.model_fields)
 
 

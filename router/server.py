@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 
 import httptools
@@ -37,50 +38,101 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _HeadTooLarge(Exception):
+    """More bytes of address and headers than a request may have."""
+
+
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, but an offered upgrade (Java's client offers h2c with every request) is declined as HTTP
-    says, by serving the request; uvicorn would drop its body. What is not HTTP gets an error of our shape."""
+    says, by serving the request; uvicorn would drop its body. What is not HTTP gets an error of our shape,
+    and so does a head of more than `max_head_bytes`, which uvicorn would keep however large it is."""
 
+    max_head_bytes = 64 * 2**10
     _resuming = False
+    _in_head = False
+    _began = _had_body = False  # a head, and a part of a body, in the data that is being parsed
+    _head_bytes = 0  # of the request whose head is being read: parsed,
+    _raw_head_bytes = 0  # and received
+    _is_head_too_large = False
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         while data:
+            self._began = self._had_body = False
             try:
                 self.parser.feed_data(data)
+                if self._in_head:  # the parser tells of a line when it is complete, and this may have no end
+                    self._raw_head_bytes += self._num_head_bytes(data)
+                    self._check_head(self._raw_head_bytes)
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 data = data[upgrade.args[0] :]
                 self._decline_upgrade()
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request.")
+            except (httptools.HttpParserError, _HeadTooLarge):
+                self._refuse()
                 return
 
     def on_message_begin(self) -> None:
         if not self._resuming:
+            self._in_head = self._began = True
+            self._head_bytes = self._raw_head_bytes = 0
             super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         if not self._resuming:
+            self._count_head(len(url))
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._resuming:
+            self._count_head(len(name) + len(value))
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         if not self._resuming:
             super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._had_body = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        body = error_body(http_error(400, msg))
+        self._answer(400, b"Bad Request", msg)
+
+    def _num_head_bytes(self, data: bytes) -> int:
+        """How much of `data` belongs to the head that is not complete yet; where it cannot be told, less."""
+        if not self._began:
+            return len(data)
+        return 0 if self._had_body else len(data) - (data.rfind(b"\r\n\r\n") + 1)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        self._check_head(self._head_bytes)
+
+    def _check_head(self, num_bytes: int) -> None:
+        if num_bytes > self.max_head_bytes:
+            self._is_head_too_large = True
+            raise _HeadTooLarge
+
+    def _refuse(self) -> None:
+        if self._is_head_too_large:
+            limit = self.max_head_bytes
+            message = f"The address and headers of a request may have at most {limit} bytes."
+            self._answer(431, b"Request Header Fields Too Large", message)
+        else:
+            self.send_400_response("Invalid HTTP request.")
+
+    def _answer(self, status: int, phrase: bytes, message: str) -> None:
+        body = error_body(http_error(status, message))
         self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"x-request-id: req-%b\r\ncontent-length: %d\r\n\r\n%b"
+            % (status, phrase, uuid.uuid4().hex.encode(), len(body), body)
         )
         self.transport.close()
 
@@ -126,6 +178,7 @@ async def serve_http(
     *,
     stop: asyncio.Event,
     grace_s: float = 30.0,
+    max_header_bytes: int = _Protocol.max_head_bytes,
     on_listening: Callable[[str, int], None] | None = None,
     admin: tuple[str, int] | None = None,
     on_admin_listening: Callable[[str, int], None] | None = None,
@@ -153,7 +206,7 @@ async def serve_http(
         access_log=False,
         lifespan="off",
         server_header=False,
-        http=_Protocol,
+        http=type("_LimitedProtocol", (_Protocol,), {"max_head_bytes": max_header_bytes}),
         ws="none",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_CLOSE_WITHIN_S,

@@ -32,6 +32,7 @@ from router.app import create_app
 from router.conductor import Conductor
 from router.config import ConductorConfig, PolicyConfig
 from router.driver import ConductorDriver
+from router.limits import GatewayLimits
 from router.model_info import ModelInfo, read_sampling_defaults
 from router.page_feed import PageFeed
 from router.readiness import ReadinessJudge
@@ -91,6 +92,7 @@ async def run(
         tokenizer = await asyncio.to_thread(_load_tokenizer, Path(config.model_dir))
         model = _model_info(config, tokenizer)
         version = _version()
+        limits = GatewayLimits.of(config.requests)
         app = create_app(
             driver,
             driver,
@@ -104,6 +106,7 @@ async def run(
                 vllm_names=config.metric_names == "baton+vllm",
             ),
             version=version,
+            limits=limits,
             clock=clock,
             launcher_pid=config.launcher_pid,
             feed=feed,
@@ -120,6 +123,7 @@ async def run(
             config.port,
             stop=ending,
             grace_s=config.drain_grace_s,
+            max_header_bytes=limits.max_header_bytes,
             on_listening=on_listening,
             admin=None if config.admin_port is None else (config.admin_host, config.admin_port),
             on_admin_listening=lambda host, port: logger.info("admin on %s port %d", host, port),

@@ -2,9 +2,10 @@
 
 1. Nothing is sent until the first token: a request that fails before it gets a real HTTP status.
 2. First token: status, headers, the opening (chat's role chunk) and the first delta, in one go.
-3. Then one chunk per delivery, however many tokens it has; the last one goes out together with the finish
-   chunk, the usage chunk if asked for, and `[DONE]`.
-4. A companion task waits for the client to leave (the generation ends at once, its blocks are freed), and
+3. Then one chunk per delivery, however many tokens it has; the last one of a choice goes out together with
+   its finish chunk, and the last of all with the usage chunk if asked for, and `[DONE]`. Several choices are
+   written by a task each, as their tokens come.
+4. A companion task waits for the client to leave (the generations end at once, their blocks are freed), and
    sends `: ping` after every 15 seconds of silence, which starts the response if no token did. It also gives
    up on a cluster that stays silent and on a client that does not read.
 5. A failure after the start is an error event, then `[DONE]`; the response always closes.
@@ -13,14 +14,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import DeadlineExceeded
+from cluster.sampling import FinishReason
 from router.asgi import ClientLeft, HeaderList, Receive, Send, until_disconnect
-from router.generation import Generation
+from router.generation import Generation, total_usage
 from router.openai_errors import error_body, public_error
-from router.output import Piece
-from router.reply import DONE, ReplyFormat, ReplyOptions
+from router.reply import DONE, ReplyFormat, ReplyOptions, Usage, timings_field
 
 SSE_HEADERS: HeaderList = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -45,20 +47,24 @@ class StreamReply:
 
     def __init__(
         self,
-        generation: Generation,
+        generations: Sequence[Generation],
         wire: ReplyFormat,
         options: ReplyOptions,
         *,
         request_id: str,
         patience: Patience,
         send: Send,
+        headers: Callable[[], HeaderList],
     ) -> None:
-        self._generation = generation
+        """`headers`: further ones, asked for when the response starts."""
+        self._generations = generations
+        self._num_open = len(generations)
         self._wire = wire
         self._options = options
         self._request_id = request_id
         self._patience = patience
         self._asgi_send = send
+        self._headers = headers
         self._lock = asyncio.Lock()  # two tasks send
         self._started = False
         self._gave_up = False
@@ -84,6 +90,7 @@ class StreamReply:
                 raise
             task.uncancel()
         except Exception as error:
+            self._end_all(error)
             if not self._started:
                 raise
             event = b"data: " + error_body(public_error(error, self._request_id)) + b"\n\n"
@@ -93,30 +100,61 @@ class StreamReply:
             await asyncio.gather(companion, return_exceptions=True)
 
     async def _write(self) -> None:
-        generation, wire = self._generation, self._wire
-        prefix = wire.opening()
+        if len(self._generations) == 1:
+            await self._write_choice(self._generations[0])
+            return
+        tasks = [asyncio.create_task(self._write_choice(generation)) for generation in self._generations]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write_choice(self, generation: Generation) -> None:
+        wire, index = self._wire, generation.plan.index
+        is_open = False
         while True:
             piece = await generation.next_piece()
             self._last_token_s = self._now()
+            data = b"" if is_open else wire.opening(index, generation.prompt_scores)
+            is_open = True
+            if piece.text or piece.entries:
+                data += wire.delta(index, piece, self._usage_so_far())
             if piece.finish_reason is not None:
-                chunk = self._chunk(piece) if piece.text or piece.entries else b""
-                closing = wire.closing(piece.finish_reason, generation.usage(), generation.summary())
-                await self._send(prefix + chunk + closing, more=False)
+                await self._send(
+                    data + self._closing(generation, piece.finish_reason), more=self._num_open > 0
+                )
                 return
-            if prefix or piece.text or piece.entries:
-                await self._send(prefix + self._chunk(piece))
-                prefix = b""
+            if data:
+                await self._send(data)
 
-    def _chunk(self, piece: Piece) -> bytes:
-        usage = self._generation.usage() if self._options.continuous_usage else None
-        return self._wire.delta(piece, usage)
+    def _closing(self, generation: Generation, reason: FinishReason) -> bytes:
+        """What ends a choice, and with the last one the reply. Timings ride in the last chunk they fit in."""
+        self._num_open -= 1
+        timings = timings_field(self._options, generation.summary())
+        in_usage = self._options.include_usage and len(self._generations) == 1
+        closing = self._wire.finish(
+            generation.plan.index, reason, self._usage_so_far(), b"" if in_usage else timings
+        )
+        if self._num_open == 0:
+            closing += self._wire.ending(total_usage(self._generations), timings if in_usage else b"")
+        return closing
+
+    def _usage_so_far(self) -> Usage | None:
+        return total_usage(self._generations) if self._options.continuous_usage else None
+
+    def _end_all(self, reason: Exception) -> None:
+        for generation in self._generations:
+            generation.end(reason)
 
     async def _send(self, data: bytes, *, more: bool = True) -> None:
         async with self._lock:
             self._sending_since_s = self._now()
             if not self._started:
                 self._started = True
-                await self._asgi_send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                headers = [*SSE_HEADERS, *self._headers()]
+                await self._asgi_send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._asgi_send({"type": "http.response.body", "body": data, "more_body": more})
             self._sending_since_s = None
             self._last_sent_s = self._now()
@@ -128,19 +166,19 @@ class StreamReply:
             try:
                 async with asyncio.timeout_at(self._last_sent_s + patience.heartbeat_s):
                     await until_disconnect(receive)
-                self._generation.end(ClientLeft())
+                self._end_all(ClientLeft())
                 return
             except TimeoutError:
                 now = self._now()
             if self._sending_since_s is not None:
                 if now - self._sending_since_s > patience.stalled_client_s:
-                    self._generation.end(ClientLeft())
+                    self._end_all(ClientLeft())
                     self._gave_up = True
                     writer.cancel()
                     return
                 self._last_sent_s = now  # look again after the next interval
             elif now - self._last_token_s > patience.silence_s:
-                self._generation.end(DeadlineExceeded("The cluster made no progress with the request."))
+                self._end_all(DeadlineExceeded("The cluster made no progress with the request."))
                 return
             elif now - self._last_sent_s >= patience.heartbeat_s:
                 await self._send(PING)

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import InvalidRequest
-from router.endpoint import Gateway
+from router.gateway import Gateway
+from router.prompt_builder import plan_tools
 from router.reply import token_text
 from router.schema import (
     DetokenizeRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
+    field_names,
     parse_json,
     parse_request,
 )
 
 
-async def tokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class TextAnswer:
+    """`ignored`: request fields without effect; `served`: those that would have one."""
+
+    body: dict[str, Any]
+    ignored: tuple[str, ...]
+    served: frozenset[str]
+
+
+async def tokenize(gateway: Gateway, body: bytes) -> TextAnswer:
     """`{"prompt": text}` or `{"messages": […]}` → `{"count", "max_model_len", "tokens", "token_strs"}`.
 
     Raises:
@@ -26,7 +39,7 @@ async def tokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
     return await _maybe_on_thread(gateway, _tokenize, body)
 
 
-async def detokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
+async def detokenize(gateway: Gateway, body: bytes) -> TextAnswer:
     """`{"tokens": ids}` → `{"prompt": text}`.
 
     Raises:
@@ -35,43 +48,45 @@ async def detokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
     return await _maybe_on_thread(gateway, _detokenize, body)
 
 
-async def _maybe_on_thread(gateway: Gateway, work: Any, body: bytes) -> dict[str, Any]:
+async def _maybe_on_thread(
+    gateway: Gateway, work: Callable[[Gateway, bytes], TextAnswer], body: bytes
+) -> TextAnswer:
     if len(body) > gateway.limits.offload_bytes:
-        result: dict[str, Any] = await asyncio.to_thread(work, gateway, body)
-        return result
-    result = work(gateway, body)
-    return result
+        return await asyncio.to_thread(work, gateway, body)
+    return work(gateway, body)
 
 
-def _tokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
+def _tokenize(gateway: Gateway, body: bytes) -> TextAnswer:
     raw = parse_json(body)
     gateway.check_model(raw.get("model"))
     builder = gateway.job_builder()
     if raw.get("messages") is not None:
-        chat = parse_request(TokenizeChatRequest, raw)
-        token_ids = builder.render(chat, chat.add_special_tokens)
-        with_texts = chat.return_token_strs
+        chat, ignored = parse_request(TokenizeChatRequest, raw, builder.limits)
+        token_ids = builder.prompts.render(chat, chat.add_special_tokens, plan_tools(chat))
+        with_texts, served = chat.return_token_strs, field_names(TokenizeChatRequest)
     else:
-        text = parse_request(TokenizeTextRequest, raw)
-        token_ids = builder.encode(text.prompt, "prompt", text.add_special_tokens)
-        with_texts = text.return_token_strs
+        text, ignored = parse_request(TokenizeTextRequest, raw, builder.limits)
+        token_ids = builder.prompts.encode(text.prompt, "prompt", text.add_special_tokens)
+        with_texts, served = text.return_token_strs, field_names(TokenizeTextRequest)
     texts = [token_text(gateway.tokenizer, token_id) for token_id in token_ids] if with_texts else None
-    return {
+    answer = {
         "count": len(token_ids),
         "max_model_len": builder.max_model_len,
         "tokens": token_ids,
         "token_strs": texts,
     }
+    return TextAnswer(answer, ignored, served)
 
 
-def _detokenize(gateway: Gateway, body: bytes) -> dict[str, Any]:
+def _detokenize(gateway: Gateway, body: bytes) -> TextAnswer:
     raw = parse_json(body)
     gateway.check_model(raw.get("model"))
-    request = parse_request(DetokenizeRequest, raw)
+    request, ignored = parse_request(DetokenizeRequest, raw, gateway.limits.request)
     for index, token_id in enumerate(request.tokens):
         if token_id >= gateway.model.vocab_size:
             raise InvalidRequest(
                 f"`tokens[{index}]` is not a token id: the vocabulary has {gateway.model.vocab_size} tokens.",
                 param=f"tokens[{index}]",
             )
-    return {"prompt": gateway.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+    text = gateway.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return TextAnswer({"prompt": text}, ignored, field_names(DetokenizeRequest))

@@ -329,7 +329,7 @@ def test_where_the_template_is(tmp_path):
     directory = write_byte_tokenizer(tmp_path, chat_template=None)
     tokenizer = Tokenizer.load(directory)
     tokenizer.warm_up()
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     with pytest.raises(InvalidRequest, match="no chat template"):
         tokenizer.render_chat(CHAT)
     several = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]

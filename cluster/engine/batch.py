@@ -6,13 +6,25 @@ A prefill chunk and a decode row differ only in how many tokens they bring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from cluster.ids import Attempt, BlockId, RequestId
-from cluster.sampling import SamplingParams, TokenOutput
+from cluster.sampling import PromptScore, SamplingParams, TokenOutput
+
+if TYPE_CHECKING:
+    from cluster.grammar import GrammarState
+
+
+@dataclass(slots=True)
+class RowNotes:
+    """What the engine remembers of a request between its steps; nobody else reads or writes it."""
+
+    opening: Future[GrammarState] | None = None  # where the answer stands in its grammar, once it is compiled
+    scores: list[PromptScore] = field(default_factory=list)  # of the prompt's tokens 1, 2, ... so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +34,7 @@ class SampleSpec:
     params: SamplingParams
     prompt_ids: Sequence[int]  # the client's prompt
     output_ids: Sequence[int]  # tokens generated so far: grows at its end, between steps only
+    notes: RowNotes = field(default_factory=RowNotes, compare=False, repr=False)
 
 
 class Row(msgspec.Struct, frozen=True):  # made for every row of every step: cheaper than a dataclass
@@ -35,6 +48,7 @@ class Row(msgspec.Struct, frozen=True):  # made for every row of every step: che
         BlockId
     ]  # covers at least [0, start + len(token_ids)); grows at its end, between steps
     sample: SampleSpec | None  # None: a chunk that does not reach the end of its prompt
+    score: SampleSpec | None = None  # log-probabilities of the prompt's tokens are wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ Order (penalties as vLLM defines them):
 2. logit_bias is added;
 3. masks: allowed ids, EOS and stop ids before `min_tokens`, bad words.
 
-Temperature, top-k, top-p and min-p follow, in `cluster.engine.sampler`.
+Temperature, top-k, top-p and min-p follow, in `cluster.engine.sampler`. The mask of a request's grammar was
+laid on the row before (`cluster.engine.grammar_masks`): -inf stays -inf through all of this.
 
 A mask is -inf. A row must keep a token to choose: `allowed_token_ids` always holds, and a later mask that
 would leave nothing gives way. Ids outside the vocabulary name no logit and have no effect; the gateway

@@ -3,25 +3,34 @@
 1. Copies of the plan (copy-on-write) are made in order.
 2. `pack` lays the rows out as one batch; the decoder computes it and writes its keys and values.
 3. Logits are taken only for rows that sample; the sampler chooses by each row's own parameters and history.
+   Prompts whose own log-probabilities are wanted are scored as they pass.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
+from cluster.engine.grammar_masks import GrammarMasks
 from cluster.engine.load import load_decoder
 from cluster.engine.packed_batch import PackedBatch, Packer
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
 from cluster.engine.prepared_model import PreparedModel
+from cluster.engine.prompt_scores import score_prompts
 from cluster.engine.token_choice import TokenChooser
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
 from kernels.ops import Backend, row_size
+
+if TYPE_CHECKING:
+    from cluster.grammar import Grammars
 
 
 class ModelRunner:
@@ -50,7 +59,9 @@ class ModelRunner:
             raise ValueError(f"KV pool of {list(pool.shape)} {pool.dtype} does not fit {prepared.name}")
         self._pool = pool
         self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
-        self._choose = TokenChooser(backend, spec.vocab_size)
+        self._choose = TokenChooser(
+            backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
+        )
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step.
@@ -88,9 +99,24 @@ class ModelRunner:
         return elapsed_s
 
     def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
-        result = self.decoder.forward(batch, self._pool)
         specs = [row.sample for row in rows if row.sample is not None]
+        self._choose.prepare(specs)
+        result = self.decoder.forward(batch, self._pool)
+        if any(row.score is not None for row in rows):
+            score_prompts(result.hidden, rows, self.decoder.logits)
         if not specs:
             return []
         positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
-        return self._choose(result, specs, positions)
+        outputs = self._choose(result, specs, positions)
+        for index, spec in enumerate(specs):
+            if spec.notes.scores:
+                scores, spec.notes.scores = tuple(spec.notes.scores), []
+                outputs[index] = msgspec.structs.replace(outputs[index], prompt_scores=scores)
+        return outputs
+
+
+def _open_grammars(directory: Path) -> Grammars:
+    from cluster.grammar import Grammars
+    from cluster.tokenizer import Tokenizer
+
+    return Grammars(Tokenizer.load(directory))

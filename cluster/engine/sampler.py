@@ -95,7 +95,7 @@ def _sample_row(row: Row, best: int, spec: SampleSpec, position: int) -> TokenOu
         token_id = _draw_token(scores, scores[best], params, uniform(params.seed, position))
     if params.num_logprobs is None:
         return TokenOutput(token_id)
-    return _with_logprobs(row, token_id, params.num_logprobs)
+    return with_logprobs(row, token_id, params.num_logprobs)
 
 
 def _draw_token(scores: Row, peak: np.float32, params: SamplingParams, u: float) -> int:
@@ -117,7 +117,7 @@ def _draw_token(scores: Row, peak: np.float32, params: SamplingParams, u: float)
     return int(ids[by_id[draw(weights[by_id], u)]])
 
 
-def _with_logprobs(row: Row, token_id: int, num_best: int) -> TokenOutput:
+def with_logprobs(row: Row, token_id: int, num_best: int) -> TokenOutput:
     """Log-softmax of the raw row at the chosen token and the `num_best` most probable ones."""
     peak = row.max()
     if peak == -np.inf:

@@ -121,6 +121,11 @@ class Sequence:
         return self.sampling.max_tokens - len(self.output_ids)
 
     @property
+    def needs_scores(self) -> bool:
+        """Log-probabilities of the prompt are wanted, and have not gone out with a first token yet."""
+        return self.sampling.prompt_logprobs is not None and not self.output_ids
+
+    @property
     def max_tokens_with_kv(self) -> int:
         """The longest this sequence can get in the pool; the last token of a request needs no KV."""
         return self.num_prompt_tokens + max(self.sampling.max_tokens, 1) - 1
@@ -130,12 +135,13 @@ class Sequence:
     ) -> bool:
         """Take `num_blocks` blocks, cached ones first; False (and no change) if there are not so many.
 
-        `leave_last`: at least the last token is left to compute, so that a next one can be sampled.
+        `leave_last`: at least the last token is left to compute, so that a next one can be sampled. Where the
+        prompt is to be scored, all of it is.
         `keep_free`: blocks that must still be available afterwards.
         """
         assert not self.block_ids, "reserved twice"
         tokens = self.token_ids[:-1] if leave_last else self.token_ids
-        matched = blocks.match(tokens, self.cache_salt)
+        matched = [] if leave_last and self.needs_scores else blocks.match(tokens, self.cache_salt)
         num_fresh = max(num_blocks - len(matched), 0)
         fresh = blocks.allocate(num_fresh) if num_fresh + keep_free <= blocks.num_available else None
         if fresh is None:
@@ -159,6 +165,7 @@ class Sequence:
             start,
             self.block_ids,
             self.sample if end == total else None,
+            self.sample if self.needs_scores and start + 1 < self.num_prompt_tokens else None,
         )
 
     def advance(self, num_tokens: int) -> None:

@@ -1,16 +1,21 @@
 """The tokens of a step: by the backend's own sampler where it has one, by the definition otherwise.
 
 Both give the same bits (`cluster.engine.sampler` is the definition): a token does not tell which one ran.
+Grammars come first (`cluster.engine.grammar_masks`); log-probabilities are of the row before that, too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from cluster.engine.batch import SampleSpec
-from cluster.engine.sampler import sample
-from cluster.sampling import TokenOutput
+from cluster.engine.grammar_masks import GrammarMasks
+from cluster.engine.processors import make_finite
+from cluster.engine.sampler import sample, with_logprobs
+from cluster.sampling import BROKEN_TOKEN_ID, TokenOutput
 from kernels.ops import Backend, StepResult
 
 logger = logging.getLogger(__name__)
@@ -19,15 +24,47 @@ logger = logging.getLogger(__name__)
 class TokenChooser:
     """Keeps what a step can reuse of the one before; one thread at a time."""
 
-    def __init__(self, backend: Backend, vocab_size: int) -> None:
+    def __init__(self, backend: Backend, vocab_size: int, grammars: GrammarMasks | None = None) -> None:
+        """`grammars` None: no request may have one."""
         sampler = backend.make_sampler()
         fits = sampler is not None and vocab_size <= sampler.largest_vocabulary
         self._sampler = sampler if fits else None
+        self._grammars = grammars
+
+    def prepare(self, specs: Iterable[SampleSpec]) -> None:
+        """Begin what choosing the tokens of these requests needs, before their step is computed."""
+        for spec in specs:
+            if spec.params.grammar and self._grammars is not None:
+                self._grammars.prepare(spec)
 
     def __call__(
         self, result: StepResult, specs: Sequence[SampleSpec], positions: Sequence[int]
     ) -> list[TokenOutput]:
-        """One token per row of logits; `positions` are those of the tokens to choose."""
+        """One token per row of logits; `positions` are those of the tokens to choose. A row whose grammar
+        gave up gets `BROKEN_TOKEN_ID`.
+
+        Raises:
+            ValueError: a request has a grammar, but this chooser takes none.
+        """
+        if not any(spec.params.grammar for spec in specs):
+            return self._choose(result, specs, positions)
+        if self._grammars is None:
+            raise ValueError("a request has a grammar, and there is no vocabulary to follow it with")
+        masked = self._grammars.apply(result, specs)
+        outputs = self._choose(result, specs, positions)
+        for row, raw in masked.raw.items():
+            num_logprobs = specs[row].params.num_logprobs
+            assert num_logprobs is not None
+            logits = np.array(raw.float().cpu().numpy())
+            make_finite(logits)
+            outputs[row] = with_logprobs(logits, outputs[row].token_id, num_logprobs)
+        for row in masked.failed:
+            outputs[row] = TokenOutput(BROKEN_TOKEN_ID)
+        return outputs
+
+    def _choose(
+        self, result: StepResult, specs: Sequence[SampleSpec], positions: Sequence[int]
+    ) -> list[TokenOutput]:
         if self._sampler is None:
             return sample(result.logits, specs, positions, result.best.tolist())
         tokens, details, num_broken = self._sampler(result, specs, positions)

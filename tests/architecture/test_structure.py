@@ -25,6 +25,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "pydantic": ("router/",),
     "prometheus_client": ("cluster/metrics",),
     "gguf": ("cluster/engine/gguf_",),
+    "llguidance": ("cluster/grammar.py",),
     "safetensors": ("cluster/engine/weights", "bench/peers/hf_model.py"),
     "typer": ("cluster/cli", "bench/load/cli", "bench/simulator/cli"),
     "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py", "bench/simulator/cli"),

@@ -4,6 +4,7 @@ at the seam between the two workers. Faults that need exact moments are tested a
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from typing import Any
@@ -14,6 +15,8 @@ from tests.faults.asking import alone, asked, body, essence, fresh, prompt, stre
 from tests.faults.conftest import BLOCK
 from tests.support.byte_tokenizer import EOS
 from tests.support.local_cluster import LocalCluster
+from tests.support.sse import TEXT, check_stream
+from tests.support.tools import ADD
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -68,6 +71,107 @@ def test_b074_log_probabilities_of_the_first_token(
     [(_, _, _, logprobs)], _, num_completion = expected
     assert len(logprobs["token_logprobs"]) == num_completion == 10
     assert logprobs["token_logprobs"][0] is not None
+
+
+def test_b074_log_probabilities_of_a_prompt(oracle: LocalCluster, pair: LocalCluster) -> None:
+    """They are computed in the chunks of whoever prefills, cached head or not, and cross no edge."""
+    for num_tokens in (1, 2, BLOCK, 3 * BLOCK + 5):
+        request = body(num_tokens, 4, which=740, logprobs=3, echo=True)
+        expected = alone(oracle, request)
+        for _ in range(2):  # the second time all of it is cached
+            assert asked(pair, request | {"cache_salt": f"scores-{num_tokens}"}) == expected
+        assert streamed(pair, request | fresh()) == expected
+        columns = expected[0][0][3]
+        assert len(columns["token_logprobs"]) == num_tokens + 4
+        assert columns["token_logprobs"][0] is None
+        request = body(num_tokens, 0, which=740, logprobs=3, echo=True)
+        [(_, _, reason, scored)], _, num_completion = both_ways(oracle, pair, request)
+        assert (reason, num_completion) == ("length", 0)
+        assert scored["token_logprobs"] == columns["token_logprobs"][:num_tokens]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer", "maximum": 999}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 200])
+def test_b075_structured_output_across_the_hand_off(
+    oracle: LocalCluster, pair: LocalCluster, max_tokens: int
+) -> None:
+    """The grammar takes the first token once: the prefill worker chooses it by the grammar, for the decode
+    worker it is history."""
+    for seed in range(3):
+        fields = {"guided_json": SCHEMA, "temperature": 1.0, "seed": seed, "ignore_eos": False}
+        [(_, text, reason, _)], _, num_completion = both_ways(
+            oracle, pair, body(40, max_tokens, which=75, **fields)
+        )
+        if max_tokens < 200:
+            assert (reason, num_completion) == ("length", max_tokens)
+            assert text.startswith("{")
+        else:
+            assert reason == "stop"
+            assert set(json.loads(text)) == {"name", "size"}
+
+
+def test_b075_required_calls_across_the_hand_off(pair: LocalCluster) -> None:
+    """A tool has to be called: whatever the model makes of it, it is a call that fits."""
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Add something."}],
+        "tools": [ADD],
+        "temperature": 1.0,
+        "seed": 75,
+        "parallel_tool_calls": False,
+        "tool_choice": "required",
+    }
+    with pair.client() as client:
+        cut = client.post("/v1/chat/completions", json={**fields, "max_tokens": 30})
+        whole = client.post("/v1/chat/completions", json={**fields, "max_tokens": 600})
+    assert cut.json()["choices"][0]["finish_reason"] == "length"
+    [choice] = whole.json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert set(json.loads(call["function"]["arguments"])) == {"a", "b"}
+
+
+def test_b075_the_grammar_goes_on_after_a_failover(oracle: LocalCluster, pair: LocalCluster) -> None:
+    """The decode worker is killed in the middle of an answer: its successor is handed the tokens so far."""
+    name = {"type": "string", "minLength": 250, "maxLength": 260}
+    schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "name": name}}
+    request = body(40, 400, which=751, guided_json=schema, temperature=1.0, seed=9, ignore_eos=False)
+    expected = alone(oracle, request)
+    asks = {**request, **fresh(), "stream": True, "timings": True}
+    raw, is_killed = b"", False
+    with pair.client() as client, client.stream("POST", "/v1/completions", json=asks) as answer:
+        for part in answer.iter_raw():
+            raw += part
+            if not is_killed and raw.count(b"data: ") > 20:
+                pair.restart("decode-0")
+                is_killed = True
+    result = check_stream(raw, kind=TEXT)
+    assert result.timings is not None
+    assert result.timings["attempts"] == 2, "the answer was over before the worker was killed"
+    assert result.text == expected[0][0][1]
+    assert 250 <= len(json.loads(result.text)["name"]) <= 260
+
+
+def test_b077_choices_of_one_prompt_share_it(oracle: LocalCluster, pair: LocalCluster) -> None:
+    """`n` answers: as from one engine, all different, and the prompt is computed once."""
+    tokens = prompt(5 * BLOCK + 3, seed=77)
+    request = body(1, 9, temperature=1.0, seed=5, n=3, prompt=tokens)
+    expected = alone(oracle, request)
+    assert len({tuple(ids) for ids, _, _, _ in expected[0]}) == 3
+    cached = pair.metric("baton_prompt_tokens_cached_total")
+    answer = pair.complete(**request | fresh())
+    assert essence(answer) == expected
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    assert pair.metric("baton_prompt_tokens_cached_total") - cached >= 2 * 5 * BLOCK
+    alone_with_its_seed = asked(pair, body(1, 9, temperature=1.0, seed=5, prompt=tokens) | fresh())
+    assert alone_with_its_seed[0][0] == expected[0][0]
 
 
 def test_b077_several_choices_of_one_request(oracle: LocalCluster, pair: LocalCluster) -> None:

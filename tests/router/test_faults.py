@@ -21,7 +21,7 @@ from cluster.errors import (
     Overloaded,
     WorkerLost,
 )
-from router.endpoint import GatewayLimits
+from router.limits import GatewayLimits
 from router.stream import Patience
 from tests.support.gateway import RunningGateway, check_error, model_info, running_gateway
 from tests.support.scripted_cluster import Script

@@ -20,7 +20,7 @@ import pytest
 from cluster.errors import ConfigError, Overloaded
 from cluster.wire.messages import Role, WorkerLoad
 from router.delivery import Readiness
-from router.endpoint import GatewayLimits
+from router.limits import GatewayLimits
 from router.server import bind
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
 from tests.support.scripted_cluster import Script, worker
@@ -167,7 +167,7 @@ def test_a_long_prompt_does_not_stop_other_streams(gateway: RunningGateway) -> N
     response = gateway.complete(prompt=text, truncate_prompt_tokens=100)
     assert response.status_code == 200
     assert bytes(gateway.cluster.streams[0].spec.token_ids) == text.encode()[-100:]
-    check_error(gateway.complete(prompt=text, tempurature=1), 400, param="tempurature")
+    check_error(gateway.complete(prompt=text, temperature=3), 400, param="temperature")
 
 
 # ---- metrics -------------------------------------------------------------------------------------

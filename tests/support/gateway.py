@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from cluster.metrics import Metrics
 from cluster.tokenizer import Tokenizer
 from router.app import create_app
-from router.endpoint import GatewayLimits
+from router.limits import GatewayLimits
 from router.model_info import ModelInfo, SamplingDefaults
 from router.server import serve_http
 from tests.support.byte_tokenizer import VOCAB_SIZE
@@ -24,7 +24,7 @@ from tests.support.scripted_cluster import ScriptedCluster
 from tests.support.sse import strict_json
 
 MODEL = "byte-model"
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 2048
 
 
 @dataclass
@@ -97,7 +97,14 @@ def running_gateway(
             listening.set()
 
         await serve_http(
-            app, app.state.in_flight, "127.0.0.1", 0, stop=stop, grace_s=grace_s, on_listening=on_listening
+            app,
+            app.state.in_flight,
+            "127.0.0.1",
+            0,
+            stop=stop,
+            grace_s=grace_s,
+            max_header_bytes=(limits or GatewayLimits()).max_header_bytes,
+            on_listening=on_listening,
         )
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.ids import Epoch, WorkerId
 from cluster.request import RequestSpec
-from cluster.sampling import TokenOutput, finish_reason
+from cluster.sampling import PromptScore, TokenOutput, finish_reason
 from cluster.wire.messages import Role, WorkerLoad
 from router.delivery import (
     ClusterSnapshot,
@@ -108,12 +108,26 @@ class ScriptedStream:
         return eos[0] if eos else ids[index % len(ids)]
 
     def _output(self, index: int, token_id: int) -> TokenOutput:
+        scores = self._prompt_scores() if index == 0 else ()
         wanted = self.spec.sampling.num_logprobs
         if wanted is None:
-            return TokenOutput(token_id)
-        logprob = self.script.logprob
-        best = tuple((token_id + step, logprob(index, token_id) - step / 8) for step in range(wanted))
-        return TokenOutput(token_id, logprob(index, token_id), best)
+            return TokenOutput(token_id, prompt_scores=scores)
+        logprob, best = self._score(index, token_id, wanted)
+        return TokenOutput(token_id, logprob, best, scores)
+
+    def _prompt_scores(self) -> tuple[PromptScore, ...]:
+        wanted = self.spec.sampling.prompt_logprobs
+        if wanted is None:
+            return ()
+        return tuple(
+            self._score(index, token_id, wanted)
+            for index, token_id in enumerate(self.spec.token_ids)
+            if index > 0
+        )
+
+    def _score(self, index: int, token_id: int, wanted: int) -> PromptScore:
+        logprob = self.script.logprob(index, token_id)
+        return logprob, tuple((token_id + step, logprob - step / 8) for step in range(wanted))
 
     def finish(self) -> None:
         self.finished = True

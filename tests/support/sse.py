@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHAT, TEXT = "chat.completion.chunk", "text_completion"
-FINISH_REASONS = frozenset({"stop", "length"})
+FINISH_REASONS = frozenset({"stop", "length", "tool_calls"})
 
 
 def strict_json(text: str | bytes) -> Any:
@@ -54,15 +54,25 @@ class Streamed:
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
     deltas: list[str] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     chunks: list[dict[str, Any]] = field(default_factory=list)
     num_pings: int = 0
 
 
 def check_stream(raw: bytes, *, kind: str = CHAT, include_usage: bool = False) -> Streamed:
     """One choice's stream, chunk by chunk; raises AssertionError at the first chunk out of order."""
+    [result] = check_choices(raw, 1, kind=kind, include_usage=include_usage)
+    return result
+
+
+def check_choices(
+    raw: bytes, num_choices: int, *, kind: str = CHAT, include_usage: bool = False
+) -> list[Streamed]:
+    """Several choices' stream: each is whole by itself, and chunks of different ones may alternate. `usage`
+    and `chunks` are of the whole stream."""
     chunks, num_pings = parse_events(raw)
     assert chunks, "an empty stream"
-    result = Streamed(chunks=chunks, num_pings=num_pings)
+    results = [Streamed(chunks=chunks, num_pings=num_pings) for _ in range(num_choices)]
     first = chunks[0]
     assert first["object"] == kind
     assert first["id"].startswith("chatcmpl-" if kind == CHAT else "cmpl-")
@@ -71,23 +81,28 @@ def check_stream(raw: bytes, *, kind: str = CHAT, include_usage: bool = False) -
     if include_usage:
         *chunks, last = chunks
         assert last["choices"] == [], "the last chunk must be the usage chunk"
-        result.usage = last["usage"]
-        result.timings = last.get("timings")
         _same_reply(first, last)
-    for index, chunk in enumerate(chunks):
+        for result in results:
+            result.usage = last["usage"]
+            result.timings = last.get("timings")
+    seen: set[int] = set()
+    for chunk in chunks:
         assert "error" not in chunk, chunk
         _same_reply(first, chunk)
         [choice] = chunk["choices"]
-        assert choice["index"] == 0
+        index = choice["index"]
+        result = results[index]
         assert result.finish_reason is None, "a chunk after the finish reason"
         result.finish_reason = choice["finish_reason"]
         if "timings" in chunk:
-            assert index == len(chunks) - 1
+            assert result.finish_reason is not None
             result.timings = chunk["timings"]
-        _add_choice(result, choice, chunk, kind, is_first=index == 0)
-    assert result.finish_reason in FINISH_REASONS, f"finish reason: {result.finish_reason!r}"
-    result.text = "".join(result.deltas)
-    return result
+        _add_choice(result, choice, chunk, kind, is_first=index not in seen)
+        seen.add(index)
+    for result in results:
+        assert result.finish_reason in FINISH_REASONS, f"finish reason: {result.finish_reason!r}"
+        result.text = "".join(result.deltas)
+    return results
 
 
 def check_error_stream(raw: bytes) -> tuple[list[Any], dict[str, Any]]:
@@ -100,6 +115,18 @@ def check_error_stream(raw: bytes) -> tuple[list[Any], dict[str, Any]]:
     for chunk in before:
         assert all(choice["finish_reason"] is None for choice in chunk["choices"])
     return before, last["error"]
+
+
+def _add_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+    if "id" in delta:
+        assert delta["index"] == len(calls), "calls come in order"
+        assert delta["type"] == "function"
+        function = {"name": delta["function"]["name"], "arguments": ""}
+        calls.append({"id": delta["id"], "type": "function", "function": function})
+    else:
+        assert set(delta) == {"index", "function"}
+    assert delta["index"] == len(calls) - 1
+    calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
 
 
 def _same_reply(first: dict[str, Any], chunk: dict[str, Any]) -> None:
@@ -116,6 +143,8 @@ def _add_choice(
         if is_first:
             assert delta == {"role": "assistant", "content": ""}
         text = delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            _add_call(result.tool_calls, call)
         result.prompt_token_ids = chunk.get("prompt_token_ids", result.prompt_token_ids)
     else:
         text = choice["text"]

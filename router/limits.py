@@ -1,0 +1,70 @@
+"""What one request may ask for: everything a client can make large has its bound here.
+
+Ranges that OpenAI's interface fixes (temperatures, penalties) are in the schema; these are the operator's to
+choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.config import OverloadStatus, RequestConfig, ToolFormatName
+from router.stream import Patience
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Bounds of the fields of one request."""
+
+    max_messages: int = 2048
+    max_prompts: int = 256
+    max_n: int = 16  # choices per prompt, best_of's candidates included
+    max_choices: int = 256  # of all prompts together
+    max_logprobs: int = 20
+    max_stop_strings: int = 16
+    max_stop_chars: int = 1024  # of one stop string
+    max_listed_ids: int = 1024  # entries of `stop_token_ids`, `logit_bias`, ...
+    max_tools: int = 128
+    max_grammar_bytes: int = 64 * 2**10  # of a schema, expression or grammar; of all tools together
+    max_prompt_logprobs: int = 2**17  # entries: prompt tokens x (alternatives + 1)
+    trust_chat_template: bool = False  # whether a request may bring its own template
+
+    @classmethod
+    def of(cls, config: RequestConfig) -> RequestLimits:
+        return cls(
+            max_messages=config.max_messages,
+            max_n=config.max_n,
+            max_choices=config.max_choices,
+            max_logprobs=config.max_logprobs,
+            max_stop_strings=config.max_stop_strings,
+            max_tools=config.max_tools,
+            max_grammar_bytes=config.max_grammar_bytes,
+            trust_chat_template=config.request_chat_templates == "trust",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """What one request may cost the gateway."""
+
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 64 * 2**10
+    offload_bytes: int = 32 * 2**10  # bodies above this are parsed and tokenized on a thread
+    request_deadline_s: float | None = None  # None: as long as it takes
+    fork_min_tokens: int = 64  # several answers to a prompt this long wait until it is computed once
+    overload_status: OverloadStatus = 503
+    tool_format: ToolFormatName = "auto"
+    api_keys_file: str | None = None  # None: no key is asked for
+    patience: Patience = field(default_factory=Patience)
+    request: RequestLimits = field(default_factory=RequestLimits)
+
+    @classmethod
+    def of(cls, config: RequestConfig) -> GatewayLimits:
+        return cls(
+            max_body_bytes=config.max_body_bytes,
+            max_header_bytes=config.max_header_bytes,
+            overload_status=config.overload_status,
+            tool_format=config.tool_format,
+            api_keys_file=config.api_keys_file,
+            request=RequestLimits.of(config),
+        )

@@ -1,0 +1,185 @@
+"""API keys: what is open without one, what a presented one may look like, and keys that change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.errors import ConfigError
+from router.api_keys import OPEN_PATHS, KeyRing, presented_key, read_digests
+from router.limits import GatewayLimits
+from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
+
+KEY = "sk-one-é".encode()
+OTHER = b"sk-two"
+
+
+def line(key: bytes) -> str:
+    return f"sha256:{sha256(key).hexdigest()}"
+
+
+@pytest.fixture(scope="module")
+def locked(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(
+        f"# of the tests\n{line(KEY)}\n\n{line(b'sk-three').upper().replace('SHA', 'sha')}  # rotated\n"
+    )
+    with running_gateway(tokenizer_dir, limits=GatewayLimits(api_keys_file=str(path))) as running:
+        yield running
+
+
+def ask(gateway: RunningGateway, *authorization: bytes, path: str = "/v1/models", method: str = "GET") -> Any:
+    headers = [(b"authorization", value) for value in authorization]
+    return gateway.client.request(method, path, headers=headers)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"Bearer " + KEY,
+        b"bearer " + KEY,
+        b"BEARER   " + KEY + b"  ",
+        b"Bearer sk-three",
+    ],
+)
+def test_b154_keys_that_open(locked: RunningGateway, value: bytes) -> None:
+    assert ask(locked, value).status_code == 200
+    assert ask(locked, value, path="/metrics").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [b""],
+        [b"Bearer"],
+        [b"Bearer "],
+        [b"Bearer wrong"],
+        [b"Bearer " + KEY[:-1]],
+        [b"Bearer " + KEY + b"x"],
+        [b"Bearer \xff\xfe\xfd"],
+        [b"Basic " + KEY],
+        [KEY],
+        [b"Bearer " + KEY, b"Bearer " + KEY],
+        [b"Bearer wrong", b"Bearer " + KEY],
+        [b"Bearer " + b"x" * 5000],
+    ],
+)
+def test_b154_keys_that_do_not(locked: RunningGateway, values: list[bytes]) -> None:
+    response = ask(locked, *values)
+    message = check_error(response, 401, code="invalid_api_key")
+    assert response.json()["error"]["type"] == "authentication_error"
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert "sk-" not in message
+
+
+def test_b154_keys_are_in_no_log(locked: RunningGateway, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        ask(locked, b"Bearer " + KEY)
+        ask(locked, b"Bearer sk-secret-guess")
+    assert "sk-" not in caplog.text
+    page = ask(locked, b"Bearer " + KEY, path="/metrics").text
+    assert "sk-" not in page
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE", "PUT", "TRACE"])
+def test_b155_everything_else_is_closed(locked: RunningGateway, method: str) -> None:
+    routes = {route.path for route in locked.app.routes}
+    assert "/v1/chat/completions" in routes
+    odd = {
+        "//v1/models",
+        "/v1/../v1/models",
+        "/v1/models/",
+        "/v1%2fmodels",
+        "/V1/MODELS",
+        "/nowhere",
+        "/health/",
+        "/Health",
+    }
+    for path in (routes - OPEN_PATHS) | odd:
+        response = ask(locked, path=path.replace("{name:path}", "x"), method=method)
+        check_error(response, 401, code="invalid_api_key")
+        with_query = ask(
+            locked, path=f"{path.replace('{name:path}', 'x')}?api_key=sk-two&key=sk-three", method=method
+        )
+        check_error(with_query, 401)
+
+
+def test_b155_only_the_signs_of_life_are_open(locked: RunningGateway) -> None:
+    assert {path for path in OPEN_PATHS if ask(locked, path=path).status_code == 200} == OPEN_PATHS
+    assert {"/health", "/ready", "/ping"} == OPEN_PATHS
+    response = ask(locked, path="/health", method="HEAD")
+    assert response.status_code in (200, 405)
+
+
+def test_a_refused_body_is_not_read(locked: RunningGateway) -> None:
+    check_error(locked.complete(prompt="x" * 100_000), 401)
+    assert not locked.cluster.streams
+
+
+def test_the_openai_package_with_and_without(locked: RunningGateway) -> None:
+    with openai.OpenAI(base_url=f"{locked.url}/v1", api_key="sk-three", max_retries=0) as client:
+        assert client.completions.create(model=MODEL, prompt="a").choices
+    with (
+        openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError) as refused,
+    ):
+        client.completions.create(model=MODEL, prompt="a")
+    assert refused.value.code == "invalid_api_key"
+
+
+# ---- the ring ------------------------------------------------------------------------------------
+
+
+def test_keys_change_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, clock = tmp_path / "keys", ManualClock()
+    path.write_text(line(KEY))
+    ring = KeyRing(path, clock)
+    assert (ring.knows(KEY), ring.knows(OTHER)) == (True, False)
+    path.write_text(f"{line(OTHER)}\n")
+    assert (ring.knows(KEY), ring.knows(OTHER)) == (True, False)  # it was looked at a moment ago
+    clock.advance(1.0)
+    assert (ring.knows(KEY), ring.knows(OTHER)) == (False, True)
+    for broken in ("nonsense\n\n", "# none"):
+        path.write_text(broken)
+        clock.advance(1.0)
+        assert ring.knows(OTHER)
+    path.unlink()
+    clock.advance(1.0)
+    assert ring.knows(OTHER)
+    assert caplog.text.count("stay as they were") == 3
+    path.write_text(f"{line(KEY)} # back")
+    clock.advance(1.0)
+    assert (ring.knows(KEY), ring.knows(OTHER)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no API key"),
+        ("# only this", "no API key"),
+        ("sk-plain", "line 1"),
+        (f"\n{line(KEY)[:-1]}", "line 2"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason) as refused:
+        read_digests(path)
+    assert "sk-plain" not in str(refused.value)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_digests(tmp_path / "nothing")
+
+
+def test_what_counts_as_a_presented_key() -> None:
+    assert presented_key({"headers": [(b"authorization", b" bearer  a b ")]}) == b"a b"
+    assert presented_key({"headers": [(b"authorization", b"a")]}) is None
+    assert presented_key({"headers": []}) is None

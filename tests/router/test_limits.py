@@ -1,0 +1,175 @@
+"""Everything a client can make large has a bound, the operator's to set, and an error that names it."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig, RequestConfig
+from cluster.errors import DeadlineExceeded, NotReady, Overloaded
+from router.limits import GatewayLimits, RequestLimits
+from tests.support.gateway import RunningGateway, check_error, running_gateway
+from tests.support.tools import ADD, LOOK_UP
+
+CONFIG = RequestConfig(
+    max_body_bytes=20_000,
+    max_header_bytes=2000,
+    max_grammar_bytes=500,
+    max_messages=3,
+    max_n=4,
+    max_choices=6,
+    max_logprobs=2,
+    max_stop_strings=2,
+    max_tools=1,
+    tool_format="json",
+    request_chat_templates="trust",
+    overload_status=529,
+)
+
+
+@pytest.fixture(scope="module")
+def tight(tokenizer_dir: Path) -> Iterator[RunningGateway]:
+    with running_gateway(tokenizer_dir, limits=GatewayLimits.of(CONFIG)) as running:
+        yield running
+
+
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "number"),
+    [
+        ({"messages": [MESSAGE] * 4}, "messages", 3),
+        ({"n": 5}, "n", 4),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", 2),
+        ({"prompt_logprobs": 3}, "prompt_logprobs", 2),
+        ({"stop": ["a", "b", "c"]}, "stop", 2),
+        ({"stop": "x" * 1025}, "stop", 1024),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids", 1024),
+        ({"bad_words": ["a"] * 1025}, "bad_words", 1024),
+        ({"allowed_token_ids": [1] * 1025}, "allowed_token_ids", 1024),
+        ({"logit_bias": {str(index): 1 for index in range(1025)}}, "logit_bias", 1024),
+        ({"tools": [ADD, LOOK_UP]}, "tools", 1),
+        ({"guided_json": {"enum": ["x" * 600]}}, "guided_json", 500),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 600]}}}},
+            None,
+            500,
+        ),
+        ({"guided_regex": "x" * 501}, "guided_regex", 500),
+        ({"guided_choice": ["x" * 501]}, "guided_choice", 500),
+        ({"guided_grammar": "start: /" + "x" * 500 + "/"}, "guided_grammar", 500),
+    ],
+)
+def test_a_bound_is_named_with_its_number(
+    tight: RunningGateway, fields: dict[str, Any], param: str | None, number: int
+) -> None:
+    message = check_error(tight.chat(**fields), 400, param=param)
+    assert str(number) in message
+    tight.check_alive()
+
+
+def test_answers_of_all_prompts_together(tight: RunningGateway) -> None:
+    assert tight.complete(prompt=["a", "b", "c"], n=2).status_code == 200
+    message = check_error(tight.complete(prompt=["a", "b", "c"], n=3), 400, param="n")
+    assert "6 answers" in message
+    check_error(tight.complete(prompt=["a"] * 257), 400, param="prompt")
+
+
+def test_bodies(tight: RunningGateway) -> None:
+    message = check_error(tight.complete(prompt="x" * 20_000), 413, code="body_too_large")
+    assert "20000 bytes" in message
+
+
+def exchange(gateway: RunningGateway, *parts: bytes) -> tuple[bytes, dict[str, Any]]:
+    """(status line, body) of what comes back before the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            if select.select([connection], [], [], 0.05)[0]:  # refused before all of it was sent
+                break
+        raw = b""
+        while data := connection.recv(65536):
+            raw += data
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0], json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"GET /health HTTP/1.1\r\nhost: x\r\nx-large: " + b"a" * 3000 + b"\r\n\r\n"],
+        [b"GET /" + b"a" * 3000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"],
+        [b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-small: a\r\n" * 400 + b"\r\n"],
+        [b"GET /health HTTP/1.1\r\nhost: x\r\n", *[b"x-endless: " + b"a" * 500] * 8],
+        [b"GET /health HTTP/1.1\r\nhost: x\r\nx-line: ", *[b"a" * 700] * 6],
+    ],
+)
+def test_heads(tight: RunningGateway, parts: list[bytes]) -> None:
+    status, body = exchange(tight, *parts)
+    assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == "headers_too_large"
+    assert "2000 bytes" in body["error"]["message"]
+    tight.check_alive()
+
+
+def test_heads_within_the_bound_and_many_requests_on_a_connection(tight: RunningGateway) -> None:
+    request = b"GET /ping HTTP/1.1\r\nhost: x\r\nx-some: " + b"a" * 1500 + b"\r\n\r\n"
+    last = request.replace(b"host: x", b"host: x\r\nconnection: close")
+    with socket.create_connection(("127.0.0.1", tight.port), timeout=10) as connection:
+        connection.sendall(request * 5 + last)
+        raw = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert raw.count(b"HTTP/1.1 200 OK") == 6
+
+
+def test_status_of_overload(tight: RunningGateway) -> None:
+    for error, status, reason in (
+        (Overloaded("No.", retry_after_s=0.25), 529, "overloaded"),
+        (Overloaded("No."), 529, "overloaded"),
+        (NotReady("Not yet."), 503, "not_ready"),
+        (DeadlineExceeded("Late."), 504, "deadline_exceeded"),
+    ):
+        tight.cluster.refuse = error
+        for response in (tight.chat(), tight.complete(stream=True)):
+            check_error(response, status, code=reason)
+            assert response.headers["x-baton-dropped-reason"] == reason
+            if status != 504:
+                assert int(response.headers["retry-after"]) >= 1
+                assert int(response.headers["retry-after-ms"]) >= 250
+    tight.cluster.refuse = None
+
+
+def test_a_trusted_request_brings_its_template(tight: RunningGateway) -> None:
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    fields = {"messages": [MESSAGE], "chat_template": template}
+    assert tight.chat(**fields, max_tokens=1).status_code == 200
+    assert bytes(tight.cluster.streams[-1].spec.token_ids) == b"<x>"
+    assert tight.post("/tokenize", **fields).json()["count"] == 3
+    for bad in ("{% for %}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{{ nothing() }}"):
+        check_error(tight.chat(messages=[MESSAGE], chat_template=bad), 400)
+    tight.check_alive()
+
+
+def test_settings_reach_the_gateway() -> None:
+    limits = GatewayLimits.of(CONFIG)
+    assert limits.request == RequestLimits(
+        max_messages=3,
+        max_n=4,
+        max_choices=6,
+        max_logprobs=2,
+        max_stop_strings=2,
+        max_tools=1,
+        max_grammar_bytes=500,
+        trust_chat_template=True,
+    )
+    assert (limits.max_body_bytes, limits.max_header_bytes) == (20_000, 2000)
+    assert GatewayLimits.of(RequestConfig()) == GatewayLimits()
+    for name in RequestConfig.__struct_fields__:  # the operator's settings have the same names and defaults
+        assert getattr(ClusterConfig(), name) == getattr(RequestConfig(), name)
