@@ -102,7 +102,8 @@ def measure(
     per_token_s = 0.0  # of the longest chunk so far
     for _ in range(_MAX_RUNS):
         for shape in shapes(pool):
-            expected_s = fastest.get(shape, per_token_s * shape.work.num_tokens)
+            least_s = min(fastest.values(), default=0.0)  # no step is shorter than the smallest one
+            expected_s = fastest.get(shape, max(least_s, per_token_s * shape.work.num_tokens))
             if clock() - began_s + expected_s > budget_s:
                 continue
             seconds = runner.run(_plan(shape, pool)).compute_s
@@ -120,7 +121,7 @@ def fit_calibration(steps: Sequence[MeasuredStep]) -> Calibration:
     scale = statistics.median(seconds / ASSUMED.step_s(work) for work, seconds in usable)
     assumed = StepModel(*(getattr(ASSUMED, name) * scale for name in StepModel.__struct_fields__))
     if len(usable) < _MIN_SHAPES:
-        problem = f"only {len(usable)} kinds of steps ran in the time there was"
+        problem = f"too few kinds of steps ran in the time there was ({len(usable)})"
         return Calibration(assumed, len(usable), problem)
     fit = StepModelFit(assumed)
     for work, seconds in usable:

@@ -60,7 +60,6 @@ class ElasticSettings:
     local_bonus: float = 1.2  # so much longer may a step be where the prompt's KV is already
     far_fill: float = 0.95  # share of the target up to which a worker takes rows computed elsewhere
     prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
-    haste: float = 0.0  # power of the predicted time to first token in the cost of a prompt
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
@@ -152,8 +151,6 @@ def _choose_prefill(
         in_time = good if good.any() else in_time
     cost = waits.own_s / (fleet.per_token_s + fleet.per_context_s * ask.num_tokens)
     cost *= np.where(fleet.can_decode, 1.0, settings.prefill_only_worth)
-    if settings.haste:
-        cost *= np.where(in_time, ttft_s, 1.0) ** settings.haste
     cost = np.where(in_time, cost, np.inf)
     return _least(np.where(cost <= float(cost.min()) * (1 + settings.near), ttft_s, np.inf), fleet, settings)
 

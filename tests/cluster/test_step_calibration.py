@@ -73,7 +73,8 @@ def test_steps_that_something_disturbed_do_not_count() -> None:
 def test_a_machine_too_slow_to_calibrate_is_assumed_as_slow_as_it_was() -> None:
     machine = Machine(PHONE)
     found = fit_calibration(measure(machine, POOL, clock=machine.clock))
-    assert found.problem == "only 1 kinds of steps ran in the time there was"
+    assert found.problem == "too few kinds of steps ran in the time there was (1)"
+    assert machine.now - 100.0 <= BUDGET_S
     assert found.model.step_s(StepWork(1, 1)) == pytest.approx(PHONE.step_s(StepWork(1, 1)))
     assert found.model.ridge_tokens == pytest.approx(ASSUMED.ridge_tokens)
 
