@@ -45,7 +45,7 @@ def ask(gateway: RunningGateway, *authorization: bytes, path: str = "/v1/models"
     [
         b"Bearer " + KEY,
         b"bearer " + KEY,
-        b"BEARER   " + KEY + b"  ",
+        b"BEARER   " + KEY,
         b"Bearer sk-three",
     ],
 )
@@ -60,7 +60,6 @@ def test_b154_keys_that_open(locked: RunningGateway, value: bytes) -> None:
         [],
         [b""],
         [b"Bearer"],
-        [b"Bearer "],
         [b"Bearer wrong"],
         [b"Bearer " + KEY[:-1]],
         [b"Bearer " + KEY + b"x"],
@@ -181,5 +180,6 @@ def test_files_that_cannot_be_used(tmp_path: Path, text: str, reason: str) -> No
 
 def test_what_counts_as_a_presented_key() -> None:
     assert presented_key({"headers": [(b"authorization", b" bearer  a b ")]}) == b"a b"
-    assert presented_key({"headers": [(b"authorization", b"a")]}) is None
+    for nothing in (b"", b"a", b"Bearer", b"Bearer  "):
+        assert presented_key({"headers": [(b"authorization", nothing)]}) is None
     assert presented_key({"headers": []}) is None
