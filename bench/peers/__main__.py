@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--slo", default="ttft=2s,tpot=100ms")
     made.add_argument("--probe-seconds", type=float, default=45.0)
     made.add_argument("--seeds", type=int, default=3)
-    made.add_argument("--max-probes", type=int, default=8, help="per server")
+    made.add_argument("--max-probes", type=int, default=7, help="per server")
     made.add_argument(
         "--tolerance", type=float, default=0.27, help="pass and fail may differ by this share in the end"
     )

@@ -25,7 +25,7 @@ import orjson
 
 from bench.load.runner import Measurement
 from bench.machine import Machine
-from bench.peers.limits import most_tokens_per_s
+from bench.peers.limits import best_rates, most_tokens_per_s
 from bench.peers.load import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
@@ -77,11 +77,12 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
     for peer in peers:
         _make_ready(peer, outcomes[peer.name], comparison.places, isa, tell)
     shape = _model_shape(comparison.places)
+    fastest_seen = best_rates(machine, report.machines)
     if shape is not None:
         loops = [concurrency for concurrency, _ in comparison.closed_loops]
         for peer in peers:
             outcomes[peer.name].limits_tok_per_s |= most_tokens_per_s(
-                shape, peer, machine, loops, INPUT_TOKENS, OUTPUT_TOKENS
+                shape, peer, fastest_seen, loops, INPUT_TOKENS, OUTPUT_TOKENS
             )
     report.write()
     for number in range(comparison.num_rounds):

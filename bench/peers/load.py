@@ -120,7 +120,7 @@ def search_goodput(
     return [
         Goodput(
             target=answer["target"],
-            requests_per_s=answer["rate"] or 0.0,  # None: no rate passed; the notes say so
+            requests_per_s=answer["rate"],
             ci_low=answer["ci_low"],
             ci_high=answer["ci_high"],
             is_converged=answer["is_converged"],

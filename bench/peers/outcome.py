@@ -28,7 +28,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Max goodput at one target share, requests per second, with its 95 % interval where there is one."""
 
     target: float
-    requests_per_s: float
+    requests_per_s: float | None  # None: the search ended before any rate had passed; the notes say why
     ci_low: float | None
     ci_high: float | None
     is_converged: bool
@@ -208,10 +208,10 @@ def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:
                 for outcome in outcomes
                 if not outcome.is_baton
                 for other in outcome.goodput
-                if other.target == own.target
+                if other.target == own.target and other.requests_per_s is not None
             ]
             best, title = max(rivals, default=(0.0, ""))
-            if best > own.requests_per_s:
+            if own.requests_per_s is not None and best > own.requests_per_s:
                 sentences.append(
                     f"{baton.title}: max goodput at {own.target:.0%} of {own.requests_per_s:.3g} req/s is "
                     f"{own.requests_per_s / best:.2f} times that of {title} ({best:.3g} req/s)."

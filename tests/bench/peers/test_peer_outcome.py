@@ -162,3 +162,17 @@ def test_a_family_is_searched_at_its_fastest_under_the_highest_load() -> None:
     never = outcome("c", [run(1, 200.0)])
     assert fastest([at_one, at_many, never, outcome("d")]) is at_many
     assert fastest([outcome("d")]) is None
+
+
+def test_a_search_that_found_nothing_yet_is_not_a_zero() -> None:
+    unfinished = Goodput(target=0.99, requests_per_s=None, ci_low=None, ci_high=None, is_converged=False)
+    found = Goodput(target=0.99, requests_per_s=0.5, ci_low=None, ci_high=None, is_converged=True)
+    outcomes = [
+        outcome("baton", [run(1, 9.0)], goodput=[unfinished]),
+        outcome("rival", [run(1, 9.0)], goodput=[found]),
+        outcome("other", [run(1, 9.0)], goodput=[unfinished]),
+    ]
+    assert goodput_losses(outcomes) == []
+    text = as_markdown(outcomes, [1], [])
+    assert "| Baton | 99% | not found (–) | – |" in text
+    assert "| Rival | 99% | 0.5 (–) | 1.00 |" in text
