@@ -116,11 +116,6 @@ class Sequence:
         return len(self.token_ids) - self.num_initial
 
     @property
-    def most_left(self) -> int:
-        """Tokens that may still be generated."""
-        return self.sampling.max_tokens - len(self.output_ids)
-
-    @property
     def needs_scores(self) -> bool:
         """Log-probabilities of the prompt are wanted, and have not gone out with a first token yet."""
         return self.sampling.prompt_logprobs is not None and not self.output_ids
@@ -129,6 +124,11 @@ class Sequence:
     def max_tokens_with_kv(self) -> int:
         """The longest this sequence can get in the pool; the last token of a request needs no KV."""
         return self.num_prompt_tokens + max(self.sampling.max_tokens, 1) - 1
+
+    @property
+    def most_left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.sampling.max_tokens - len(self.output_ids)
 
     def reserve(
         self, blocks: BlockManager, num_blocks: int, *, leave_last: bool = True, keep_free: int = 0

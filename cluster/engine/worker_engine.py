@@ -81,14 +81,16 @@ class WorkerEngine:
 
         def run(runner: Runner) -> StepModel:
             started_s = time.perf_counter()
-            before = pool[:num_blocks].clone()
+            used = pool[:num_blocks]
+            before = used.clone()
+            used.zero_()  # whatever memory held before: no step meets a number that is none
             try:
                 found = fit_calibration(measure(runner, Pool(num_blocks, size, self.max_model_len)))
             except Exception as error:  # a worker that can serve does not end for want of a measurement
                 logger.exception("a step of the calibration failed")
                 found = Calibration(ASSUMED, 0, f"a step failed ({type(error).__name__}: {error})")
             finally:
-                pool[:num_blocks].copy_(before)
+                used.copy_(before)
             if found.problem is not None:
                 logger.warning(
                     "the calibration of step times failed: %s; assuming %s until steps have run",
