@@ -47,7 +47,7 @@ def test_one_of_each_on_two_cores() -> None:
         "shm",
         512,
     )
-    assert (decode.config.max_chunk_tokens, decode.config.kv_bytes) == (64, 512 << 20)
+    assert (decode.config.max_chunk_tokens, decode.config.kv_bytes) == (512, 512 << 20)
     assert prefill.env["OMP_NUM_THREADS"] == decode.env["OMP_NUM_THREADS"] == "1"
     assert (router.num_cpus, prefill.num_cpus, decode.num_cpus) == (0, 1, 1)
 

@@ -223,7 +223,7 @@ def test_batch_prompts_take_what_the_others_leave_and_nothing_more() -> None:
     scheduler.add(waiting(20_000, 1.0))
     assert [prompt.num_tokens for prompt, _ in scheduler.plan(0.002, DecodeBatch(), 10**9).chunks] == [
         200,
-        30_000,
+        20_000,
     ]
     assert scheduler.late_s == pytest.approx(prefill_s(MODEL, 50_000, 0))
 
