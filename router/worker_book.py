@@ -223,6 +223,8 @@ class WorkerBook:
         known = self._workers[worker]
         prefix = self._view.prefix
         known.has_reported = True
+        if report.sequence < known.next_report:
+            return True  # it came twice
         if report.begins:
             prefix.forget(known.row)
         elif known.has_lost_report:

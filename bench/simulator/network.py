@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 from bench.simulator.events import EventQueue
 from bench.simulator.process import Process
 from cluster.wire.codec import FrameDecoder, encode
+from cluster.wire.kv_events import RouterSays, WorkerSays
 from cluster.wire.messages import (
     DecodeToPrefill,
     EdgeHello,
@@ -30,9 +31,7 @@ from cluster.wire.messages import (
     PrefillToDecode,
     Refused,
     Register,
-    RouterToWorker,
     Welcome,
-    WorkerToRouter,
 )
 
 CODEC_EVERY: Final = 8
@@ -227,7 +226,7 @@ class Network:
         self._delay_s = delay_s
 
     def control_stream(self, worker: Process, router: Process) -> tuple[Endpoint, Endpoint]:
-        return self._connect((worker, RouterToWorker), (router, WorkerToRouter))
+        return self._connect((worker, RouterSays), (router, WorkerSays))
 
     def kv_stream(self, prefill: Process, decode: Process) -> tuple[Endpoint, Endpoint]:
         return self._connect((prefill, DecodeToPrefill), (decode, PrefillToDecode))

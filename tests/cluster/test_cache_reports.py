@@ -64,9 +64,9 @@ def test_reports_are_not_sent_with_every_event() -> None:
     assert len(reports.due(10.0)) == 1
     publish(blocks, list(range(8)))
     assert reports.due(10.05) == []
-    assert len(reports.due(10.1)) == 1
+    assert len(reports.due(10.2)) == 1
     publish(blocks, list(range(12)))
-    assert len(reports.due(10.11, force=True)) == 1
+    assert len(reports.due(10.21, force=True)) == 1
 
 
 def test_too_many_changes_are_told_as_all_there_is() -> None:

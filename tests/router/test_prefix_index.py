@@ -131,6 +131,16 @@ def test_reports_add_up_in_order() -> None:
     assert cached(book, "d0", chain(9)) == 6
 
 
+def test_a_report_that_comes_twice_counts_once() -> None:
+    book = Book("d0")
+    for _ in range(2):
+        assert report(book, 0, True, 3)
+    for _ in range(2):
+        assert report(book, 1, False, 5)
+        assert report(book, 0, True, 3)
+        assert cached(book, "d0", chain(9)) == 5
+
+
 def test_a_missing_report_voids_all_until_the_worker_begins_anew() -> None:
     book = Book("d0")
     assert report(book, 0, True, 3)
