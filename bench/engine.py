@@ -44,6 +44,7 @@ from cluster.engine.backends import make_backend
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.prepare import prepare_model
 from cluster.engine.runner import ModelRunner
+from cluster.kv.mapping import map_private
 from cluster.sampling import SamplingParams
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.probe import MachineProbe
@@ -94,7 +95,8 @@ class Engine:
         spec, dtype = prepared.spec, formats.pool_dtype
         block = (spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, row_size(spec.head_dim, dtype))
         num_blocks = max(pool_bytes // (torch.Size(block).numel() * dtype.itemsize), 160)
-        pool = torch.zeros(num_blocks, *block, dtype=dtype)
+        num_bytes = num_blocks * torch.Size(block).numel() * dtype.itemsize
+        pool = torch.frombuffer(map_private(num_bytes), dtype=dtype).view(num_blocks, *block)  # as a worker's
         pool.fill_(0.01)  # pages of its own: untouched memory is one page of zeros; int8 stays zeros
         runner = ModelRunner(prepared, pool, backend, min(LONG_PROMPT, spec.max_context_len))
         return cls(prepared.name, spec, runner, num_blocks, num_threads, formats)

@@ -47,18 +47,20 @@ def parser() -> argparse.ArgumentParser:
         "--concurrency", default="1:3,8:16,32:32", help="IN_FLIGHT:REQUESTS, separated by commas"
     )
     made.add_argument(
-        "--max-loop-seconds", type=float, default=150.0, help="leave out a closed loop that would take longer"
+        "--max-loop-seconds", type=float, default=300.0, help="leave out a closed loop that would take longer"
     )
     made.add_argument("--trace", type=Path, help="trace file for max goodput (default: none, no search)")
     made.add_argument("--scale-lengths", type=float, default=16.0, help="divide the trace's lengths by this")
     made.add_argument("--slo", default="ttft=2s,tpot=100ms")
     made.add_argument("--probe-seconds", type=float, default=45.0)
     made.add_argument("--seeds", type=int, default=3)
-    made.add_argument("--max-probes", type=int, default=9, help="per server")
+    made.add_argument("--max-probes", type=int, default=7, help="per server")
     made.add_argument(
-        "--tolerance", type=float, default=0.2, help="pass and fail may differ by this share in the end"
+        "--tolerance", type=float, default=0.27, help="pass and fail may differ by this share in the end"
     )
-    made.add_argument("--goodput-peers", default="", help="names to search for max goodput (default: all)")
+    made.add_argument(
+        "--goodput-peers", default="", help="names to search for max goodput (default: each family's fastest)"
+    )
     made.add_argument(
         "--out", type=Path, help="result files, without suffix (default: bench/results/peers-ARCH-DATE)"
     )
@@ -108,7 +110,9 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
         trace=trace,
         no_trace_reason="no trace was given (--trace FILE)" if trace is None else None,
         goodput_names=frozenset(
-            peer.name for peer in _chosen("--goodput-peers", options.goodput_peers, peers)
+            peer.name
+            for peer in _chosen("--goodput-peers", options.goodput_peers, peers)
+            if options.goodput_peers
         ),
         earlier=options.resume,
         max_loop_s=options.max_loop_seconds,

@@ -3,19 +3,21 @@
 1. Say which peers cannot run on this machine, make the others ready.
 2. Rounds, A/B/A/B: in each, every server in turn is started, warmed up, measured in closed loops and
    stopped, so that a machine that drifts drifts for all.
-3. In the last round, with a trace, each chosen server is searched for its max goodput.
+   A peer that is far behind in one round (`outcome.far_behind`) is left out of the later ones.
+3. With a trace, the fastest server of each family is started once more and searched for its max goodput.
 4. After every server the results so far are written: an interrupt loses one server's figures at most, and
    a later run can add its rounds to them (`earlier`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,7 @@ import orjson
 
 from bench.load.runner import Measurement
 from bench.machine import Machine
-from bench.peers.limits import most_tokens_per_s
+from bench.peers.limits import best_rates, most_tokens_per_s
 from bench.peers.load import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
@@ -32,7 +34,7 @@ from bench.peers.load import (
     search_goodput,
     warm_up,
 )
-from bench.peers.outcome import ClosedLoop, PeerOutcome, closed_loop_from_result
+from bench.peers.outcome import ClosedLoop, PeerOutcome, closed_loop_from_result, far_behind, fastest
 from bench.peers.peer import Peer, Places, why_not
 from bench.peers.prepare import CannotRun, prepare, versions
 from bench.peers.record import Report
@@ -53,7 +55,7 @@ class Comparison:
     closed_loops: tuple[tuple[int, int], ...]  # (in flight, requests), in order
     trace: TraceLoad | None
     no_trace_reason: str | None
-    goodput_names: frozenset[str]  # peers that are searched for max goodput; empty: all
+    goodput_names: frozenset[str]  # peers that are searched for max goodput; empty: each family's fastest
     earlier: Path | None  # results that this comparison adds to
     max_loop_s: float  # a closed loop that would take longer is left out, and said so
     out: Path  # without suffix: .json and .md are written
@@ -75,26 +77,79 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
     for peer in peers:
         _make_ready(peer, outcomes[peer.name], comparison.places, isa, tell)
     shape = _model_shape(comparison.places)
+    fastest_seen = best_rates(machine, report.machines)
     if shape is not None:
         loops = [concurrency for concurrency, _ in comparison.closed_loops]
         for peer in peers:
             outcomes[peer.name].limits_tok_per_s |= most_tokens_per_s(
-                shape, peer, machine, loops, INPUT_TOKENS, OUTPUT_TOKENS
+                shape, peer, fastest_seen, loops, INPUT_TOKENS, OUTPUT_TOKENS
             )
     report.write()
     for number in range(comparison.num_rounds):
         for peer in peers:
             outcome = outcomes[peer.name]
-            if outcome.cannot_run is None:
-                tell(f"round {number + 1} of {comparison.num_rounds}: {peer.title}")
-                try:
-                    _measure_peer(comparison, peer, outcome, number, report, tell)
-                except CannotRun as error:
-                    outcome.cannot_run = str(error)
-                    tell(f"  cannot run: {error}")
-                finally:
-                    report.write()
+            title = f"round {number + 1} of {comparison.num_rounds}: {peer.title}"
+            if outcome.cannot_run is not None:
+                continue
+            if number and far_behind(outcome, report.outcomes):
+                outcome.rounds_note = "no further round: less than half of the best peer's at every load"
+                tell(f"{title}: {outcome.rounds_note}")
+                continue
+            tell(title)
+            with _recorded(outcome, report, tell):
+                _measure_peer(comparison, peer, outcome, number, report, tell)
+    if comparison.num_rounds:
+        _search(comparison, peers, outcomes, report, tell)
     return report.outcomes
+
+
+@contextlib.contextmanager
+def _recorded(outcome: PeerOutcome, report: Report, tell: Tell) -> Iterator[None]:
+    """Whatever happens to this server, what was measured is written, and the others are measured."""
+    try:
+        yield
+    except CannotRun as error:
+        outcome.cannot_run = str(error)
+        tell(f"  cannot run: {error}")
+    finally:
+        report.write()
+
+
+def _search(
+    comparison: Comparison,
+    peers: Sequence[Peer],
+    outcomes: Mapping[str, PeerOutcome],
+    report: Report,
+    tell: Tell,
+) -> None:
+    """Max goodput of the chosen servers; the others say why they have none. What an earlier comparison
+    found stays, unless the server is named again."""
+    trace, named = comparison.trace, comparison.goodput_names
+    families: dict[str, list[PeerOutcome]] = {}
+    for peer in peers:
+        families.setdefault(peer.family or peer.name, []).append(outcomes[peer.name])
+    for peer in peers:
+        outcome, best = outcomes[peer.name], fastest(families[peer.family or peer.name])
+        if outcome.cannot_run is not None or not outcome.rounds:
+            continue
+        if outcome.goodput and (trace is None or peer.name not in named):
+            continue
+        if trace is None:
+            outcome.goodput_note = comparison.no_trace_reason
+        elif named and peer.name not in named:
+            outcome.goodput_note = "not among the servers chosen for the search"
+        elif not named and outcome is not best:
+            outcome.goodput_note = f"not searched: {best.title if best else 'another'} is the faster one here"
+        else:
+            tell(f"max goodput: {peer.title}")
+            with _recorded(outcome, report, tell), _serving(comparison, peer, outcome, "goodput") as running:
+                rate = outcome.rounds[-1][-1].output_tok_per_s
+                outcome.goodput, found = search_goodput(running, trace, rate, peer.name, tell)
+                outcome.goodput_note = None
+                report.keep_search(peer.name, found)
+                if not found["is_complete"]:
+                    raise Interrupted
+    report.write()
 
 
 def _facts(given: Comparison) -> dict[str, str]:
@@ -167,12 +222,7 @@ def _make_ready(peer: Peer, outcome: PeerOutcome, places: Places, isa: frozenset
 def _measure_peer(
     comparison: Comparison, peer: Peer, outcome: PeerOutcome, round_number: int, report: Report, tell: Tell
 ) -> None:
-    log = comparison.places.logs / f"serve-{peer.name}-{round_number + 1}.log"
-    with PeerServer(peer, comparison.cores, log) as running:
-        outcome.start_s.append(round(running.start_s, 1))
-        salts = iter(range(time.time_ns(), time.time_ns() + 10**6))
-        most = max(concurrency for concurrency, _ in comparison.closed_loops)
-        _checked(warm_up(running, min(most, MOST_WARMUP_REQUESTS), peer.name, next(salts)))
+    with _serving(comparison, peer, outcome, str(round_number + 1)) as running:
         runs: list[ClosedLoop] = []
         outcome.rounds.append(runs)
         for concurrency, num_requests in comparison.closed_loops:
@@ -180,7 +230,7 @@ def _measure_peer(
                 outcome.skipped[concurrency] = reason
                 tell(f"  {concurrency} in flight: {reason}")
                 continue
-            measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, next(salts))
+            measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, time.time_ns())
             report.keep(peer.name, measurement)
             _checked(measurement)
             runs.append(closed_loop_from_result(measurement.result))
@@ -190,8 +240,17 @@ def _measure_peer(
                 f"  {concurrency} in flight: {last.output_tok_per_s:.1f} tok/s, "
                 f"TTFT {last.ttft_p50_ms:.0f} ms, TPOT {last.tpot_p50_ms:.1f} ms{failed}"
             )
-        if round_number + 1 == comparison.num_rounds:
-            _goodput(comparison, peer, outcome, running, report, tell)
+
+
+@contextlib.contextmanager
+def _serving(comparison: Comparison, peer: Peer, outcome: PeerOutcome, what_for: str) -> Iterator[Running]:
+    """The server, started and warmed up; stopped at the end."""
+    log = comparison.places.logs / f"serve-{peer.name}-{what_for}.log"
+    with PeerServer(peer, comparison.cores, log) as running:
+        outcome.start_s.append(round(running.start_s, 1))
+        most = max(concurrency for concurrency, _ in comparison.closed_loops)
+        _checked(warm_up(running, min(most, MOST_WARMUP_REQUESTS), peer.name, time.time_ns()))
+        yield running
 
 
 def too_long(before: ClosedLoop, num_requests: int, max_loop_s: float) -> str | None:
@@ -202,22 +261,6 @@ def too_long(before: ClosedLoop, num_requests: int, max_loop_s: float) -> str | 
             return None
         return f"left out: it would take about {seconds:.0f} s at {before.output_tok_per_s:.1f} tok/s"
     return "left out: the loop before gave no tokens"
-
-
-def _goodput(
-    comparison: Comparison, peer: Peer, outcome: PeerOutcome, running: Running, report: Report, tell: Tell
-) -> None:
-    if comparison.trace is None:
-        outcome.goodput_note = comparison.no_trace_reason if not outcome.goodput else None
-        return
-    if comparison.goodput_names and peer.name not in comparison.goodput_names:
-        outcome.goodput_note = "not among the servers chosen for the search" if not outcome.goodput else None
-        return
-    rate = outcome.rounds[-1][-1].output_tok_per_s
-    outcome.goodput, found = search_goodput(running, comparison.trace, rate, peer.name, tell)
-    report.keep_search(peer.name, found)
-    if not found["is_complete"]:
-        raise Interrupted
 
 
 def _checked(measurement: Measurement) -> None:

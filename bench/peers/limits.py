@@ -6,11 +6,20 @@ measured in the run, in floating point; integer arithmetic may exceed it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bench.machine import Machine
 from bench.peers.peer import Peer
 from bench.roofline import ModelShape, Roofline
+
+
+def best_rates(machine: Machine, others: Sequence[Mapping[str, Any]]) -> Machine:
+    """The machine with the best rate that any of the runs measured: whatever disturbs only lowers one."""
+    rates = [name for name in (field.name for field in dataclasses.fields(machine)) if "_per_s" in name]
+    best = {name: max([getattr(machine, name), *(other[name] for other in others)]) for name in rates}
+    return dataclasses.replace(machine, **best)
 
 
 def most_tokens_per_s(

@@ -28,6 +28,7 @@ INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
 WARMUP_OUTPUT_TOKENS = 16
 REQUEST_TIMEOUT_S = 600.0
 SAMPLE_REQUESTS = 64  # of a trace, for the mean length of its answers
+GROWTH = 1.6  # of the first steps: bisected once, pass and fail are 1.26 apart
 MIN_REQUESTS = 6  # per probe: fewer say nothing about a share of 90 %
 
 
@@ -87,19 +88,21 @@ def search_goodput(
 ) -> tuple[list[Goodput], dict[str, Any]]:
     """Max goodput per target share, and the search's own account.
 
-    `output_tok_per_s` is what the server reached in a closed loop: half of it is where the search begins.
+    `output_tok_per_s` is what the server reached in a closed loop: an eighth of it is where the search
+    begins, for SLOs bind long before throughput does.
     """
     base = trace_settings(running, load, rate=SAMPLE_REQUESTS / load.probe_s)
     plan = build_plan(base, None)
     mean_output = statistics.fmean(request.output_tokens or 1 for request in plan.requests)
     min_rate = MIN_REQUESTS / load.probe_s
     search = SearchSettings(
-        start_rate=max(min_rate, round(0.5 * output_tok_per_s / mean_output, 3)),
+        start_rate=max(min_rate, round(output_tok_per_s / 8 / mean_output, 3)),
         min_rate=min_rate,
         targets=load.targets,
         seeds=load.seeds,
         max_probes=load.max_probes,
         tolerance=load.tolerance,
+        growth=GROWTH,
     )
     how = RunSettings(
         slos=load.slos, window=Window(warmup_s=load.probe_s / 6), timeout_s=max(60.0, load.probe_s)
@@ -117,7 +120,7 @@ def search_goodput(
     return [
         Goodput(
             target=answer["target"],
-            requests_per_s=answer["rate"] or 0.0,  # None: no rate passed; the notes say so
+            requests_per_s=answer["rate"],
             ci_low=answer["ci_low"],
             ci_high=answer["ci_high"],
             is_converged=answer["is_converged"],

@@ -28,7 +28,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Max goodput at one target share, requests per second, with its 95 % interval where there is one."""
 
     target: float
-    requests_per_s: float
+    requests_per_s: float | None  # None: the search ended before any rate had passed; the notes say why
     ci_low: float | None
     ci_high: float | None
     is_converged: bool
@@ -51,6 +51,7 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     rounds: list[list[ClosedLoop]] = []
     goodput: list[Goodput] = []
     goodput_note: str | None = None  # why there is no goodput
+    rounds_note: str | None = None  # why it has fewer rounds than others
     limits_tok_per_s: dict[int, float] = {}  # by concurrency: the most that machine and bytes allow
 
     skipped: dict[int, str] = {}  # by concurrency: why it was not measured
@@ -139,6 +140,28 @@ def best_peer(
     return max(found, key=lambda pair: pair[1].output_tok_per_s, default=None)
 
 
+def far_behind(outcome: PeerOutcome, outcomes: Sequence[PeerOutcome]) -> bool:
+    """Less than half of the best peer's throughput at every load measured: another round would change none
+    of the ratios that matter. Never Baton."""
+    if outcome.is_baton:
+        return False
+    loads = {run.concurrency for one in outcome.rounds for run in one}
+    for concurrency in loads:
+        own, best = mean_of(outcome, concurrency), best_peer(outcomes, concurrency)
+        if own is None or best is None or own.output_tok_per_s * 2 >= best[1].output_tok_per_s:
+            return False
+    return bool(loads)
+
+
+def fastest(family: Sequence[PeerOutcome]) -> PeerOutcome | None:
+    """The one with the highest throughput at the highest load that any of them was measured at."""
+    loads = {run.concurrency for outcome in family for one in outcome.rounds for run in one}
+    if not loads:
+        return None
+    found = [(mean, outcome) for outcome in family if (mean := mean_of(outcome, max(loads))) is not None]
+    return max(found, key=lambda pair: pair[0].output_tok_per_s)[1]
+
+
 # field of `Mean`, what it is called, its unit, whether more is better
 _COMPARED = (
     ("output_tok_per_s", "output", "tok/s", True),
@@ -185,10 +208,10 @@ def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:
                 for outcome in outcomes
                 if not outcome.is_baton
                 for other in outcome.goodput
-                if other.target == own.target
+                if other.target == own.target and other.requests_per_s is not None
             ]
             best, title = max(rivals, default=(0.0, ""))
-            if best > own.requests_per_s:
+            if own.requests_per_s is not None and best > own.requests_per_s:
                 sentences.append(
                     f"{baton.title}: max goodput at {own.target:.0%} of {own.requests_per_s:.3g} req/s is "
                     f"{own.requests_per_s / best:.2f} times that of {title} ({best:.3g} req/s)."

@@ -82,6 +82,7 @@ class Peer:
     python: str | None = None  # the interpreter whose `distributions` are its versions
     distributions: tuple[str, ...] = ()
     is_baton: bool = False
+    family: str = ""  # variants of one server; the fastest of them is searched for max goodput
     kv_bits: float = 16
     is_usual: bool = True  # measured when no peers are named
     start_timeout_s: float = 300.0

@@ -58,6 +58,11 @@ class Report:
     def outcomes(self) -> list[PeerOutcome]:
         return self._written.peers
 
+    @property
+    def machines(self) -> list[dict[str, Any]]:
+        """As measured at the start of each run."""
+        return [part.machine for part in self._written.parts]
+
     def outcome_of(self, new: PeerOutcome) -> PeerOutcome:
         """The earlier outcome of the same name, described anew; else `new`, taken in."""
         for outcome in self._written.peers:

@@ -60,6 +60,7 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
             rows.append(_row(one.title, one.precision, *["–"] * 7, reason))
             continue
         notes = [f"{mean.num_failed} failed"] if mean.num_failed else []
+        notes += [one.rounds_note] if one.rounds_note is not None else []
         notes += [f"invalid: {reason}" for reason in mean.invalid_reasons]
         rate = mean.output_tok_per_s
         rows.append(
@@ -99,19 +100,23 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
                 for outcome in outcomes
                 if not outcome.is_baton
                 for other in outcome.goodput
-                if other.target == own.target
+                if other.target == own.target and other.requests_per_s is not None
             ]
             interval = "–" if own.ci_low is None else f"{own.ci_low:.3g}–{_bound(own.ci_high)}"
             notes = [*([] if own.is_converged else ["not converged"]), *own.notes]
             rows.append(
-                f"| {one.title} | {own.target:.0%} | {own.requests_per_s:.3g} ({interval}) "
+                f"| {one.title} | {own.target:.0%} | {_rate(own.requests_per_s)} ({interval}) "
                 f"| {_ratio(own.requests_per_s, max(peers, default=None))} | {'; '.join(notes)} |"
             )
     return rows
 
 
-def _ratio(value: float, best: float | None) -> str:
-    return "–" if best is None or not best > 0 else f"{value / best:.2f}"
+def _rate(value: float | None) -> str:
+    return "not found" if value is None else f"{value:.3g}"
+
+
+def _ratio(value: float | None, best: float | None) -> str:
+    return "–" if value is None or best is None or not best > 0 else f"{value / best:.2f}"
 
 
 def _share(value: float, limit: float | None) -> str:

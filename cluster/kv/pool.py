@@ -10,11 +10,13 @@ Life of a shared pool:
    reused by the kernel, so it trusts the file only if seals, size, nonce and geometry are the announced ones.
 4. The memory goes back to the system when both have closed, or died: nothing has to be removed.
 
-Fresh pools are zero, and take physical memory only as blocks are first written.
+Fresh pools are zero, and lie on huge pages where the system has any (`cluster.kv.mapping`). A private pool
+takes physical memory as blocks are first written, a shared one at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.layout import KVLayout
+from cluster.kv.mapping import commit, dont_fork, map_file, map_private
 from cluster.kv.memory import check_available
 from cluster.wire.messages import KVGeometry
 
@@ -48,7 +51,9 @@ class KVPool:
     unmapped when the pool is closed *and* the last tensor that views it is gone.
     """
 
-    def __init__(self, layout: KVLayout, memory: mmap.mmap, offset: int, fd: int | None, nonce: str) -> None:
+    def __init__(
+        self, layout: KVLayout, memory: ctypes.Array[ctypes.c_char], offset: int, fd: int | None, nonce: str
+    ) -> None:
         self.layout = layout
         self._fd = fd
         self._nonce = nonce
@@ -64,7 +69,7 @@ class KVPool:
             ConfigError: there is not so much memory.
         """
         check_available(layout.pool_bytes, "the KV pool", _ADVICE)
-        return cls(layout, _map(-1, layout.pool_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0, None, "")
+        return cls(layout, map_private(layout.pool_bytes), 0, None, "")
 
     @classmethod
     def shared(cls, layout: KVLayout) -> KVPool:
@@ -88,7 +93,8 @@ class KVPool:
             os.ftruncate(fd, num_bytes)
             os.pwrite(fd, header, 0)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            memory = _map(fd, num_bytes, mmap.MAP_SHARED)
+            memory = map_file(num_bytes, fd)
+            commit(memory)
         except OSError as error:
             os.close(fd)
             raise ConfigError(f"no memory file can be made for the KV pool: {error}") from error
@@ -144,20 +150,13 @@ def attach_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> KVPool:
     try:
         _check_file(own_fd, path, num_bytes)
         _check_header(os.pread(own_fd, HEADER_BYTES, 0), path, nonce, geometry)
-        memory = _map(own_fd, num_bytes, mmap.MAP_SHARED)
-    except OSError as error:
+        memory = map_file(num_bytes, own_fd)
+        dont_fork(memory)  # a child of ours must not outlive us as a writer
+    except (OSError, ConfigError) as error:
         raise EdgeError(f"{path} cannot be mapped: {error}") from error
     finally:
         os.close(own_fd)  # a mapping keeps its file
-    memory.madvise(mmap.MADV_DONTFORK)  # a child of ours must not outlive us as a writer
     return KVPool(layout, memory, HEADER_BYTES, None, nonce)
-
-
-def _map(fd: int, num_bytes: int, flags: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(fd, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"{num_bytes} bytes for the KV pool cannot be mapped: {error}") from error
 
 
 def _check_file(fd: int, path: str, num_bytes: int) -> None:

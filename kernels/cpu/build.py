@@ -2,8 +2,8 @@
 
 1. The cache key is a hash of the sources, the flags, this CPU's features and torch's version.
 2. `<cache>/kernels/baton_cpu_<key>.so` is loaded if it is there: a warm start needs no compiler.
-3. Else, under a file lock (workers that start together compile once), the compiler writes to a temporary name
-   that is renamed into place when complete.
+3. Else, under a file lock (workers that start together compile once), the sources are compiled side by side
+   and linked to a temporary name that is renamed into place when complete.
 
 The library has a plain C interface (no torch or Python headers: seconds to compile instead of a minute) and
 shares the OpenMP runtime torch has loaded. The cache is `BATON_CACHE_DIR`, `~/.cache/baton` by default.
@@ -21,6 +21,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -68,7 +70,6 @@ FLAGS = (
     "-fno-math-errno",
     "-fopenmp",
     "-fPIC",
-    "-shared",
 )
 COMPILE_TIMEOUT_S = 300.0
 
@@ -128,12 +129,23 @@ def _compile_once(path: Path, flags: tuple[str, ...]) -> None:
 
 
 def _run_compiler(output: Path, flags: tuple[str, ...]) -> None:
-    sources = [str(SOURCE_DIR / name) for name in SOURCES]
-    command = [_compiler(), *flags, *sources, "-o", str(output)]
+    """Each source by a process of its own, as many at once as there are cores; then all linked."""
+    compiler, deadline_s = _compiler(), time.monotonic() + COMPILE_TIMEOUT_S
+    objects = {name: str(output.with_name(f"{name}.o")) for name in SOURCES}
+    commands = [
+        [compiler, *flags, "-c", str(SOURCE_DIR / name), "-o", target] for name, target in objects.items()
+    ]
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(num_cores) as pool:
+        for done in [pool.submit(_run, command, deadline_s) for command in commands]:
+            done.result()
+    _run([compiler, *flags, "-shared", *objects.values(), "-o", str(output)], deadline_s)
+
+
+def _run(command: Sequence[str], deadline_s: float) -> None:
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
-        )
+        left_s = max(0.0, deadline_s - time.monotonic())
+        result = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"`{command[0]}` failed: {error}") from error
     if result.returncode != 0:

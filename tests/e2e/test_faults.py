@@ -324,7 +324,7 @@ def test_a_thousand_requests_with_random_aborts_leave_nothing(lasting: LocalClus
     before = lasting.metric("baton_request_total")
 
     async def one(client: httpx.AsyncClient, index: int) -> str:
-        request = body(rng.randrange(1, 200), rng.randrange(1, 40), stream=True, seed=index, temperature=1)
+        request = body(rng.randrange(1, 64), rng.randrange(1, 40), stream=True, seed=index, temperature=1)
         leave_after_s = rng.random() * 0.3 if rng.random() < 0.3 else None
         try:
             async with (

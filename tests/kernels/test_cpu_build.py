@@ -18,12 +18,12 @@ from kernels.cpu.backend import CpuBackend
 
 @pytest.fixture
 def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`CXX` that notes each run and copies the library of the machine's cache: a fast compiler."""
+    """`CXX` that notes each library it links and copies that of the machine's cache: a fast compiler."""
     CpuBackend(1)  # fills the machine's cache
     runs = tmp_path / "runs"
     script = tmp_path / "compiler"
     script.write_text(
-        f'#!/bin/sh\necho run >> "{runs}"\nsleep 0.3\n'
+        f'#!/bin/sh\ncase " $* " in *" -shared "*) echo run >> "{runs}"; sleep 0.3;; esac\n'
         f'for last; do :; done\ncp "{build.library_path()}" "$last"\n'
     )
     script.chmod(0o755)

@@ -276,7 +276,7 @@ class PortableKernels:
     def __init__(self, path: Path, machine_flags: tuple[str, ...]) -> None:
         flags = [flag for flag in build.FLAGS if flag not in ("-march=native", "-O3")]
         sources = [str(build.SOURCE_DIR / name) for name in ("gemm.cpp", "gemm_amx.cpp", "gemm_int8.cpp")]
-        command = [build._compiler(), *flags, "-O0", "-Wall", "-Wextra", "-Werror", *machine_flags]
+        command = [build._compiler(), *flags, "-shared", "-O0", "-Wall", "-Wextra", "-Werror", *machine_flags]
         result = subprocess.run(
             [*command, *sources, "-o", str(path)], capture_output=True, text=True, timeout=300, check=False
         )

@@ -101,7 +101,7 @@ def with_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         *("-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     )
     sources = [str(build.SOURCE_DIR / name) for name in ("gemm_amx.cpp", "gemm_int8.cpp")]
-    subprocess.run([str(COMPILER), *flags, *sources, "-o", str(target)], check=True, timeout=120)
+    subprocess.run([str(COMPILER), *flags, "-shared", *sources, "-o", str(target)], check=True, timeout=120)
     return ctypes.CDLL(str(target))
 
 

@@ -1,4 +1,4 @@
-"""Baton itself, disaggregated and colocated, as `baton serve` starts it."""
+"""Baton itself, disaggregated and colocated, 16-bit and int8, as `baton serve` starts it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ from bench.peers.peer import PORT, Peer, Places
 
 
 def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
-    def peer(name: str, title: str, num_prefill: int, note: str) -> Peer:
+    def peer(name: str, title: str, num_prefill: int, is_int8: bool = False) -> Peer:
         argv = (places.python, "-m", "cluster.cli", "serve", "--model", places.model, "--port", PORT)
+        formats = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
+        note = (
+            f"{num_prefill} prefill and 1 decode worker share the cores"
+            if num_prefill
+            else f"1 worker for both phases, {len(cores)} cores"
+        )
         return Peer(
             name=name,
             title=title,
-            precision="bf16 weights",
-            weight_bits=16,
-            settings={"workers": note, "everything else": "defaults of `baton serve`"},
-            argv=(*argv, "--prefill", str(num_prefill), "--decode", "1"),
+            precision="int8 weights and activations, int8 KV" if is_int8 else "bf16 weights",
+            weight_bits=8 if is_int8 else 16,
+            kv_bits=8 if is_int8 else 16,
+            settings={
+                "workers": note,
+                **({"formats": " ".join(formats)} if formats else {}),
+                "everything else": "defaults of `baton serve`",
+            },
+            argv=(*argv, "--prefill", str(num_prefill), "--decode", "1", *formats),
             model="",  # whatever it serves
             environment={"PYTHONPATH": str(places.repository)},
             steps=(model_step(places),),
@@ -27,8 +38,7 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
         )
 
     return [
-        peer(
-            "baton-disaggregated", "Baton, disaggregated", 1, "1 prefill and 1 decode worker share the cores"
-        ),
-        peer("baton-colocated", "Baton, colocated", 0, f"1 worker for both phases, {len(cores)} cores"),
+        peer("baton-disaggregated", "Baton, disaggregated", 1),
+        peer("baton-colocated", "Baton, colocated", 0),
+        peer("baton-colocated-int8", "Baton, colocated, int8", 0, is_int8=True),
     ]

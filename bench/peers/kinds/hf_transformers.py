@@ -24,6 +24,7 @@ def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
     def peer(mode: str, title: str, dtype: str, bits: int, extra: dict[str, str]) -> Peer:
         return Peer(
             name=f"transformers-{mode}-{dtype}",
+            family="transformers",
             title=f"{title}, {dtype}",
             precision=f"{dtype} weights and arithmetic",
             weight_bits=bits,

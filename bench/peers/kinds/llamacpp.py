@@ -47,6 +47,7 @@ def llamacpp_peers(places: Places, num_threads: int) -> list[Peer]:
             steps = (*install, Step(f"write the model as {kind} GGUF", (*shim, *write), home, imports))
         return Peer(
             name=f"llamacpp-{kind}",
+            family="llama.cpp",
             title=f"llama.cpp, {kind if kind != 'gguf' else 'GGUF as it is'}",
             precision=precision,
             weight_bits=bits,

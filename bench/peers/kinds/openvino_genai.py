@@ -73,6 +73,7 @@ def openvino_peers(places: Places, num_threads: int) -> list[Peer]:
     def peer(name: str, title: str, precision: str, model: Path, steps: list[Step], bits: float) -> Peer:
         return Peer(
             name=name,
+            family="OpenVINO",
             title=title,
             precision=precision,
             weight_bits=bits,

@@ -46,6 +46,7 @@ def vllm_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
     def peer(dtype: str, precision: str, bits: int) -> Peer:
         return Peer(
             name=f"vllm-{dtype}",
+            family="vLLM",
             title=f"vLLM CPU, {dtype}",
             precision=precision,
             weight_bits=bits,

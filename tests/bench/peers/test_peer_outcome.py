@@ -8,6 +8,8 @@ from bench.peers.outcome import (
     PeerOutcome,
     best_peer,
     closed_loop_from_result,
+    far_behind,
+    fastest,
     goodput_losses,
     losses,
     mean_of,
@@ -140,3 +142,37 @@ def test_a_loop_that_would_take_too_long_is_left_out_with_its_reason() -> None:
     assert too_long(run(1, 0.0), 1, 204.0) is not None
     text = as_markdown([outcome("slow", [run(1, 10.0)], skipped={8: reason})], [1, 8], [])
     assert text.count(reason) == 1
+
+
+def test_only_a_peer_behind_at_every_load_gets_no_further_round() -> None:
+    quick = outcome("quick", [run(1, 40.0), run(8, 100.0)])
+    half = outcome("half", [run(1, 19.0), run(8, 50.0)])
+    slow = outcome("slow", [run(1, 19.0), run(8, 49.0)])
+    baton = outcome("baton", [run(1, 1.0), run(8, 1.0)])
+    unmeasured = outcome("unmeasured")
+    outcomes = [baton, quick, half, slow, unmeasured]
+    assert [one.name for one in outcomes if far_behind(one, outcomes)] == ["slow"]
+
+
+def test_a_family_is_searched_at_its_fastest_under_the_highest_load() -> None:
+    at_one, at_many = (
+        outcome("a", [run(1, 60.0), run(32, 90.0)]),
+        outcome("b", [run(1, 40.0), run(32, 100.0)]),
+    )
+    never = outcome("c", [run(1, 200.0)])
+    assert fastest([at_one, at_many, never, outcome("d")]) is at_many
+    assert fastest([outcome("d")]) is None
+
+
+def test_a_search_that_found_nothing_yet_is_not_a_zero() -> None:
+    unfinished = Goodput(target=0.99, requests_per_s=None, ci_low=None, ci_high=None, is_converged=False)
+    found = Goodput(target=0.99, requests_per_s=0.5, ci_low=None, ci_high=None, is_converged=True)
+    outcomes = [
+        outcome("baton", [run(1, 9.0)], goodput=[unfinished]),
+        outcome("rival", [run(1, 9.0)], goodput=[found]),
+        outcome("other", [run(1, 9.0)], goodput=[unfinished]),
+    ]
+    assert goodput_losses(outcomes) == []
+    text = as_markdown(outcomes, [1], [])
+    assert "| Baton | 99% | not found (–) | – |" in text
+    assert "| Rival | 99% | 0.5 (–) | 1.00 |" in text

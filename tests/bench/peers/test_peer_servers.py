@@ -156,15 +156,15 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
             tolerance=0.1,
         ),
         no_trace_reason=None,
-        goodput_names=frozenset({"rival"}),
+        goodput_names=frozenset(),
         earlier=None,
         max_loop_s=200.0,
         out=tmp_path / "out" / "peers",
     )
     peers = [
         scripted("baton", is_baton=True),
-        scripted("rival"),
-        scripted("dying", "die"),
+        scripted("rival", family="rivals"),
+        scripted("dying", "die", family="rivals"),
         scripted("absent", needs_isa=frozenset({"no_such_flag"})),
     ]
     told: list[str] = []
@@ -180,7 +180,11 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
     assert [peer["name"] for peer in written["peers"]] == ["baton", "rival", "dying", "absent"]
     assert len(written["results"]["rival"]) == 2
     assert [one.target for one in outcomes["rival"].goodput] == [0.9]
-    assert outcomes["baton"].goodput_note == "not among the servers chosen for the search"
+    assert outcomes["dying"].goodput == []
+    assert [line for line in told if line.startswith("max goodput")] == [
+        "max goodput: Baton",
+        "max goodput: Rival",
+    ]
     assert len(written["searches"]["rival"]["probes"]) == 1
     assert "| Rival | 90% |" in (tmp_path / "out" / "peers.md").read_text()
     add_a_round(comparison, peers[:2])
