@@ -7,6 +7,7 @@ true`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class Answer:
         """The chunk's text, "" if it has none."""
         self.usage = chunk.get("usage") or self.usage
         self.timings = chunk.get("timings") or self.timings
-        choices = chunk.get("choices") or ({},)
+        choices: Sequence[dict[str, Any]] = chunk.get("choices") or ({},)
         piece = choices[0].get("delta", {}).get("content") or ""
         if piece:
             self.first_at = now if self.first_at is None else self.first_at

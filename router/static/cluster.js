@@ -97,7 +97,7 @@ function newCard(worker) {
     return value;
   };
   const graphic = (className) => {
-    const holder = make("dd", "bar");
+    const holder = make("dd", "graphic");
     const inner = make("div", className);
     inner.setAttribute("aria-hidden", "true");
     holder.append(inner);
@@ -119,7 +119,7 @@ function fillCard(card, worker) {
   write(card.queue, worker.queued_prefill_tokens
     ? `${plural(worker.waiting, "request")}, ${count(worker.queued_prefill_tokens)} tokens`
     : plural(worker.waiting, "request"));
-  write(card.kv, `${count(used)} held · ${count(cached)} cached · ${count(free)} free`);
+  write(card.kv, `${count(used)} of ${count(total)}${cached ? `, ${count(cached)} cached` : ""}`);
   const [usedPart, cachedPart] = card.share.children;
   usedPart.style.setProperty("flex-basis", `${total ? (used / total) * 100 : 0}%`);
   cachedPart.style.setProperty("flex-basis", `${total ? (cached / total) * 100 : 0}%`);

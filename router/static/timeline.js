@@ -11,6 +11,8 @@ const AXIS_PX = 20;
 const FRAME_MS = 33;
 const STILL_FRAME_MS = 1000; // for those who asked for less motion
 const TABLE_ROWS = 60;
+const THIN_PX = 2.5;
+const ORDER = { queue: 0, decode: 1, prefill: 2, transfer: 3 };
 
 export class Timeline {
   #canvas = by("lanes");
@@ -101,9 +103,10 @@ export class Timeline {
       pen.beginPath();
       pen.roundRect(left, y, right - left, barHeight, 4);
       pen.clip();
-      for (const bar of bars(lane, now)) {
+      // Short stages last and never too thin to see: a hand-over takes milliseconds.
+      for (const bar of bars(lane, now).sort((one, other) => ORDER[one.stage] - ORDER[other.stage])) {
         pen.fillStyle = this.colours[bar.stage];
-        pen.fillRect(x(bar.from), y, Math.max(1, x(bar.to) - x(bar.from)), barHeight);
+        pen.fillRect(x(bar.from), y, Math.max(THIN_PX, x(bar.to) - x(bar.from)), barHeight);
       }
       pen.restore();
       if (lane.end === "failed" || lane.end === "left") this.#drawEnd(pen, right, y, barHeight, lane.end);

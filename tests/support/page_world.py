@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from cluster.config import RouterConfig
 from cluster.ids import RouterId
-from cluster.wire.messages import Role
+from cluster.wire.messages import FirstToken, Role, WorkerToRouter
 from router import service
 from tests.router.conductor_peers import BLOCK_SIZE, ScriptedPrefill, make_register
 from tests.router.service_peers import TOKEN, Host, LiveWorker
@@ -31,6 +32,12 @@ class PacedWorker(LiveWorker):
     def __init__(self, *given: Any, step_s: float, **settings: Any) -> None:
         super().__init__(*given, **settings)
         self._step_s = step_s
+
+    def post(self, message: WorkerToRouter) -> None:
+        """With the times as they are: the scripted ones are made up."""
+        if isinstance(message, FirstToken):
+            message = msgspec.structs.replace(message, queue_s=0.0, prefill_s=self._step_s)
+        super().post(message)
 
     async def _work(self) -> None:
         while True:
