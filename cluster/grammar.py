@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -187,7 +187,7 @@ class Grammars:
 
     def open(self, grammar: str) -> GrammarState:
         """The state before the first token; one that has given up if the grammar cannot be compiled."""
-        return GrammarState(self._compile(grammar).deep_copy())
+        return GrammarState(self._compile(grammar).deep_copy(), lambda: self._compile_alone(grammar))
 
     def _compile(self, grammar: str) -> LLMatcher:
         with self._lock:
@@ -195,7 +195,7 @@ class Grammars:
             if matcher is not None:
                 self._compiled.move_to_end(grammar)
                 return matcher
-        matcher = LLMatcher(self._tokens, grammar, log_level=_QUIET, limits=_LIMITS)
+        matcher = self._new_matcher(grammar)
         with self._lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = matcher
@@ -205,29 +205,54 @@ class Grammars:
                 self._num_bytes -= len(oldest)
         return matcher
 
+    def _compile_alone(self, grammar: str) -> LLMatcher:
+        """For one answer. What its copies share has become too large, so later ones start anew too."""
+        with self._lock:
+            if self._compiled.pop(grammar, None) is not None:
+                self._num_bytes -= len(grammar)
+        return self._new_matcher(grammar)
+
+    def _new_matcher(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokens, grammar, log_level=_QUIET, limits=_LIMITS)
+
 
 class GrammarState:
-    """Where one answer stands in its grammar. One thread at a time."""
+    """Where one answer stands in its grammar. One thread at a time.
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    Copies of a compiled grammar share what they find out about it, and the bounds on that. An answer whose
+    copy gives up is therefore followed again from its start, alone: whether it gives up is its own doing.
+    """
+
+    def __init__(self, matcher: LLMatcher, compile_alone: Callable[[], LLMatcher]) -> None:
         self._matcher = matcher
-        self._num_followed = 0
+        self._compile_alone: Callable[[], LLMatcher] | None = compile_alone
+        self._followed: list[int] = []
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Take what was generated since; `output_ids` only grows at its end."""
-        if len(output_ids) > self._num_followed:
-            self._matcher.consume_tokens(list(output_ids[self._num_followed :]))
-            self._num_followed = len(output_ids)
+        if len(output_ids) > len(self._followed):
+            new = list(output_ids[len(self._followed) :])
+            self._followed += new
+            self._take(new)
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_] | None:
         """Which tokens may come next, EOS once the answer may end; None if the grammar has given up."""
         bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error() and self._compile_alone is not None:
+            self._matcher, self._compile_alone = self._compile_alone(), None
+            self._take(self._followed)
+            bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             return None
-        known = np.unpackbits(np.frombuffer(bits, np.uint8), count=None, bitorder="little")[:vocab_size]
+        known = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[:vocab_size]
         allowed = np.zeros(vocab_size, np.bool_)
         allowed[: len(known)] = known
         return allowed
+
+    def _take(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:  # one by one: the end of text is no mistake then
+            if not self._matcher.consume_token(token_id):
+                return
 
 
 class _TokenTable:

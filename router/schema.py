@@ -40,11 +40,16 @@ Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
 PositiveInt = Annotated[int, Field(ge=1, lt=_INT64)]
 
 
+def _limits(info: ValidationInfo) -> RequestLimits:
+    assert isinstance(info.context, RequestLimits)  # `parse_request` gives it
+    return info.context
+
+
 def _at_most(limit: str) -> AfterValidator:
     """A number up to a limit of `RequestLimits`, or a collection of that many items."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
-        most = getattr(info.context, limit)
+        most = getattr(_limits(info), limit)
         if value is not None and (value if isinstance(value, int) else len(value)) > most:
             what = "" if isinstance(value, int) else "have "
             entries = "" if isinstance(value, int) else " entries"
@@ -62,7 +67,7 @@ def _real(low: float, high: float, *, exclusive: bool = False) -> Any:
 
 
 def _parse_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
-    limits: RequestLimits = info.context
+    limits = _limits(info)
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
         raise InvalidRequest("`stop` must be a string or a list of strings.", param="stop")
@@ -78,7 +83,7 @@ def _parse_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
 
 
 def _parse_logit_bias(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
-    most = info.context.max_listed_ids
+    most = _limits(info).max_listed_ids
     if not isinstance(value, dict):
         raise InvalidRequest("`logit_bias` must be an object of token id to bias.", param="logit_bias")
     if len(value) > most:
@@ -178,11 +183,11 @@ class GenerationRequest(BaseModel):
 
 
 def _parse_chat(value: Any, info: ValidationInfo) -> tuple[ChatMessage, ...]:
-    return parse_messages(value, info.context)
+    return parse_messages(value, _limits(info))
 
 
 def _parse_tool_list(value: Any, info: ValidationInfo) -> tuple[Tool, ...]:
-    return parse_tools(value, info.context)
+    return parse_tools(value, _limits(info))
 
 
 class PromptFields(BaseModel):
@@ -211,7 +216,7 @@ class ChatRequest(PromptFields, GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[
-        tuple[Prompt, ...], PlainValidator(lambda value, info: parse_prompts(value, info.context))
+        tuple[Prompt, ...], PlainValidator(lambda value, info: parse_prompts(value, _limits(info)))
     ]
     max_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None  # 0: with `echo` only
     add_special_tokens: bool = True

@@ -109,10 +109,10 @@ def _parse_parameters(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or value.get("type", "object") != "object":
         raise InvalidRequest(f"`{where}` must be the JSON schema of an object.", param=where)
     if not isinstance(value.get("properties", {}), dict):
-        raise InvalidRequest(f"`{where}.properties` must be an object.", param=where)
+        raise InvalidRequest(f"`{where}.properties` must be an object.", param=f"{where}.properties")
     required = value.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise InvalidRequest(f"`{where}.required` must be a list of names.", param=where)
+        raise InvalidRequest(f"`{where}.required` must be a list of names.", param=f"{where}.required")
     return {"type": "object", **value}
 
 

@@ -313,7 +313,7 @@ def test_template_options_are_those_of_a_list(tmp_path):
     template = "{{ messages[0].content }}{{ enable_thinking }}"
     tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path, chat_template=template))
     assert tokenizer.render_chat_text(CHAT, enable_thinking=False) == "SFalse"
-    for name in ("chat_template", "messages", "tools", "bos_token"):
+    for name in ("messages", "tokenize", "bos_token"):
         with pytest.raises((InvalidRequest, TypeError)) as caught:
             tokenizer.render_chat(CHAT, **{name: "x"})
         assert getattr(caught.value, "param", "chat_template_kwargs") == "chat_template_kwargs"

@@ -30,7 +30,7 @@ KNOWING = (
 
 
 def with_tool(**function: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {**ADD["function"], **function}}
+    return {"type": "function", "function": {**ADD["function"], "name": "other", **function}}
 
 
 def with_parameters(**schema: Any) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def test_only_what_must_be_a_call_is_constrained(gateway: RunningGateway) -> Non
     check_error(gateway.chat(tools=[ADD], response_format=tag), 400, param="response_format")
 
 
-STRICT = with_tool(strict=True)
+STRICT = with_tool(name="add", strict=True)
 STRICT_CASES: list[tuple[ToolFormat, str, bool]] = [
     (HERMES, "no call at all", True),
     (HERMES, "", True),
