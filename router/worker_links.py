@@ -27,11 +27,11 @@ from cluster.wire.messages import Heartbeat, Refused, Register, Welcome
 from cluster.wire.stream import Stream
 from router.conductor_io import Event, FromWorker, WorkerGone, WorkerJoined
 from router.registration import refusal
+from router.silence import judge
 
 logger = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 5.0
-SECOND_LOOK_S = 0.1
 FENCE_S = 60.0  # how long a hung process may take to end or go on before its stream is cut
 
 
@@ -165,15 +165,12 @@ class WorkerLinks:
         link.watch = loop.call_at(due, self._check, link, due)
 
     def _check(self, link: _Link, due: float) -> None:
-        """A silent worker gets a second look: if this process slept, its messages are read in between."""
         now = asyncio.get_running_loop().time()
         silent_s = now - link.last_sign_at
-        if silent_s < self._silence_limit_s:
-            link.suspected = False
-            self._watch(link, self._silence_limit_s - silent_s)
-        elif not link.suspected or now - due > SECOND_LOOK_S:
-            link.suspected = True
-            self._watch(link, SECOND_LOOK_S)
+        verdict = judge(silent_s, now - due, self._silence_limit_s, link.suspected)
+        link.suspected = verdict.is_suspected
+        if verdict.look_in_s is not None:
+            self._watch(link, verdict.look_in_s)
         else:
             self._let_out(link, f"no sign of life for {silent_s:.1f} s")
             link.is_fenced = True

@@ -211,7 +211,14 @@ def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:
                 if other.target == own.target and other.requests_per_s is not None
             ]
             best, title = max(rivals, default=(0.0, ""))
-            if own.requests_per_s is not None and best > own.requests_per_s:
+            if own.requests_per_s is None:
+                if best > 0:
+                    sentences.append(
+                        f"{baton.title}: of the rates probed none passed at {own.target:.0%}; {title} passed "
+                        f"{best:.3g} req/s."
+                    )
+                continue
+            if best > own.requests_per_s:
                 sentences.append(
                     f"{baton.title}: max goodput at {own.target:.0%} of {own.requests_per_s:.3g} req/s is "
                     f"{own.requests_per_s / best:.2f} times that of {title} ({best:.3g} req/s)."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.peers.outcome import PeerOutcome, best_peer, goodput_losses, losses, mean_of
+from bench.peers.outcome import Goodput, PeerOutcome, best_peer, goodput_losses, losses, mean_of
 
 
 def as_markdown(
@@ -28,6 +28,11 @@ def as_markdown(
     lines += [f"- {sentence}" for sentence in lost] or ["Nowhere, among what was measured."]
     lines += ["", "## Could not be measured", ""]
     missing = [f"- {one.title}: {one.cannot_run}" for one in outcomes if one.cannot_run is not None]
+    missing += [
+        f"- {one.title}, max goodput: {one.goodput_note}"
+        for one in outcomes
+        if one.goodput_note is not None and one.cannot_run is None
+    ]
     lines += missing or ["Nothing."]
     lines += ["", "## Settings and versions", ""]
     for one in outcomes:
@@ -88,7 +93,13 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
     if not any(one.goodput for one in outcomes):
         reasons = dict.fromkeys(one.goodput_note for one in outcomes if one.goodput_note is not None)
         return [f"Not measured: {'; '.join(reasons) or 'it was not asked for'}."]
-    rows = ["| server | target | req/s (95 % interval) | to best peer | notes |", "|---|---|---|---|---|"]
+    rows = [
+        "A search that did not converge tells the highest rate that had passed when it stopped (≥): a lower "
+        "bound, and so is its part in a ratio.",
+        "",
+        "| server | target | req/s (95 % interval) | to best peer | notes |",
+        "|---|---|---|---|---|",
+    ]
     for one in outcomes:
         if not one.goodput:
             rows.append(
@@ -105,14 +116,16 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
             interval = "–" if own.ci_low is None else f"{own.ci_low:.3g}–{_bound(own.ci_high)}"
             notes = [*([] if own.is_converged else ["not converged"]), *own.notes]
             rows.append(
-                f"| {one.title} | {own.target:.0%} | {_rate(own.requests_per_s)} ({interval}) "
+                f"| {one.title} | {own.target:.0%} | {_rate(own)} ({interval}) "
                 f"| {_ratio(own.requests_per_s, max(peers, default=None))} | {'; '.join(notes)} |"
             )
     return rows
 
 
-def _rate(value: float | None) -> str:
-    return "not found" if value is None else f"{value:.3g}"
+def _rate(found: Goodput) -> str:
+    if found.requests_per_s is None:
+        return "not found"
+    return f"{'' if found.is_converged else '≥ '}{found.requests_per_s:.3g}"
 
 
 def _ratio(value: float | None, best: float | None) -> str:

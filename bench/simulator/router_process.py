@@ -32,7 +32,8 @@ from router.conductor_io import (
     WorkerJoined,
 )
 from router.registration import refusal
-from router.worker_links import FENCE_S, SECOND_LOOK_S
+from router.silence import judge
+from router.worker_links import FENCE_S
 
 if TYPE_CHECKING:
     from bench.simulator.clients import Client
@@ -176,18 +177,15 @@ class RouterProcess(Process):
         self.later(in_s, self._check, link, self.now() + in_s)
 
     def _check(self, link: _Link, due: float) -> None:
-        """As `WorkerLinks`: a silent worker gets a second look, since this process may have slept."""
         assert link.register is not None
         if self._links.get(link.register.worker) is not link:
             return
         now = self.now()
         silent_s = now - link.last_sign_at
-        if silent_s < self._silence_limit_s:
-            link.is_suspected = False
-            self._watch(link, self._silence_limit_s - silent_s)
-        elif not link.is_suspected or now - due > SECOND_LOOK_S:
-            link.is_suspected = True
-            self._watch(link, SECOND_LOOK_S)
+        verdict = judge(silent_s, now - due, self._silence_limit_s, link.is_suspected)
+        link.is_suspected = verdict.is_suspected
+        if verdict.look_in_s is not None:
+            self._watch(link, verdict.look_in_s)
         else:
             self._site.counters["found hung"] += 1
             self.let_out(link, f"no sign of life for {silent_s:.1f} s")

@@ -10,6 +10,8 @@ import pytest
 
 from cluster.engine.prepare import CACHE_VARIABLE, main
 from cluster.engine.prepared_model import MANIFEST
+from kernels.cpu import build
+from tests.support.copying_compiler import copying_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +55,24 @@ def test_json_lines_for_the_launcher(checkpoint: Any, capsys: pytest.CaptureFixt
     assert list(json.loads(capsys.readouterr().out)) == ["error"]
 
 
+@pytest.fixture(scope="module")
+def compiled() -> Path:
+    """This machine's library, from its own cache."""
+    build.load_library()
+    return build.library_path()
+
+
 @pytest.mark.parametrize("compiler", [None, "no-such-compiler"])
 def test_the_launcher_hears_of_the_compiler(
+    compiled: Path,
     checkpoint: Any,
     compiler: str | None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     model = checkpoint("llama").directory
-    if compiler:
-        monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("CXX", compiler or str(copying_compiler(tmp_path, compiled, tmp_path / "log")))
     capsys.readouterr()
     assert main(["--model", str(model), "--dtype", "fp32", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -14,6 +14,7 @@ import torch
 
 from kernels.cpu import build
 from kernels.cpu.backend import CpuBackend
+from tests.support.copying_compiler import copying_compiler
 
 
 @pytest.fixture
@@ -21,13 +22,7 @@ def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`CXX` that notes each library it links and copies that of the machine's cache: a fast compiler."""
     CpuBackend(1)  # fills the machine's cache
     runs = tmp_path / "runs"
-    script = tmp_path / "compiler"
-    script.write_text(
-        f'#!/bin/sh\ncase " $* " in *" -shared "*) echo run >> "{runs}"; sleep 0.3;; esac\n'
-        f'for last; do :; done\ncp "{build.library_path()}" "$last"\n'
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CXX", str(copying_compiler(tmp_path, build.library_path(), runs)))
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
     return runs
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Mapping
-from errno import EISDIR
+from errno import EINVAL, EISDIR
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,15 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     Raises:
         ConfigError: as `check_output`; or the disk is full.
     """
-    temporary = _temporary(path)
+    target = Path(os.path.realpath(path))  # through a link: what it names is replaced, the link stays
+    temporary = _temporary(target)
     try:
-        with _open_new(path, temporary) as file:
+        with _open_new(target, temporary) as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(target)
     except OSError as error:
         raise _cannot_write(path, error) from error
     finally:
@@ -68,6 +69,8 @@ def _temporary(path: Path) -> Path:
 def _open_new(path: Path, temporary: Path) -> BufferedWriter:
     if path.is_dir():
         raise IsADirectoryError(EISDIR, "it is a directory")
+    if path.exists() and not path.is_file():  # renaming over a device or pipe would put a file in its place
+        raise OSError(EINVAL, "it is there already, and no ordinary file")
     path.parent.mkdir(parents=True, exist_ok=True)
     return temporary.open("wb")
 

@@ -394,3 +394,24 @@ def test_requests_of_another_run_are_refused(tmp_path: Path) -> None:
         requests_path(other).replace(requests_path(path))
         with pytest.raises(BatonError, match=why):
             read_run(path)
+
+
+def test_what_is_no_ordinary_file_is_left_as_it_is(tmp_path: Path) -> None:
+    """A device renamed over is a device lost."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for attempt in (lambda: check_output(pipe), lambda: write_atomically(pipe, [b"x"])):
+        with pytest.raises(BatonError, match="it is there already, and no ordinary file"):
+            attempt()
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    target, link = tmp_path / "data" / "target.json", tmp_path / "link.json"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    write_atomically(link, [b"new"])
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"

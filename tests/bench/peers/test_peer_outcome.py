@@ -172,7 +172,9 @@ def test_a_search_that_found_nothing_yet_is_not_a_zero() -> None:
         outcome("rival", [run(1, 9.0)], goodput=[found]),
         outcome("other", [run(1, 9.0)], goodput=[unfinished]),
     ]
-    assert goodput_losses(outcomes) == []
+    assert goodput_losses(outcomes) == [
+        "Baton: of the rates probed none passed at 99%; Rival passed 0.5 req/s."
+    ]
     text = as_markdown(outcomes, [1], [])
     assert "| Baton | 99% | not found (–) | – |" in text
     assert "| Rival | 99% | 0.5 (–) | 1.00 |" in text
