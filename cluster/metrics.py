@@ -79,7 +79,7 @@ class Metrics:
         model: str,
         targets: LatencyTargets | None = None,
         *,
-        policy: str = "least_ttft",
+        policy: str = "elastic",
         block_size: int = 0,
         vllm_names: bool = False,
     ) -> None:
@@ -280,7 +280,7 @@ def new_metrics(
     model: str,
     targets: LatencyTargets | None = None,
     *,
-    policy: str = "least_ttft",
+    policy: str = "elastic",
     block_size: int = 0,
     vllm_names: bool = False,
 ) -> Metrics:

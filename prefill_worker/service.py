@@ -45,6 +45,7 @@ async def run(
         core=core,
         make_runner=engine.make_runner(pool.tensor),
         calibrate=engine.calibrate(pool.tensor),
+        cache=blocks,
         token=config.token,
         router_addresses=config.router_addresses,
         clock=MonotonicClock(),

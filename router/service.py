@@ -102,6 +102,7 @@ async def run(
                 version,
                 model.name,
                 targets,
+                policy=config.placement,
                 block_size=config.block_size,
                 vllm_names=config.metric_names == "baton+vllm",
             ),
