@@ -126,7 +126,7 @@ def _anchors(base: StepModel) -> _Array:
 
 
 def _as_long_as(seconds: float, each_s: float, most: float) -> float:
-    """How many of what takes `each_s` take so long; a cost that is nothing, or nearly, is shown by the most."""
+    """How many of what takes `each_s` take so long; what costs nothing, or nearly, is shown by the most."""
     return seconds / each_s if each_s * most > seconds else most
 
 
