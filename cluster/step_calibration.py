@@ -98,7 +98,7 @@ def shapes(pool: Pool) -> list[Shape]:
 def measure(
     runner: Runner, pool: Pool, budget_s: float = BUDGET_S, clock: Callable[[], float] = time.perf_counter
 ) -> list[MeasuredStep]:
-    """The fastest run of every shape that fitted into `budget_s`, or the first few within a few times that."""
+    """The fastest run of every shape that fits into `budget_s`; the first few within a few times that."""
     began_s = clock()
     fastest: dict[Shape, float] = {}
     per_token_s = 0.0  # of the longest chunk so far
