@@ -231,9 +231,9 @@ def doctor() -> None:
 )
 def bench(context: typer.Context) -> None:
     """Load-test any OpenAI-compatible server: run, sweep, max-goodput, report, compare, mock."""
-    from bench.load.cli import app as bench_app  # its options cost an import only where they are used
+    from bench.load.cli_entry import main as bench_main  # its options cost an import only where they are used
 
-    bench_app(args=context.args, prog_name="baton bench")
+    bench_main(context.args)
 
 
 @app.command(

@@ -24,6 +24,7 @@ from bench.load.cli_search import Search, SearchOptions
 from bench.load.cli_session import EXIT_HELP, Session, exit_status, search_status, uninterrupted
 from bench.load.cli_settings import plan_settings, run_settings
 from bench.load.goodput.console import answer_lines
+from bench.load.goodput.probing import server_lost
 from bench.load.plans.settings import at_rate
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.results.compare import as_text, compare_results
@@ -38,7 +39,7 @@ from bench.load.results.result import (
 )
 from bench.load.results.summary_text import summary_lines
 from bench.load.runner import Measurement
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError
 
 app = typer.Typer(
     name="bench",
@@ -89,6 +90,7 @@ def sweep(given: SweepOptions) -> None:
         plans = [session.fit(plan) for plan in plans]
         session.check(plans)
         measured: list[Measurement] = []
+        lost: str | None = None
         for rate, plan in zip(rates, plans, strict=True):
             measurement = session.measure(plan, how, title=f"{rate:g} req/s")
             measured.append(measurement)
@@ -99,7 +101,13 @@ def sweep(given: SweepOptions) -> None:
             say(written)
             if not measurement.run.is_complete:
                 break
+            lost = server_lost(measurement.run, session.why_gone)
+            if lost is not None and rate != rates[-1]:
+                break
         say(_write_report(given.report, measured))
+        if lost is not None and len(measured) < len(rates):
+            missing = ", ".join(f"{rate:g}" for rate in rates[len(measured) :])
+            raise BatonError(f"The sweep ended at {rate:g} req/s, without the rates {missing}: {lost}.")
     raise typer.Exit(exit_status([one.result for one in measured], stop, given.strict))
 
 

@@ -5,6 +5,7 @@ nothing, numbers out of range, outputs that cannot be written. Each is one sente
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,8 +80,19 @@ def check_options(given: LoadOptions) -> None:
             raise ConfigError(f"Cannot write {flag(name)} `{getattr(given, name)}`: give the name of a file.")
     for name in ("trace", "sharegpt"):
         path: Path | None = getattr(given, name)
-        if path is not None and not path.is_file():
-            raise ConfigError(f"{flag(name)} {path}: there is no such file.")
+        if path is not None:
+            _check_input(flag(name), path)
+
+
+def _check_input(name: str, path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{name} {path}: that is a directory; give the file in it.")
+    if not path.exists():
+        raise ConfigError(f"{name} {path}: there is no such file.")
+    if not path.is_file():
+        raise ConfigError(f"{name} {path}: that is no ordinary file; write what it gives into one.")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{name} {path}: it may not be read; change its permissions.")
 
 
 def check_unvaried(given: LoadOptions, command: str) -> None:

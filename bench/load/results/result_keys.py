@@ -67,6 +67,7 @@ def counts_keys(summary: Summary) -> dict[str, Any]:
         "error_counts": msgspec.to_builtins(summary.errors),
         "total_input_tokens": summary.total_input_tokens,
         "total_output_tokens": summary.total_output_tokens,
+        "total_partial_output_tokens": summary.total_partial_output_tokens,
         "total_cached_tokens": summary.total_cached_tokens,
     }
 
