@@ -65,12 +65,12 @@ def run(given: LoadOptions) -> None:
         _say_notes(given)
         session = Session.open(given, stop)
         measurement = session.measure(session.fit(plan), how)
+        written: list[str] = []
         try:
-            written = _write_run(given.out, measurement)
+            written += _write_run(given.out, measurement)
             written += _write_report(given.report, [measurement])
         finally:
-            say(summary_lines(measurement.result))
-        say(written)
+            say([*summary_lines(measurement.result), *written])
     raise typer.Exit(exit_status([measurement.result], stop, given.strict))
 
 
@@ -94,11 +94,11 @@ def sweep(given: SweepOptions) -> None:
         for rate, plan in zip(rates, plans, strict=True):
             measurement = session.measure(plan, how, title=f"{rate:g} req/s")
             measured.append(measurement)
+            written: list[str] = []
             try:
-                written = _write_run(outs[rate], measurement)
+                written += _write_run(outs[rate], measurement)
             finally:
-                say([f"--- {rate:g} req/s", *summary_lines(measurement.result)])
-            say(written)
+                say([f"--- {rate:g} req/s", *summary_lines(measurement.result), *written])
             if not measurement.run.is_complete:
                 break
             lost = server_lost(measurement.run, session.why_gone)
@@ -124,15 +124,14 @@ def max_goodput(given: SearchOptions) -> None:
         check_outputs(given.out, given.report)
         _say_notes(given)
         found, measured = search.run(Session.open(given, stop), given.label)
+        written: list[str] = []
         try:
-            written = []
             if given.out is not None:
                 write_atomically(given.out, [orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2)])
-                written = [f"written: {given.out}"]
+                written += [f"written: {given.out}"]
             written += _write_report(given.report, measured, found)
         finally:
-            say(answer_lines(found))
-        say(written)
+            say([*answer_lines(found), *written])
     raise typer.Exit(search_status(found, stop, given.strict))
 
 

@@ -155,7 +155,7 @@ def why_gone(target: Target, timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
     try:
         call(target, "GET", "/v1/models", timeout_s=timeout_s)
     except BatonError as error:
-        return str(error)
+        return str(error).rstrip(".?")  # a clause of somebody's sentence
     return None
 
 

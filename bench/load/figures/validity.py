@@ -100,7 +100,13 @@ def _client_limits(records: Sequence[RequestRecord]) -> list[str]:
 def _outage(records: Sequence[RequestRecord]) -> list[str]:
     outage = find_outage(records)
     if outage is None:
-        return []
+        refused = [record for record in records if record.is_unreachable]
+        if not refused:
+            return []
+        return [
+            f"{len(refused)} of {len(records)} requests could open no connection, the first one due after "
+            f"{refused[0].scheduled_s:.1f} s, before any had succeeded: the server was not there."
+        ]
     until = (
         "until the end" if outage.end_s is None else f"until answers came again after {outage.end_s:.1f} s"
     )

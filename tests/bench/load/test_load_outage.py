@@ -106,6 +106,12 @@ def test_the_caution_says_when_and_how_many_came_after() -> None:
     assert "answers came again after 10.2 s" in judge(back, summarize(back)).cautions[0]
 
 
+def test_a_server_that_never_was_there_is_told_too() -> None:
+    run = run_of([refused(1.0), refused(2.0)])
+    (caution,) = judge(run, summarize(run)).cautions
+    assert caution.startswith("2 of 2 requests could open no connection, the first one due after 1.0 s")
+
+
 def test_what_the_client_could_not_send_makes_the_run_invalid() -> None:
     run = steady_run(10)
     lacking = "the client could not open a connection: Too many open files"
