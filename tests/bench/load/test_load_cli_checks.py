@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from bench.load.cli import app
+from bench.load.cli import SweepOptions, app
 from bench.load.cli_checks import slo_notes
 from bench.load.cli_load import LoadOptions
+from bench.load.cli_search import SearchOptions
 from bench.load.cli_settings import command_line, plan_settings
 from bench.load.mock.process import MockProcess, read_truths, running_mock
 from bench.load.plans.settings import PromptForm, TraceReplay
@@ -74,6 +76,9 @@ def sentence(*arguments: str) -> str:
         (("--rate", "nan", "--requests", "1"), "A rate of nan"),
         ((*ENOUGH, "--sharegpt", "nowhere.json"), "--sharegpt nowhere.json: there is no such file"),
         (("--trace", "nowhere.csv"), "--trace nowhere.csv: there is no such file"),
+        (("--trace", "."), "--trace .: that is a directory; give the file in it"),
+        ((*ENOUGH, "--sharegpt", "."), "--sharegpt .: that is a directory"),
+        (("--trace", "/dev/null"), "--trace /dev/null: that is no ordinary file"),
         (("--trace", AZURE, "--input-tokens", "5"), "--trace has its own lengths"),
         (("--trace", AZURE, "--prefix-groups", "5"), "--trace and --prefix-groups"),
         (("--trace", AZURE, "--turns", "5"), "--trace and --turns"),
@@ -192,6 +197,14 @@ def test_help_tells_the_exit_statuses_and_what_a_rate_of_chats_is() -> None:
     output = " ".join(CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output.split())
     for part in ("3 measured, but INVALID", "4 measured, but no request succeeded", "chats per second"):
         assert part in output
+
+
+@pytest.mark.parametrize("kind", [LoadOptions, SweepOptions, SearchOptions])
+def test_help_tells_the_default_of_every_option(kind: type[LoadOptions]) -> None:
+    """Typer shows those that are values."""
+    for field in fields(kind):
+        is_value = field.default is not None and field.default is not False
+        assert is_value is ("(default: " not in field.metadata["help"]), field.name
 
 
 def test_an_invalid_option_of_the_file_kind_is_told_by_compare(tmp_path: Path) -> None:
