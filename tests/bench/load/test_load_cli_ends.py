@@ -18,7 +18,7 @@ from bench.load import cli, cli_session, runner
 from bench.load.mock.process import MockProcess, running_mock
 
 ROOT = Path(__file__).parents[3]
-LOAD = ("--rate", "8", "--requests", "4", "--output-tokens", "5", "--slo", "ttft=5s")
+LOAD = ("--rate", "50", "--requests", "4", "--output-tokens", "5", "--slo", "ttft=5s")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A disk that is full when a result is written: one line that names the file, and the figures on the screen."""
+"""A disk that is full when a result is written: one line that names the file, and the figures on screen."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

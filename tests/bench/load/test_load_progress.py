@@ -156,9 +156,18 @@ def test_an_error_before_the_first_request_is_told_by_itself(is_terminal: bool) 
     ):
         raise BatonError("the plan cannot be built")
     assert "no request" not in stream.getvalue()
-    with pytest.raises(BatonError), LiveProgress("demo", stream, is_terminal=False) as live:
-        live.update(at(1.0))
-        raise BatonError("later")
+
+
+def test_a_run_that_breaks_off_later_tells_how_far_it_came() -> None:
+    stream = io.StringIO()
+
+    def break_off() -> None:
+        with LiveProgress("demo", stream, is_terminal=False) as live:
+            live.update(at(1.0))
+            raise BatonError("later")
+
+    with pytest.raises(BatonError):
+        break_off()
     assert "demo: broken off: " in stream.getvalue()
 
 
