@@ -7,6 +7,7 @@ against.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,8 @@ def report(
     out: Annotated[Path, typer.Option(help="HTML file to write")] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page from result files."""
+    if any(os.path.realpath(path) == os.path.realpath(out) for path in results):
+        raise ConfigError(f"--out {out} is one of the results: give the page a file of its own.")
     check_output(out)
     runs: list[ReportRun] = []
     searches: list[ReportSearch] = []

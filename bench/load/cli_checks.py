@@ -129,8 +129,9 @@ def check_outputs(*paths: Path | None, requests_of: Sequence[Path] = ()) -> None
     """
     wanted = [path for path in paths if path is not None]
     wanted += [one for path in requests_of for one in (path, requests_path(path))]
+    places = [os.path.realpath(path) for path in wanted]
     for number, path in enumerate(wanted):
-        if path in wanted[:number]:
+        if places[number] in places[:number]:
             raise ConfigError(f"`{path}` would be written twice: give each output a file of its own.")
         check_output(path)
 

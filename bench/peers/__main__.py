@@ -31,6 +31,7 @@ RESULTS = REPOSITORY / "bench" / "results"
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 LIBRARY_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 INTERRUPTED = 130
+MAX_SEEDS = 100
 
 
 def parser() -> argparse.ArgumentParser:
@@ -162,6 +163,8 @@ def trace_load(options: argparse.Namespace) -> TraceLoad | None:
         ("--tolerance", options.tolerance),
     ):
         _above_zero(flag, value)
+    if options.seeds > MAX_SEEDS:
+        raise ConfigError(f"--seeds {options.seeds}: give {MAX_SEEDS} or fewer")
     if not options.tolerance < 1:
         raise ConfigError(f"--tolerance {options.tolerance:g}: give a share below 1, such as 0.1")
     if options.trace is None:

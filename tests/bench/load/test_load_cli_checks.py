@@ -114,6 +114,7 @@ def test_options_that_cannot_work_need_no_server(arguments: tuple[str, ...], par
         (("max-goodput", "--slo", "ttft=1s", "--targets", "0.9,2"), "targets"),
         (("max-goodput", "--slo", "ttft=1s", "--targets", "nan"), "targets"),
         (("max-goodput", "--slo", "ttft=1s", "--seeds", "0"), "seeds"),
+        (("max-goodput", "--slo", "ttft=1s", "--seeds", "9" * 20), "from 1 to 100"),
         (("max-goodput", "--slo", "ttft=1s", "--arrival", "burst"), "burst"),
         (("max-goodput", "--slo", "ttft=1s", "--rate", "2"), "leave --rate out"),
     ],
@@ -159,6 +160,21 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
     assert "written twice" in sentence(
         "run", "--url", "http://127.0.0.1:1", *ENOUGH, "--out", path, "--report", path
     )
+
+
+def test_the_same_file_by_another_name_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.json").symlink_to("one.json")
+    for other in ("./one.json", "x/../one.json", str(tmp_path / "one.json"), "link.json"):
+        arguments = (*ENOUGH, "--out", "one.json", "--report", other)
+        assert "written twice" in sentence("run", "--url", "http://127.0.0.1:1", *arguments)
+
+
+def test_a_page_does_not_replace_its_result(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text("{}")
+    assert "one of the results" in sentence("report", str(path), "--out", str(path))
+    assert path.read_text() == "{}"
 
 
 def test_a_trace_keeps_its_rhythm_at_a_rate_unless_another_arrival_is_named() -> None:

@@ -64,6 +64,7 @@ BAD = [
     (("--rounds", "0"), "--rounds 0"),
     (("--rounds", "-1"), "--rounds -1"),
     (("--seeds", "0"), "--seeds 0"),
+    (("--seeds", "999999999999"), "give 100 or fewer"),
     (("--max-probes", "0"), "--max-probes 0"),
     (("--probe-seconds", "nan"), "--probe-seconds nan"),
     (("--tolerance", "1"), "--tolerance 1"),
