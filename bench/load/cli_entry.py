@@ -12,17 +12,22 @@ from collections.abc import Sequence
 from bench.load.client.interrupts import CommandSignals
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], owns_process: bool) -> None:
     """
+    Args:
+        owns_process: nothing else happens in this process, and nothing will: its signals are the command's.
+
     Raises:
         SystemExit: always, with the command's status, unless it is an error.
         BatonError: the command's one sentence.
     """
     signals = CommandSignals()
-    signals.take()
+    if owns_process:
+        signals.take()
     try:
         from bench.load.cli import app  # half a second, in which a signal may come
 
         app(args=list(arguments), prog_name="baton bench")
     finally:
-        signals.ignore()
+        if owns_process:
+            signals.ignore()

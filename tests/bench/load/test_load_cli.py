@@ -125,7 +125,7 @@ def test_max_goodput_finds_the_capacity_of_a_server(tmp_path: Path) -> None:
     with running_mock(MockSettings(script=Script(ttft_s=0.05), capacity=1)) as slow:
         result = bench(
             *("max-goodput", "--url", slow.target.url, "--arrival", "constant", "--duration", "1s"),
-            *("--output-tokens", "1", "--slo", "ttft=200ms", "--start-rate", "10", "--tolerance", "0.7"),
+            *("--output-tokens", "1", "--slo", "ttft=200ms", "--start-rate", "32", "--tolerance", "0.7"),
             *("--seeds", "1", "--targets", "0.9", "--out", str(out)),
         )
     assert result.exit_code == 0, (result.output, result.exception)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from bench.load import cli, cli_entry
 from bench.load.cli_session import uninterrupted
 from bench.load.client.interrupts import SIGNALS, CommandSignals, StopSwitch, signals_to
+from cluster import cli as cluster_cli
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,10 +110,18 @@ def test_late_signals_do_not_change_the_status(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(cli, "app", app)
     with pytest.raises(SystemExit) as ended:
-        cli_entry.main(["run"])
+        cli_entry.main(["run"], owns_process=True)
     assert ended.value.code == status
     for number in SIGNALS:
         os.kill(os.getpid(), number)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_within_another_program_its_signals_stay_its_own() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    result = CliRunner().invoke(cluster_cli.app, ["bench", "--help"])
+    assert result.exit_code == 0
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 @pytest.mark.parametrize("when", ["bench.load.plans", "bench.load.cli "], ids=["imports", "checks"])

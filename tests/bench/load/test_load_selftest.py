@@ -178,17 +178,21 @@ def check_counts(result: dict[str, Any], num_requests: int) -> None:
     assert result["total_output_tokens"] == (8 + 12 + 1 + 0 + 6 + 4 + 7) * each
 
 
+def shares(result: dict[str, Any]) -> tuple[float, float]:
+    return result["slo_attainment"], result["slo_attainment_by_metric"]["ttft"]
+
+
 def test_goodput_counts_all_that_was_offered(mock: MockProcess) -> None:
     """3 of the 12 kinds are good. A busy machine can only lose some of them, so the best run counts."""
     share = sum(is_good for _, is_good in KINDS.values()) / len(KINDS)
-    best: dict[str, Any] = {"slo_attainment": 0.0}
+    best: dict[str, Any] = {"slo_attainment": 0.0, "slo_attainment_by_metric": {"ttft": 0.0}}
     for number in range(NUM_TRIES):
         plan = make_plan(f"good-{number}", "/v1/completions", 3, 0.04)
         run = run_plan(plan, mock.target, timeout_s=TIMEOUT_S)
         result = build_result(plan, run, summarize(run, parse_slos(SLOS)), {})
         assert result["slo_attainment"] <= share
-        best = max(best, result, key=lambda one: one["slo_attainment"])
-        if best["slo_attainment"] == share:
+        best = max(best, result, key=shares)
+        if shares(best) == (share, 5 / 12):
             break
     assert best["slo_attainment"] == share == 0.25
     assert best["num_good"] == 9
