@@ -42,6 +42,7 @@ from bench.peers.peer import Peer, Places, why_not
 from bench.peers.prepare import CannotRun, prepare, versions
 from bench.peers.record import Report
 from bench.peers.server import PeerServer, Running
+from cluster.errors import BatonError
 
 MOST_WARMUP_REQUESTS = 8
 Tell = Callable[[str], None]
@@ -157,9 +158,14 @@ def _search(
         with _recorded(outcome, report, tell), _serving(comparison, peer, outcome, "goodput") as running:
             loops = (mean_of(outcome, concurrency) for concurrency in _loads(outcome))
             means = [mean for mean in loops if mean is not None]
-            outcome.goodput, found, is_interrupted = search_goodput(
-                running, trace, means, num_probes, peer.name, tell
-            )
+            try:
+                outcome.goodput, found, is_interrupted = search_goodput(
+                    running, trace, means, num_probes, peer.name, tell
+                )
+            except BatonError as error:
+                outcome.goodput_note = f"not searched: {error}"
+                tell(f"  {outcome.goodput_note}")
+                continue
             report.keep_search(peer.name, found)
             if is_interrupted:
                 raise Interrupted

@@ -23,6 +23,7 @@ from bench.load.plans import arrivals
 from bench.load.plans.build import build_plan
 from bench.load.plans.lengths import parse_lengths
 from bench.load.plans.settings import Oversize, PlanSettings, Synthetic, TraceReplay, at_rate
+from bench.load.plans.traces import read_trace
 from bench.load.runner import Measurement, RunSettings, describe_environment, measure
 from bench.peers.estimate import capacity_estimate, start_rate
 from bench.peers.outcome import Goodput, Mean
@@ -108,7 +109,8 @@ def search_goodput(
         statistics.fmean(request.input_tokens or 1 for request in plan.requests),
         statistics.fmean(request.output_tokens or 1 for request in plan.requests),
     )
-    search = search_settings(load, capacity, max_probes)
+    most_rows = len(read_trace(load.path).rows)
+    search = search_settings(load, capacity, max_probes, min(MAX_RATE, (most_rows - 1) / load.probe_s))
     how = RunSettings(
         slos=load.slos, window=Window(warmup_s=load.probe_s / 6), timeout_s=max(60.0, load.probe_s)
     )
@@ -128,13 +130,20 @@ def search_goodput(
     return [goodput_of(answer, found["notes"]) for answer in answers], found, is_interrupted
 
 
-def search_settings(load: TraceLoad, capacity: float | None, max_probes: int) -> SearchSettings:
-    """Seed by seed: a search whose time is over has an answer for each target from the seeds it finished."""
+def search_settings(
+    load: TraceLoad, capacity: float | None, max_probes: int, max_rate: float = MAX_RATE
+) -> SearchSettings:
+    """Seed by seed: a search whose time is over has an answer for each target from the seeds it finished.
+    `max_rate`: at most what the trace has rows for.
+
+    Raises:
+        ConfigError: the trace is too short for any rate.
+    """
     min_rate = MIN_REQUESTS / load.probe_s
     return SearchSettings(
-        start_rate=start_rate(capacity, min_rate, MAX_RATE),
+        start_rate=start_rate(capacity, min_rate, max_rate),
         min_rate=min_rate,
-        max_rate=MAX_RATE,
+        max_rate=max_rate,
         targets=load.targets,
         seeds=load.seeds,
         max_probes=max_probes,
