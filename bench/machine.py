@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from cluster.errors import BatonError
+
 # Each probe runs in a process of its own: thread counts are fixed there, and no torch is loaded here.
 _PROBE_PROGRAM = """
 import json, sys, time, torch
@@ -71,15 +73,27 @@ class Machine:
 
 
 def _measure(num_threads: int) -> _Rates:
-    """The best of several tries each: what neighbours leave of the machine at its quietest."""
+    """The best of several tries each: what neighbours leave of the machine at its quietest.
+
+    Raises:
+        BatonError: the probe failed, or took too long.
+    """
     environment = dict(os.environ, OMP_NUM_THREADS=str(num_threads), PYTHONPATH=str(_REPOSITORY))
-    result = subprocess.run(
-        [sys.executable, "-c", _PROBE_PROGRAM, str(num_threads)],
-        env=environment,
-        capture_output=True,
-        timeout=_PROBE_TIMEOUT_S,
-        check=True,
-    )
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", _PROBE_PROGRAM, str(num_threads)],
+            env=environment,
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise BatonError(
+            f"this machine's rates were not measured within {_PROBE_TIMEOUT_S} s: is it busy with other work?"
+        ) from None
+    if result.returncode != 0:
+        last = (result.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise BatonError(f"this machine's rates cannot be measured: {last}")
     return msgspec.json.decode(result.stdout, type=_Rates)
 
 

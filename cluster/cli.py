@@ -19,6 +19,8 @@ from cluster.errors import BatonError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
+OWN_PROCESS = object()  # what commands find in their context when the process has nothing else to do
+
 Url = Annotated[str, typer.Option("--url", help="where the server is")]
 
 app = typer.Typer(
@@ -33,7 +35,7 @@ app = typer.Typer(
 def main() -> None:
     """The console script: an error of ours is one sentence and a non-zero status."""
     try:
-        app()
+        app(obj=OWN_PROCESS)
     except BatonError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(1)
@@ -201,9 +203,9 @@ def doctor() -> None:
 )
 def bench(context: typer.Context) -> None:
     """Load-test any OpenAI-compatible server: run, sweep, max-goodput, report, compare, mock."""
-    from bench.load.cli import app as bench_app  # its options cost an import only where they are used
+    from bench.load.cli_entry import main as bench_main  # its options cost an import only where they are used
 
-    bench_app(args=context.args, prog_name="baton bench")
+    bench_main(context.args, owns_process=context.obj is OWN_PROCESS)
 
 
 @app.command(

@@ -7,6 +7,7 @@ against.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from bench.load.cli_search import Search, SearchOptions
 from bench.load.cli_session import EXIT_HELP, Session, exit_status, search_status, uninterrupted
 from bench.load.cli_settings import plan_settings, run_settings
 from bench.load.goodput.console import answer_lines
+from bench.load.goodput.probing import server_lost
 from bench.load.plans.settings import at_rate
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.results.compare import as_text, compare_results
@@ -38,7 +40,7 @@ from bench.load.results.result import (
 )
 from bench.load.results.summary_text import summary_lines
 from bench.load.runner import Measurement
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError
 
 app = typer.Typer(
     name="bench",
@@ -64,12 +66,12 @@ def run(given: LoadOptions) -> None:
         _say_notes(given)
         session = Session.open(given, stop)
         measurement = session.measure(session.fit(plan), how)
+        written: list[str] = []
         try:
-            written = _write_run(given.out, measurement)
+            written += _write_run(given.out, measurement)
             written += _write_report(given.report, [measurement])
         finally:
-            say(summary_lines(measurement.result))
-        say(written)
+            say([*summary_lines(measurement.result), *written])
     raise typer.Exit(exit_status([measurement.result], stop, given.strict))
 
 
@@ -89,17 +91,24 @@ def sweep(given: SweepOptions) -> None:
         plans = [session.fit(plan) for plan in plans]
         session.check(plans)
         measured: list[Measurement] = []
+        lost: str | None = None
         for rate, plan in zip(rates, plans, strict=True):
             measurement = session.measure(plan, how, title=f"{rate:g} req/s")
             measured.append(measurement)
+            written: list[str] = []
             try:
-                written = _write_run(outs[rate], measurement)
+                written += _write_run(outs[rate], measurement)
             finally:
-                say([f"--- {rate:g} req/s", *summary_lines(measurement.result)])
-            say(written)
+                say([f"--- {rate:g} req/s", *summary_lines(measurement.result), *written])
             if not measurement.run.is_complete:
                 break
+            lost = server_lost(measurement.run, session.why_gone)
+            if lost is not None and rate != rates[-1]:
+                break
         say(_write_report(given.report, measured))
+        if lost is not None and len(measured) < len(rates):
+            missing = ", ".join(f"{rate:g}" for rate in rates[len(measured) :])
+            raise BatonError(f"The sweep ended at {rate:g} req/s, without the rates {missing}: {lost}.")
     raise typer.Exit(exit_status([one.result for one in measured], stop, given.strict))
 
 
@@ -116,15 +125,14 @@ def max_goodput(given: SearchOptions) -> None:
         check_outputs(given.out, given.report)
         _say_notes(given)
         found, measured = search.run(Session.open(given, stop), given.label)
+        written: list[str] = []
         try:
-            written = []
             if given.out is not None:
                 write_atomically(given.out, [orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2)])
-                written = [f"written: {given.out}"]
+                written += [f"written: {given.out}"]
             written += _write_report(given.report, measured, found)
         finally:
-            say(answer_lines(found))
-        say(written)
+            say([*answer_lines(found), *written])
     raise typer.Exit(search_status(found, stop, given.strict))
 
 
@@ -134,6 +142,8 @@ def report(
     out: Annotated[Path, typer.Option(help="HTML file to write")] = Path("report.html"),
 ) -> None:
     """One self-contained HTML page from result files."""
+    if any(os.path.realpath(path) == os.path.realpath(out) for path in results):
+        raise ConfigError(f"--out {out} is one of the results: give the page a file of its own.")
     check_output(out)
     runs: list[ReportRun] = []
     searches: list[ReportSearch] = []

@@ -5,7 +5,9 @@ nothing, numbers out of range, outputs that cannot be written. Each is one sente
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,7 +43,14 @@ _RIVALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("burstiness", ("arrival",), "--burstiness is short for --arrival gamma:B"),
 )
 _WORKLOADS = ("trace", "sharegpt", "prefix_groups", "turns")
-_MINIMUM = {"requests": 1, "processes": 1, "cores": 1, "accelerators": 0, "max_model_len": 2}
+_RANGE = {
+    "requests": (1, 10**9),
+    "processes": (1, 10**4),
+    "cores": (1, 10**6),
+    "accelerators": (0, 10**6),
+    "max_model_len": (2, 10**9),
+    "prefix_groups": (1, 10**6),
+}
 _PLAIN_BOUND = re.compile(
     r"\b(ttft|e2el?)\s*[=:]\s*(\d*\.?\d+)(?=[\s,]|$)(?!\s*(?:[uµμm]?s|m)\b)", re.IGNORECASE
 )
@@ -64,10 +73,12 @@ def check_options(given: LoadOptions) -> None:
         unwanted = [flag(name) for name in others if is_given(given, name)]
         if is_given(given, one) and unwanted:
             raise ConfigError(f"{why}: leave {' and '.join(unwanted)} out.")
-    for name, least in _MINIMUM.items():
+    for name, (least, most) in _RANGE.items():
         value = getattr(given, name)
         if value is not None and value < least:
             raise ConfigError(f"{flag(name)} {value}: give {least} or more.")
+        if value is not None and value > most:
+            raise ConfigError(f"{flag(name)} is above {most:,}: give that or less.")
     if not 0 <= given.temperature < math.inf:  # NaN too
         raise ConfigError(f"--temperature {given.temperature:g}: give a number of 0 or more.")
     if given.rate is not None and math.isinf(given.rate):
@@ -79,8 +90,24 @@ def check_options(given: LoadOptions) -> None:
             raise ConfigError(f"Cannot write {flag(name)} `{getattr(given, name)}`: give the name of a file.")
     for name in ("trace", "sharegpt"):
         path: Path | None = getattr(given, name)
-        if path is not None and not path.is_file():
-            raise ConfigError(f"{flag(name)} {path}: there is no such file.")
+        if path is not None:
+            _check_input(flag(name), path)
+
+
+def _check_input(name: str, path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ConfigError(f"{name} {path}: there is no such file.") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name} {str(path)[:80]!r}: it cannot be read ({why}).") from None
+    if stat.S_ISDIR(mode):
+        raise ConfigError(f"{name} {path}: that is a directory; give the file in it.")
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{name} {path}: that is no ordinary file; write what it gives into one.")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{name} {path}: it may not be read; change its permissions.")
 
 
 def check_unvaried(given: LoadOptions, command: str) -> None:
@@ -102,8 +129,9 @@ def check_outputs(*paths: Path | None, requests_of: Sequence[Path] = ()) -> None
     """
     wanted = [path for path in paths if path is not None]
     wanted += [one for path in requests_of for one in (path, requests_path(path))]
+    places = [os.path.realpath(path) for path in wanted]
     for number, path in enumerate(wanted):
-        if path in wanted[:number]:
+        if places[number] in places[:number]:
             raise ConfigError(f"`{path}` would be written twice: give each output a file of its own.")
         check_output(path)
 

@@ -25,11 +25,13 @@ class LoadOptions:
 
     input_tokens: str | None = option(
         None,
-        f"prompt length: 256, uniform:100-500, lognormal:mean=1155,sigma=1 ({DEFAULT_INPUT}); with "
-        "--prefix-groups what follows the prefix, in chats the user's message of each turn",
+        f"prompt length: 256, uniform:100-500, lognormal:mean=1155,sigma=1; with --prefix-groups what "
+        f"follows the prefix, in chats the user's message of each turn (default: {DEFAULT_INPUT})",
         REQUESTS,
     )
-    output_tokens: str | None = option(None, f"answer length, same forms ({DEFAULT_OUTPUT})", REQUESTS)
+    output_tokens: str | None = option(
+        None, f"answer length, same forms (default: {DEFAULT_OUTPUT})", REQUESTS
+    )
     prefix_groups: int | None = option(None, "prompts share the prefix of one of this many groups", REQUESTS)
     prefix_tokens: int = option(512, "length of a shared prefix, before --input-tokens", REQUESTS)
     prefix_skew: float = option(0.0, "Zipf exponent of the groups' popularity; 0: all alike", REQUESTS)
@@ -44,12 +46,18 @@ class LoadOptions:
     trace: Path | None = option(
         None, "trace file: Azure CSV, Mooncake JSONL, BurstGPT CSV, canonical JSONL", REQUESTS
     )
-    trace_format: str | None = option(None, "azure, mooncake, burstgpt or canonical (detected)", REQUESTS)
+    trace_format: str | None = option(
+        None, "azure, mooncake, burstgpt or canonical (default: detected)", REQUESTS
+    )
     trace_offset: str = option("0", "begin this far into the trace", REQUESTS)
     speed_up: float = option(1.0, "divide the trace's times by this", REQUESTS)
     scale_lengths: float = option(1.0, "divide the trace's lengths by this", REQUESTS)
     sharegpt: Path | None = option(None, "JSON file of conversations; prompts are their text", REQUESTS)
-    prompt: PromptForm | None = option(None, "prompts as token ids or as text of exact length", REQUESTS)
+    prompt: PromptForm | None = option(
+        None,
+        "prompts as token ids or as text of exact length (default: ids; text for chats and --sharegpt)",
+        REQUESTS,
+    )
     ids: str = option("1000-30000", "range of the token ids of `ids` prompts", REQUESTS)
     max_model_len: int | None = option(None, "context length (default: what the server says)", REQUESTS)
     oversize: Oversize = option(
@@ -64,34 +72,48 @@ class LoadOptions:
     )
 
     rate: float | None = option(
-        None, "mean requests (chats, with --turns) per second; a trace keeps its rhythm", ARRIVALS
+        None,
+        "mean requests (chats, with --turns) per second; a trace keeps its rhythm (default: a trace's own)",
+        ARRIVALS,
     )
     arrival: str | None = option(
         None,
-        "poisson (default), constant, gamma:B, ramp:1-20@60, piecewise:5@30,20@10, burst, trace (default "
-        "with --trace)",
+        "poisson, constant, gamma:B, ramp:1-20@60, piecewise:5@30,20@10, burst, trace (default: poisson, or "
+        "trace with --trace)",
         ARRIVALS,
     )
     burstiness: float | None = option(None, "short for --arrival gamma:B; 1 is Poisson", ARRIVALS)
     closed_loop: int | None = option(None, "instead: keep this many requests in flight", ARRIVALS)
     requests: int | None = option(
-        None, "how many requests (or chats) to offer; a trace ends by itself", ARRIVALS
+        None,
+        "how many requests (or chats) to offer (default: no limit; --duration or the end of a trace is one)",
+        ARRIVALS,
     )
-    duration: str | None = option(None, "for how long to offer, such as 60s or 5m", ARRIVALS)
+    duration: str | None = option(
+        None, "for how long to offer, such as 60s or 5m (default: no limit; max-goodput: 60s)", ARRIVALS
+    )
     seed: int = option(0, "decides arrivals, lengths and tokens", ARRIVALS)
     salt: int | None = option(
-        None, "changes the tokens only; a new one each run, so no run finds its prompts cached", ARRIVALS
+        None,
+        "changes the tokens only; a new one each run, so no run finds its prompts cached (default: the time)",
+        ARRIVALS,
     )
 
     slo: str | None = option(
         None, "bounds such as ttft=200ms,tpot=50ms,gap=150ms,itl=60ms,e2e=5s; a plain number is ms", MEASURING
     )
-    warmup: str | None = option(None, "leave out requests scheduled in the first so many seconds", MEASURING)
-    cooldown: str | None = option(None, "leave out requests scheduled in the last so many seconds", MEASURING)
+    warmup: str | None = option(
+        None,
+        "leave out requests scheduled in the first so many seconds (default: 0; max-goodput: a sixth)",
+        MEASURING,
+    )
+    cooldown: str | None = option(
+        None, "leave out requests scheduled in the last so many seconds (default: 0)", MEASURING
+    )
     steady: bool = option(False, "measure an automatic steady window instead", MEASURING)
     timeout: str | None = option(
         None,
-        "longest life of one request (10m; max-goodput with an e2e SLO: twice that, plus 5 s)",
+        "longest life of one request (default: 10m; max-goodput with an e2e SLO: twice that, plus 5 s)",
         MEASURING,
     )
     processes: int = option(1, "client processes", MEASURING)

@@ -17,7 +17,15 @@ Options = TypeVar("Options")
 
 
 def option(default: Any, help: str, panel: str, flag: str | None = None) -> Any:
-    """A dataclass field that is also a command-line option. A default of `...` makes it required."""
+    """A dataclass field that is also a command-line option. A default of `...` makes it required.
+
+    The help tells every default: typer adds those that are values, the text itself one that follows from
+    other things, as `(default: …)`, and what is off or absent is said here.
+    """
+    if default is False:
+        help += " (default: off)"
+    elif default is None and "(default: " not in help:
+        help += " (default: none)"
     metadata = {"help": help, "panel": panel, "flag": flag}
     if default is ...:
         return dataclasses.field(metadata=metadata)

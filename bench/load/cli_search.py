@@ -21,6 +21,7 @@ from bench.load.runner import Measurement, RunSettings
 from cluster.errors import ConfigError
 
 DEFAULT_DURATION = "60s"
+MAX_SEEDS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class Search:
         if given.requests is not None:
             raise ConfigError("max-goodput offers each rate for --duration: leave --requests out.")
         check_unvaried(given, "max-goodput")
+        if not 1 <= given.seeds <= MAX_SEEDS:
+            raise ConfigError(f"--seeds {given.seeds}: give a number of seeds from 1 to {MAX_SEEDS}.")
         settings = SearchSettings(
             start_rate=given.start_rate,
             min_rate=given.min_rate,
@@ -84,7 +87,7 @@ class Search:
             return session.measure(aimed, self.how, title=title)
 
         say(opening_lines(self.settings, self.duration_s, self.how.window))
-        found, measured = find_max_goodput(self.settings, measure, _tell)
+        found, measured = find_max_goodput(self.settings, measure, _tell, session.why_gone)
         first = measured[0].result if measured else {}
         kept = (
             *("model_id", "backend", "slos_ms", "workload", "trace", "window"),

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ import typer
 
 from bench.load.cli_load import LoadOptions
 from bench.load.cli_screen import note
-from bench.load.client.interrupts import StopSwitch, signals_to
-from bench.load.client.target import Target, parse_target, probe
+from bench.load.client.interrupts import EXIT_INTERRUPTED, CommandSignals, StopSwitch, signals_to
+from bench.load.client.target import Target, parse_target, probe, why_gone
 from bench.load.plans.build import check_plan
 from bench.load.plans.settings import PlanSettings
 from bench.load.plans.tokenize_client import HttpTokenizeClient
@@ -38,19 +39,26 @@ class Status(IntEnum):
     MEASURED = 0
     INVALID = 3
     NOTHING_SUCCEEDED = 4
-    INTERRUPTED = 130
+    INTERRUPTED = EXIT_INTERRUPTED
 
 
 EXIT_HELP = (
-    "Exit status: 0 measured (valid or not, the result says); 1 an error, nothing was measured or the result "
-    "could not be written; 2 not such a command line; 130 interrupted, what was measured is written. With "
-    "--strict also 3 measured, but INVALID; 4 measured, but no request succeeded."
+    "Exit status: 0 measured (valid or not, the result says); 1 an error: nothing was measured, not all of "
+    "a sweep, or the result could not be written; 2 not such a command line; 130 interrupted, what was "
+    "measured is written. With --strict also 3 measured, but INVALID; 4 measured, but no request succeeded."
 )
 
 
 @contextmanager
 def uninterrupted() -> Iterator[StopSwitch]:
-    """The signals of one command go to its switch. Before a run has begun they end the command."""
+    """The signals of one command go to its switch. Before a run has begun they end the command.
+
+    In a process of its own the command had them from the start, and keeps them (`cli_entry`).
+    """
+    owner = signal.getsignal(signal.SIGINT)
+    if isinstance(owner, CommandSignals):
+        yield owner.switch
+        return
     switch = StopSwitch()
 
     def on_signal() -> None:
@@ -62,7 +70,7 @@ def uninterrupted() -> Iterator[StopSwitch]:
         with signals_to(on_signal):
             yield switch
     except KeyboardInterrupt:
-        note("interrupted before anything was measured")
+        note("interrupted: nothing was measured or written")
         raise typer.Exit(Status.INTERRUPTED) from None
 
 
@@ -114,6 +122,10 @@ class Session:
         with HttpTokenizeClient(self.target.url, self.model, self.target.api_key) as tokenizer:
             for plan in plans:
                 check_plan(plan, tokenizer)
+
+    def why_gone(self) -> str | None:
+        """Why the server no longer answers; None: it does."""
+        return why_gone(self.target)
 
     def measure(self, plan: PlanSettings, settings: RunSettings, title: str | None = None) -> Measurement:
         """One measurement with a live display; text prompts are counted by the server itself."""

@@ -57,6 +57,8 @@ def plan_settings(
     check_options(given)
     if duration_s is None and given.duration is not None:
         duration_s = parse_seconds("--duration", given.duration)
+    if duration_s is not None and not duration_s > 0:
+        raise ConfigError(f"--duration {given.duration}: give a time above 0.")
     arrival = _arrival(given, given.rate if rate is None else rate)
     if given.requests is None and duration_s is None and given.trace is None and arrival.kind != "piecewise":
         is_endless = arrival.kind not in ("closed-loop", "burst")

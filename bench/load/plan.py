@@ -54,7 +54,8 @@ class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     format: str  # "azure", "mooncake", "burstgpt", "canonical", "sharegpt"
     speed_up: float = 1.0
-    num_rows: int = 0  # rows taken
+    num_rows: int = 0  # rows taken, each one arrival
+    num_rows_skipped: int = 0  # rows between those: without tokens, or too long for the model
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

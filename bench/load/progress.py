@@ -2,7 +2,8 @@
 
 1. `run_plan` calls `LiveProgress.update` a few times a second with how the run stands.
 2. On a terminal the panel is drawn anew in place; elsewhere (a log, CI) there is a line every `LINE_EVERY_S`.
-3. Leaving the context takes the panel away and writes one last line: the run's totals, whatever ended it.
+3. Leaving the context takes the panel away and writes one last line: the run's totals, whatever ended it. An
+   error before the first request is told by itself.
 
 All of it goes to standard error: standard output is for results. A run is worth more than its display, so an
 output that cannot be written to any more (a closed pipe) ends the display and not the run.
@@ -102,6 +103,8 @@ class LiveProgress:
     ) -> None:
         if self._live is not None:
             self._write(self._live.stop)
+        if self._latest is None and error is not None:
+            return  # nothing was offered: the error says all there is to say
         last = "no request was sent" if self._latest is None else totals_line(self._latest)
         self._write_line(f"{'ended' if error is None else 'broken off'}: {last}")
 

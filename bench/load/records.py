@@ -19,6 +19,7 @@ class Status(Enum):
     ERROR = "error"  # an error event after 200, or an answer that is not what the protocol says
     CONNECTION = "connection"  # could not connect, or the server went away
     TIMEOUT = "timeout"
+    CLIENT = "client"  # the client itself could not send it: out of file descriptors, ports or memory
     INCOMPLETE = "incomplete"  # the stream ended without finish_reason or [DONE]
     CANCELLED = "cancelled"  # the run was interrupted while it was in flight
     SKIPPED = "skipped"  # never sent: an earlier turn failed, or the run was interrupted before
@@ -33,6 +34,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     started_s: float | None = None  # when the client acted on it: took a connection or began to open one
     connected_s: float | None = None  # when it had its connection; opening one takes network and server time
     sent_s: float | None = None  # when its last byte was first handed to the kernel; None: never sent
+    is_unreachable: bool = False  # no connection could be opened, the last time it was tried
     num_retries: int = 0  # sent again on a fresh connection, since the server had closed the kept-alive one
     headers_s: float | None = None  # status line and headers read
     chunk_times_s: list[

@@ -1,10 +1,11 @@
 """Baton and its peers, measured side by side: `python -m bench.peers` (or `make bench-peers`).
 
-1. Say which peers cannot run on this machine, make the others ready.
+1. Say which peers cannot run on this machine, make the others ready (`ready`).
 2. Rounds, A/B/A/B: in each, every server in turn is started, warmed up, measured in closed loops and
    stopped, so that a machine that drifts drifts for all.
    A peer that is far behind in one round (`outcome.far_behind`) is left out of the later ones.
-3. With a trace, the fastest server of each family is started once more and searched for its max goodput.
+3. With a trace, the fastest server of each family is started once more and searched for its max goodput. The
+   searches share what the rounds left of the time (`budget_s`).
 4. After every server the results so far are written: an interrupt loses one server's figures at most, and
    a later run can add its rounds to them (`earlier`).
 """
@@ -13,56 +14,47 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import orjson
 
 from bench.load.runner import Measurement
 from bench.machine import Machine
+from bench.peers.comparison import Comparison, Interrupted
+from bench.peers.estimate import affordable_probes
+from bench.peers.facts import cpu_flags, facts_of, model_shape, time_words
 from bench.peers.limits import best_rates, most_tokens_per_s
 from bench.peers.load import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
-    TraceLoad,
     measure_closed_loop,
     search_goodput,
     warm_up,
 )
-from bench.peers.outcome import ClosedLoop, PeerOutcome, closed_loop_from_result, far_behind, fastest
+from bench.peers.outcome import (
+    ClosedLoop,
+    PeerOutcome,
+    closed_loop_from_result,
+    far_behind,
+    fastest,
+    mean_of,
+)
 from bench.peers.peer import Peer, Places, why_not
 from bench.peers.prepare import CannotRun, prepare, versions
 from bench.peers.record import Report
 from bench.peers.server import PeerServer, Running
-from bench.roofline import ModelShape
+from cluster.errors import BatonError
 
 MOST_WARMUP_REQUESTS = 8
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """What is compared, and how."""
-
-    places: Places
-    cores: tuple[int, ...]
-    num_rounds: int
-    closed_loops: tuple[tuple[int, int], ...]  # (in flight, requests), in order
-    trace: TraceLoad | None
-    no_trace_reason: str | None
-    goodput_names: frozenset[str]  # peers that are searched for max goodput; empty: each family's fastest
-    earlier: Path | None  # results that this comparison adds to
-    max_loop_s: float  # a closed loop that would take longer is left out, and said so
-    out: Path  # without suffix: .json and .md are written
-
-
-class Interrupted(Exception):
-    """The user wants to stop: what was measured is written."""
+def ready(comparison: Comparison, peers: Sequence[Peer], tell: Tell) -> dict[str, PeerOutcome]:
+    """Make every peer ready that can run here: by name, the beginning of its outcome."""
+    outcomes = {peer.name: _outcome(peer) for peer in peers}
+    isa = cpu_flags()
+    for peer in peers:
+        _make_ready(peer, outcomes[peer.name], comparison.places, isa, tell)
+    return outcomes
 
 
 def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tell: Tell) -> list[PeerOutcome]:
@@ -71,20 +63,36 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
     Raises:
         Interrupted: after the results so far were written.
     """
-    report = Report(comparison.out, comparison.earlier, _facts(comparison), dataclasses.asdict(machine))
-    outcomes = {peer.name: report.outcome_of(_outcome(peer)) for peer in peers}
-    isa = cpu_flags()
-    for peer in peers:
-        _make_ready(peer, outcomes[peer.name], comparison.places, isa, tell)
-    shape = _model_shape(comparison.places)
-    fastest_seen = best_rates(machine, report.machines)
+    started_s = time.monotonic()
+    report = Report(comparison.out, comparison.earlier, facts_of(comparison), dataclasses.asdict(machine))
+    try:
+        _compare(comparison, peers, machine, report, started_s, tell)
+    except (Interrupted, KeyboardInterrupt):
+        if not (report.is_written and report.has_new_figures):
+            raise Interrupted("interrupted before anything was measured; nothing is written") from None
+        raise Interrupted(f"interrupted; what was measured is in {comparison.out}.json and .md") from None
+    return report.outcomes
+
+
+def _compare(
+    comparison: Comparison,
+    peers: Sequence[Peer],
+    machine: Machine,
+    report: Report,
+    started_s: float,
+    tell: Tell,
+) -> None:
+    outcomes = {name: report.outcome_of(one) for name, one in ready(comparison, peers, tell).items()}
+    report.leave_out(comparison.not_chosen)
+    shape = model_shape(comparison.places)
     if shape is not None:
+        report.tell("model", f"{comparison.model_title}; {shape.num_parameters / 1e6:.1f} M parameters")
+        fastest_seen = best_rates(machine, report.machines)
         loops = [concurrency for concurrency, _ in comparison.closed_loops]
         for peer in peers:
             outcomes[peer.name].limits_tok_per_s |= most_tokens_per_s(
                 shape, peer, fastest_seen, loops, INPUT_TOKENS, OUTPUT_TOKENS
             )
-    report.write()
     for number in range(comparison.num_rounds):
         for peer in peers:
             outcome = outcomes[peer.name]
@@ -98,9 +106,7 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
             tell(title)
             with _recorded(outcome, report, tell):
                 _measure_peer(comparison, peer, outcome, number, report, tell)
-    if comparison.num_rounds:
-        _search(comparison, peers, outcomes, report, tell)
-    return report.outcomes
+    _search(comparison, peers, outcomes, report, started_s, tell)
 
 
 @contextlib.contextmanager
@@ -111,8 +117,11 @@ def _recorded(outcome: PeerOutcome, report: Report, tell: Tell) -> Iterator[None
     except CannotRun as error:
         outcome.cannot_run = str(error)
         tell(f"  cannot run: {error}")
-    finally:
-        report.write()
+    except BaseException:
+        if report.has_new_figures:  # else an earlier table stays as it is
+            report.write()
+        raise
+    report.write()
 
 
 def _search(
@@ -120,79 +129,74 @@ def _search(
     peers: Sequence[Peer],
     outcomes: Mapping[str, PeerOutcome],
     report: Report,
+    started_s: float,
     tell: Tell,
 ) -> None:
     """Max goodput of the chosen servers; the others say why they have none. What an earlier comparison
     found stays, unless the server is named again."""
     trace, named = comparison.trace, comparison.goodput_names
-    families: dict[str, list[PeerOutcome]] = {}
+    chosen: list[Peer] = []
     for peer in peers:
-        families.setdefault(peer.family or peer.name, []).append(outcomes[peer.name])
-    for peer in peers:
-        outcome, best = outcomes[peer.name], fastest(families[peer.family or peer.name])
+        outcome = outcomes[peer.name]
         if outcome.cannot_run is not None or not outcome.rounds:
             continue
         if outcome.goodput and (trace is None or peer.name not in named):
             continue
-        if trace is None:
-            outcome.goodput_note = comparison.no_trace_reason
-        elif named and peer.name not in named:
-            outcome.goodput_note = "not among the servers chosen for the search"
-        elif not named and outcome is not best:
-            outcome.goodput_note = f"not searched: {best.title if best else 'another'} is the faster one here"
-        else:
-            tell(f"max goodput: {peer.title}")
-            with _recorded(outcome, report, tell), _serving(comparison, peer, outcome, "goodput") as running:
-                rate = outcome.rounds[-1][-1].output_tok_per_s
-                outcome.goodput, found = search_goodput(running, trace, rate, peer.name, tell)
-                outcome.goodput_note = None
-                report.keep_search(peer.name, found)
-                if not found["is_complete"]:
-                    raise Interrupted
+        outcome.goodput_note = why_no_search(comparison, peer, peers, outcomes)
+        if outcome.goodput_note is None:
+            chosen.append(peer)
+    for position, peer in enumerate(chosen):
+        assert trace is not None, "without a trace none is chosen"
+        outcome = outcomes[peer.name]
+        left_s = comparison.budget_s - (time.monotonic() - started_s)
+        num_probes = affordable_probes(left_s, len(chosen) - position, trace.probe_s, trace.max_probes)
+        if not num_probes:
+            outcome.goodput_note = f"not searched: the {comparison.budget_s / 60:.0f} minutes were over"
+            tell(f"max goodput: {peer.title}: {outcome.goodput_note}")
+            continue
+        tell(f"max goodput: {peer.title}, at most {num_probes} probes")
+        with _recorded(outcome, report, tell), _serving(comparison, peer, outcome, "goodput") as running:
+            loops = (mean_of(outcome, concurrency) for concurrency in _loads(outcome))
+            means = [mean for mean in loops if mean is not None]
+            try:
+                outcome.goodput, found, is_interrupted = search_goodput(
+                    running, trace, means, num_probes, peer.name, tell
+                )
+            except BatonError as error:
+                outcome.goodput_note = f"not searched: {error}"
+                tell(f"  {outcome.goodput_note}")
+                continue
+            report.keep_search(peer.name, found)
+            if is_interrupted:
+                raise Interrupted
+    report.tell("time", time_words(comparison, time.monotonic() - started_s))
     report.write()
 
 
-def _facts(given: Comparison) -> dict[str, str]:
-    facts = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "system": f"{platform.system()} {platform.release()}",
-        "Baton's commit": _commit(given.places.repository),
-        "cores used by every server (and by the client beside it)": ", ".join(map(str, given.cores)),
-        "model": given.places.model,
-        "closed loop": f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy; "
-        f"{given.num_rounds} round(s), every server started anew in each",
-    }
-    if given.trace is not None:
-        slos = ", ".join(f"{slo.metric.value} {slo.bound_s:g} s" for slo in given.trace.slos)
-        facts["trace"] = (
-            f"{given.trace.path.name}, lengths divided by {given.trace.scale:g}, "
-            f"{given.trace.probe_s:g} s per probe, {len(given.trace.seeds)} seeds; SLOs: {slos}"
-        )
-    return facts
+def why_no_search(
+    comparison: Comparison, peer: Peer, peers: Sequence[Peer], outcomes: Mapping[str, PeerOutcome]
+) -> str | None:
+    """None: this server is searched for its max goodput."""
+    if comparison.trace is None:
+        return comparison.no_trace_reason
+    if comparison.goodput_names:
+        is_named = peer.name in comparison.goodput_names
+        return None if is_named else "not among the servers chosen for the search"
+    family = [outcomes[other.name] for other in peers if _family(other) == _family(peer)]
+    best = fastest(family)
+    if outcomes[peer.name] is not best:
+        return f"not searched: {best.title if best else 'another'} is the faster one here"
+    if far_behind(outcomes[peer.name], list(outcomes.values())):
+        return "not searched: less than half of the best peer's throughput at every load"
+    return None
 
 
-def _commit(repository: Path) -> str:
-    command = ["git", "-C", str(repository), "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown: not a git checkout"
-    return found.stdout.strip()
+def _family(peer: Peer) -> str:
+    return peer.family or peer.name
 
 
-def cpu_flags() -> frozenset[str]:
-    """The kernel's names of what this CPU can do."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
-def _model_shape(places: Places) -> ModelShape | None:
-    """Of the directory that the peers read; None: no peer needed it."""
-    config = places.model_directory("bf16") / "config.json"
-    return ModelShape.from_config(orjson.loads(config.read_bytes())) if config.is_file() else None
+def _loads(outcome: PeerOutcome) -> list[int]:
+    return sorted({run.concurrency for one in outcome.rounds for run in one})
 
 
 def _outcome(peer: Peer) -> PeerOutcome:

@@ -1,7 +1,11 @@
-"""What was measured of each peer, and what follows from it: means over rounds, ratios, losses. Pure."""
+"""What was measured of each peer, and its means over rounds. Pure.
+
+A round that the client marked invalid is in no mean and no ratio; `invalid_runs` says which and why.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,6 +37,9 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     ci_high: float | None
     is_converged: bool
     notes: list[str] = []
+    passed: float | None = None  # lowest passing rate of the seeds it rests on
+    failed: float | None = None  # their highest failing rate
+    num_seeds: int = 0  # that it rests on
 
 
 class PeerOutcome(msgspec.Struct, kw_only=True):
@@ -57,9 +64,12 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     skipped: dict[int, str] = {}  # by concurrency: why it was not measured
 
     @property
-    def is_equal_dtype(self) -> bool:
-        """16-bit weights, as Baton's."""
-        return self.weight_bits == 16
+    def precision_class(self) -> str:
+        """What it may be held against as its equal: by the bits of a weight, scales included."""
+        for name, least in (("32-bit", 32.0), ("16-bit", 16.0), ("8-bit", 8.0)):
+            if self.weight_bits >= least:
+                return name
+        return "4-bit"
 
 
 def closed_loop_from_result(result: Mapping[str, Any]) -> ClosedLoop:
@@ -84,7 +94,7 @@ def closed_loop_from_result(result: Mapping[str, Any]) -> ClosedLoop:
 
 
 class Mean(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over rounds at one concurrency, and the range of the throughput."""
+    """Means over the valid rounds at one concurrency, and the range of the throughput."""
 
     concurrency: int
     num_rounds: int
@@ -97,12 +107,28 @@ class Mean(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_ms: float
     tpot_p50_ms: float
     tpot_p99_ms: float
-    invalid_reasons: tuple[str, ...]
+
+
+def runs_at(outcome: PeerOutcome, concurrency: int) -> list[ClosedLoop]:
+    """Valid or not, one per round."""
+    return [run for one in outcome.rounds for run in one if run.concurrency == concurrency]
+
+
+def invalid_runs(outcome: PeerOutcome, concurrency: int) -> str | None:
+    """Which rounds are left out of the mean, and why; None: none."""
+    runs = runs_at(outcome, concurrency)
+    bad = [run for run in runs if not run.valid]
+    if not bad:
+        return None
+    reasons = dict.fromkeys(reason for run in bad for reason in run.invalid_reasons)
+    return (
+        f"{len(bad)} of {len(runs)} rounds left out, not valid: {' '.join(reasons) or 'no reason is given'}"
+    )
 
 
 def mean_of(outcome: PeerOutcome, concurrency: int) -> Mean | None:
-    """None: nothing was measured at this concurrency."""
-    runs = [run for one in outcome.rounds for run in one if run.concurrency == concurrency]
+    """None: nothing valid was measured at this concurrency."""
+    runs = [run for run in runs_at(outcome, concurrency) if run.valid]
     if not runs:
         return None
 
@@ -122,20 +148,22 @@ def mean_of(outcome: PeerOutcome, concurrency: int) -> Mean | None:
         ttft_p99_ms=mean(run.ttft_p99_ms for run in runs),
         tpot_p50_ms=mean(run.tpot_p50_ms for run in runs),
         tpot_p99_ms=mean(run.tpot_p99_ms for run in runs),
-        invalid_reasons=tuple(dict.fromkeys(r for run in runs for r in run.invalid_reasons)),
     )
 
 
 def best_peer(
-    outcomes: Sequence[PeerOutcome], concurrency: int, *, equal_dtype_only: bool = False
+    outcomes: Sequence[PeerOutcome], concurrency: int, precision_class: str | None = None
 ) -> tuple[PeerOutcome, Mean] | None:
-    """The peer (never Baton) with the highest throughput; None: no peer was measured."""
+    """The peer (never Baton) with the highest throughput, of one precision or of any; None: no peer was
+    measured.
+    """
     found = [
         (outcome, mean)
         for outcome in outcomes
         if not outcome.is_baton
-        and (outcome.is_equal_dtype or not equal_dtype_only)
+        and precision_class in (None, outcome.precision_class)
         and (mean := mean_of(outcome, concurrency)) is not None
+        and not math.isnan(mean.output_tok_per_s)
     ]
     return max(found, key=lambda pair: pair[1].output_tok_per_s, default=None)
 
@@ -160,67 +188,3 @@ def fastest(family: Sequence[PeerOutcome]) -> PeerOutcome | None:
         return None
     found = [(mean, outcome) for outcome in family if (mean := mean_of(outcome, max(loads))) is not None]
     return max(found, key=lambda pair: pair[0].output_tok_per_s)[1]
-
-
-# field of `Mean`, what it is called, its unit, whether more is better
-_COMPARED = (
-    ("output_tok_per_s", "output", "tok/s", True),
-    ("ttft_p50_ms", "median TTFT", "ms", False),
-    ("tpot_p50_ms", "median TPOT", "ms", False),
-)
-
-
-def losses(outcomes: Sequence[PeerOutcome], concurrencies: Sequence[int]) -> list[str]:
-    """One sentence for each figure of Baton's that some peer beats; names the best peer and the ratio."""
-    sentences = []
-    for baton in (outcome for outcome in outcomes if outcome.is_baton):
-        for concurrency in concurrencies:
-            own = mean_of(baton, concurrency)
-            if own is None:
-                continue
-            rivals = [
-                (outcome.title, mean)
-                for outcome in outcomes
-                if not outcome.is_baton and (mean := mean_of(outcome, concurrency)) is not None
-            ]
-            for field, name, unit, more_is_better in _COMPARED:
-                if not rivals:
-                    continue
-                choose = max if more_is_better else min
-                title, best = choose(rivals, key=lambda rival: float(getattr(rival[1], field)))
-                mine, theirs = float(getattr(own, field)), float(getattr(best, field))
-                if (mine < theirs) if more_is_better else (mine > theirs):
-                    ratio = mine / theirs
-                    sentences.append(
-                        f"{baton.title}, {concurrency} in flight: {name} of {mine:.4g} {unit} is {ratio:.2f} "
-                        f"times that of {title} ({theirs:.4g} {unit})."
-                    )
-    return sentences
-
-
-def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:
-    """The same for max goodput, per target."""
-    sentences = []
-    for baton in (outcome for outcome in outcomes if outcome.is_baton):
-        for own in baton.goodput:
-            rivals = [
-                (other.requests_per_s, outcome.title)
-                for outcome in outcomes
-                if not outcome.is_baton
-                for other in outcome.goodput
-                if other.target == own.target and other.requests_per_s is not None
-            ]
-            best, title = max(rivals, default=(0.0, ""))
-            if own.requests_per_s is None:
-                if best > 0:
-                    sentences.append(
-                        f"{baton.title}: of the rates probed none passed at {own.target:.0%}; {title} passed "
-                        f"{best:.3g} req/s."
-                    )
-                continue
-            if best > own.requests_per_s:
-                sentences.append(
-                    f"{baton.title}: max goodput at {own.target:.0%} of {own.requests_per_s:.3g} req/s is "
-                    f"{own.requests_per_s / best:.2f} times that of {title} ({best:.3g} req/s)."
-                )
-    return sentences

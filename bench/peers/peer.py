@@ -84,8 +84,12 @@ class Peer:
     is_baton: bool = False
     family: str = ""  # variants of one server; the fastest of them is searched for max goodput
     kv_bits: float = 16
-    is_usual: bool = True  # measured when no peers are named
+    why_unusual: str | None = None  # why it is measured only when it is named; None: it always is
     start_timeout_s: float = 300.0
+
+    @property
+    def is_usual(self) -> bool:
+        return self.why_unusual is None
 
     def command(self, port: int) -> list[str]:
         return [part.replace(PORT, str(port)) for part in self.argv]

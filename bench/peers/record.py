@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Written(msgspec.Struct, kw_only=True):
     peers: list[PeerOutcome] = []
     searches: dict[str, dict[str, Any]] = {}
     results: dict[str, list[dict[str, Any]]] = {}
+    not_measured: dict[str, str] = {}  # title of a server without a row |-> why
 
 
 class Report:
@@ -53,6 +55,8 @@ class Report:
         self._out = out
         self._written = Written() if earlier is None else read_written(earlier)
         self._written.parts.append(Part(facts=facts, machine=machine))
+        self.has_new_figures = False
+        self.is_written = False
 
     @property
     def outcomes(self) -> list[PeerOutcome]:
@@ -72,11 +76,24 @@ class Report:
         self._written.peers.append(new)
         return new
 
+    def tell(self, name: str, text: str) -> None:
+        """A fact about this run of the comparison."""
+        self._written.parts[-1].facts[name] = text
+
+    def leave_out(self, reasons: Mapping[str, str]) -> None:
+        """Servers that this run does not measure, by title; an earlier one may have."""
+        titles = {outcome.title for outcome in self._written.peers}
+        self._written.not_measured = {
+            title: reason for title, reason in reasons.items() if title not in titles
+        }
+
     def keep(self, name: str, measurement: Measurement) -> None:
+        self.has_new_figures = True
         kept = {key: value for key, value in measurement.result.items() if key not in LEFT_OUT}
         self._written.results.setdefault(name, []).append(kept)
 
     def keep_search(self, name: str, found: dict[str, Any]) -> None:
+        self.has_new_figures = True
         self._written.searches[name] = found
 
     def write(self) -> None:
@@ -88,8 +105,9 @@ class Report:
         runs = [run for outcome in written.peers for one in outcome.rounds for run in one]
         concurrencies = sorted({run.concurrency for run in runs})
         facts = [(part.facts, part.machine) for part in written.parts]
-        table = as_markdown(written.peers, concurrencies, facts)
+        table = as_markdown(written.peers, concurrencies, facts, written.not_measured)
         write_atomically(self._out.with_name(f"{self._out.name}.md"), [table.encode()])
+        self.is_written = True
 
 
 def read_written(path: Path) -> Written:

@@ -6,15 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.peers.outcome import Goodput, PeerOutcome, best_peer, goodput_losses, losses, mean_of
+from bench.peers.losses import goodput_losses, losses
+from bench.peers.outcome import Goodput, Mean, PeerOutcome, best_peer, invalid_runs, mean_of
 
 
 def as_markdown(
     outcomes: Sequence[PeerOutcome],
     concurrencies: Sequence[int],
     parts: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]],
+    not_measured: Mapping[str, str] | None = None,
 ) -> str:
-    """`parts` are the runs of the comparison: facts such as date and workload, and the machine."""
+    """`parts` are the runs of the comparison: facts such as date and workload, and the machine.
+    `not_measured`: titles of servers that have no row, and why.
+    """
     lines = ["# Peers, measured side by side"]
     for number, (facts, machine) in enumerate(parts, start=1):
         lines += ["", f"Run {number} of {len(parts)}:", ""] if len(parts) > 1 else [""]
@@ -26,13 +30,14 @@ def as_markdown(
     lost = [*losses(outcomes, concurrencies), *goodput_losses(outcomes)]
     lines += ["", "## Where Baton loses", ""]
     lines += [f"- {sentence}" for sentence in lost] or ["Nowhere, among what was measured."]
-    lines += ["", "## Could not be measured", ""]
+    lines += ["", "## Not measured", ""]
     missing = [f"- {one.title}: {one.cannot_run}" for one in outcomes if one.cannot_run is not None]
     missing += [
         f"- {one.title}, max goodput: {one.goodput_note}"
         for one in outcomes
         if one.goodput_note is not None and one.cannot_run is None
     ]
+    missing += [f"- {title}: {reason}" for title, reason in (not_measured or {}).items()]
     lines += missing or ["Nothing."]
     lines += ["", "## Settings and versions", ""]
     for one in outcomes:
@@ -50,23 +55,27 @@ def as_markdown(
 
 
 def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> list[str]:
+    """Each server is held against the best peer of its own precision, and against the best of any."""
     best = best_peer(outcomes, concurrency)
-    best_equal = best_peer(outcomes, concurrency, equal_dtype_only=True)
-    rows = [
-        "| server | precision | output tok/s (range) | of its limit | to best peer | to best 16-bit peer "
-        "| TTFT ms p50 / p99 | TPOT ms p50 / p99 | requests | notes |",
+    classes = dict.fromkeys(one.precision_class for one in outcomes)
+    equals = {name: best_peer(outcomes, concurrency, name) for name in classes}
+    named = [f"{name}: {found[0].title}" for name, found in equals.items() if found is not None]
+    rows = [] if best is None else [f"Best peer of any precision: {best[0].title}; {'; '.join(named)}.", ""]
+    rows += [
+        "| server | precision | output tok/s (range) | of its limit | to best peer of its precision "
+        "| to best peer of any | TTFT ms p50 / p99 | TPOT ms p50 / p99 | requests | notes |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
-        mean = mean_of(one, concurrency)
+        mean, left_out = mean_of(one, concurrency), invalid_runs(one, concurrency)
+        notes = [] if left_out is None else [left_out]
         if mean is None:
             reason = one.skipped.get(concurrency, "not measured")
-            reason = reason if one.cannot_run is None else "cannot run on this machine"
-            rows.append(_row(one.title, one.precision, *["–"] * 7, reason))
+            notes = notes or [reason if one.cannot_run is None else "cannot run on this machine"]
+            rows.append(_row(one.title, one.precision, *["–"] * 7, "; ".join(notes)))
             continue
-        notes = [f"{mean.num_failed} failed"] if mean.num_failed else []
+        notes += [f"{mean.num_failed} failed"] if mean.num_failed else []
         notes += [one.rounds_note] if one.rounds_note is not None else []
-        notes += [f"invalid: {reason}" for reason in mean.invalid_reasons]
         rate = mean.output_tok_per_s
         rows.append(
             _row(
@@ -74,8 +83,8 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
                 one.precision,
                 f"{rate:.1f} ({mean.lowest_tok_per_s:.1f}–{mean.highest_tok_per_s:.1f})",
                 _share(rate, one.limits_tok_per_s.get(concurrency)),
-                _ratio(rate, None if best is None else best[1].output_tok_per_s),
-                _ratio(rate, None if best_equal is None else best_equal[1].output_tok_per_s),
+                _ratio_to(rate, equals[one.precision_class], one.precision_class),
+                _ratio_to(rate, best, "any"),
                 f"{_ms(mean.ttft_p50_ms)} / {_ms(mean.ttft_p99_ms)}",
                 f"{_ms(mean.tpot_p50_ms)} / {_ms(mean.tpot_p99_ms)}",
                 f"{mean.num_rounds} × {mean.num_requests}",
@@ -83,6 +92,13 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
             )
         )
     return rows
+
+
+def _ratio_to(rate: float, best: tuple[PeerOutcome, Mean] | None, among: str) -> str:
+    """With what it is a ratio to; a class of Baton's alone has no peer to be held against."""
+    if best is None:
+        return f"– (no {among} peer)"
+    return f"{_ratio(rate, best[1].output_tok_per_s)} ({among})"
 
 
 def _row(*cells: str) -> str:
@@ -93,33 +109,50 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
     if not any(one.goodput for one in outcomes):
         reasons = dict.fromkeys(one.goodput_note for one in outcomes if one.goodput_note is not None)
         return [f"Not measured: {'; '.join(reasons) or 'it was not asked for'}."]
+    targets = dict.fromkeys(own.target for one in outcomes for own in one.goodput)
+    best = {target: _best_goodput(outcomes, target) for target in targets}
+    named = [f"at {target:.0%} {found[1]}" for target, found in best.items() if found is not None]
     rows = [
-        "A search that did not converge tells the highest rate that had passed when it stopped (≥): a lower "
-        "bound, and so is its part in a ratio.",
+        "The highest rate that passed: the share of all offered requests inside every SLO was at least the "
+        "target. A search that did not converge tells the highest rate that had passed when it stopped (≥): "
+        "a lower bound, and so is its part in a ratio.",
         "",
-        "| server | target | req/s (95 % interval) | to best peer | notes |",
-        "|---|---|---|---|---|",
+        f"Best peer: {', '.join(named) or 'none was found'}.",
+        "",
+        "| server | target | req/s | lowest that passed – highest that failed | seeds | 95 % interval "
+        "| to best peer | notes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
         if not one.goodput:
-            rows.append(
-                f"| {one.title} | – | – | – | {one.goodput_note or one.cannot_run or 'not measured'} |"
-            )
+            reason = one.goodput_note or one.cannot_run or "not measured"
+            rows.append(_row(one.title, *["–"] * 6, reason))
         for own in one.goodput:
-            peers = [
-                other.requests_per_s
-                for outcome in outcomes
-                if not outcome.is_baton
-                for other in outcome.goodput
-                if other.target == own.target and other.requests_per_s is not None
-            ]
-            interval = "–" if own.ci_low is None else f"{own.ci_low:.3g}–{_bound(own.ci_high)}"
-            notes = [*([] if own.is_converged else ["not converged"]), *own.notes]
+            found = best[own.target]
             rows.append(
-                f"| {one.title} | {own.target:.0%} | {_rate(own)} ({interval}) "
-                f"| {_ratio(own.requests_per_s, max(peers, default=None))} | {'; '.join(notes)} |"
+                _row(
+                    one.title,
+                    f"{own.target:.0%}",
+                    _rate(own),
+                    "–" if own.failed is None else f"{_bound(own.passed)} – {_bound(own.failed)}",
+                    str(own.num_seeds or "–"),
+                    "–" if own.ci_low is None else f"{own.ci_low:.3g}–{_bound(own.ci_high)}",
+                    _ratio(own.requests_per_s, None if found is None else found[0]),
+                    "; ".join([*([] if own.is_converged else ["not converged"]), *own.notes]),
+                )
             )
     return rows
+
+
+def _best_goodput(outcomes: Sequence[PeerOutcome], target: float) -> tuple[float, str] | None:
+    found = [
+        (own.requests_per_s, outcome.title)
+        for outcome in outcomes
+        if not outcome.is_baton
+        for own in outcome.goodput
+        if own.target == target and own.requests_per_s is not None
+    ]
+    return max(found, default=None)
 
 
 def _rate(found: Goodput) -> str:

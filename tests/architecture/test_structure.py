@@ -35,7 +35,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 }
 # `baton bench` and `baton simulate` are verbs of the one command line; they are imported only when called.
 COMMAND_LINE_MOUNTS = {
-    ("cluster.cli", "bench.load.cli"),
+    ("cluster.cli", "bench.load.cli_entry"),
     ("cluster.cli", "bench.simulator.cli"),
     ("cluster.cli", "bench.simulator.cli_fleet"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import ssl
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from bench.load.client.tls import PLAIN_HINT, tls_reason
 from bench.load.records import RequestRecord, Status
 
 NS = 1_000_000_000
+# What this process or machine lacks when it cannot open a connection: no word about the server.
+OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +36,7 @@ class Flight:
     num_retries: int = 0
     is_reused: bool = False  # on a connection that carried another request before
     is_ended: bool = False
+    is_unreachable: bool = False  # opening a connection failed, and the client is not to blame
     connection: Connection | None = None
     opening: asyncio.Task[None] | None = None
 
@@ -78,6 +82,7 @@ class Flight:
         record.connected_s = optional(self.first_connected_ns)
         record.sent_s = optional(self.first_sent_ns)
         record.num_retries = self.num_retries
+        record.is_unreachable = self.is_unreachable
         record.headers_s = optional(self.stream.headers_ns)
         record.chunk_times_s = [(moment_ns - start_ns) / NS for moment_ns in answer.moments_ns]
         record.chunk_tokens = answer.chunk_tokens

@@ -15,6 +15,7 @@ import msgspec
 from bench.load.client.flight import blank_record
 from bench.load.client.frames import Job, Tick
 from bench.load.client.offering import Due
+from bench.load.figures.latency import output_len
 from bench.load.records import ClientReport, RequestRecord, RunRecord, Status
 
 RECENT_S = 5.0
@@ -28,7 +29,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     num_offered: int  # sending had begun
     num_in_flight: int
     num_ended: dict[Status, int]
-    num_output_tokens: int  # of ended requests as the server counts them, else one per chunk with content
+    num_output_tokens: int  # of ended requests, failed ones too, as results count; of others one per chunk
     recent_ttft_s: float | None = None  # median, from the scheduled time
     recent_ttft_p99_s: float | None = None
     recent_itl_s: float | None = None  # median of all gaps between chunks
@@ -131,7 +132,7 @@ class Gathering:
     def _take(self, record: RequestRecord) -> None:
         self._records[record.index] = record
         self._ended[record.status] += 1
-        self._num_ended_tokens += record.output_tokens or len(record.chunk_times_s)
+        self._num_ended_tokens += output_len(record)
         if record.end_s is not None:
             self._recent.append(record)
 

@@ -59,13 +59,23 @@ class ClientHandle:
 
     @classmethod
     async def spawn(cls, number: int) -> ClientHandle:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.load.client.process"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+        """
+        Raises:
+            BatonError: the machine has no room for it.
+        """
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "bench.load.client.process"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BatonError(
+                f"client process {number} could not be started ({error.strerror or error}): use fewer "
+                "--processes"
+            ) from None
         return cls(number, process)
 
     async def load(self, setup: Setup, jobs: Iterable[Job]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from bench.load.client.alarm import make_alarm
 from bench.load.client.chats import Chats
 from bench.load.client.connection import Connection, Connections, Dialled, Inbox
-from bench.load.client.flight import NS, Flight, blank_record, reason
+from bench.load.client.flight import NS, OWN_LIMITS, Flight, blank_record, reason
 from bench.load.client.frames import Job, Setup, Tick
 from bench.load.client.http_stream import ResponseStream
 from bench.load.client.limits import Limits
@@ -199,7 +199,12 @@ class LoadClient:
     def _cannot_connect(self, flight: Flight, error: OSError) -> None:
         where = f"`{self._setup.host}:{self._setup.port}`"
         why = reason(error, is_tls=self.connections.context is not None)
-        self._end(flight, Status.CONNECTION, f"cannot connect to {where}: {why}", time.perf_counter_ns())
+        now_ns = time.perf_counter_ns()
+        if error.errno in OWN_LIMITS:
+            self._end(flight, Status.CLIENT, f"the client could not open a connection: {why}", now_ns)
+        else:
+            flight.is_unreachable = True
+            self._end(flight, Status.CONNECTION, f"cannot connect to {where}: {why}", now_ns)
 
     def _send(self, flight: Flight, connection: Connection) -> None:
         flight.connection = connection

@@ -23,6 +23,7 @@ from bench.load.client.handle import ClientHandle
 from bench.load.client.interrupts import StopSwitch as StopSwitch
 from bench.load.client.interrupts import signals_to
 from bench.load.client.jobs import share_slots, split_plan
+from bench.load.client.open_files import certain_connections, check_open_files, file_limits
 from bench.load.client.target import Target
 from bench.load.plan import Plan
 from bench.load.records import RunRecord
@@ -55,7 +56,8 @@ def run_plan(
         stop: whoever holds it owns the signals; without one they end the run.
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: a setting that cannot work, or more requests at once than this machine lets a process
+            open.
         BatonError: a client process could not start.
     """
     if num_processes < 1:
@@ -67,6 +69,10 @@ def run_plan(
         raise ConfigError(f"closed loop with {num_slots} slots: at least one is needed")
     num_processes = min(num_processes, len(plan.requests) or 1, num_slots or num_processes)
     shares = split_plan(plan, num_processes)
+    slots_of = share_slots(num_slots, num_processes)
+    check_open_files(
+        [certain_connections(*work) for work in zip(shares, slots_of, strict=True)], *file_limits()
+    )
     setups = [
         Setup(
             process=process,
@@ -82,7 +88,7 @@ def run_plan(
             core=cores[process % len(cores)] if cores else None,
             num_jobs=len(shares[process]),
         )
-        for process, slots in enumerate(share_slots(num_slots, num_processes))
+        for process, slots in enumerate(slots_of)
     ]
     switch = stop or StopSwitch()
     with signals_to(switch.stop) if stop is None else nullcontext():

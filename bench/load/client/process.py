@@ -39,6 +39,7 @@ from bench.load.client.frames import (
     frame_length,
 )
 from bench.load.client.load_client import LoadClient
+from bench.load.client.open_files import raise_file_limit
 from bench.load.client.stalls import Stalls, StallWatch
 from bench.load.client.tls import tls_context
 from bench.load.records import ClientReport
@@ -191,12 +192,6 @@ class Session:
 def cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
-
-
-def raise_file_limit() -> None:
-    """As many connections as the system allows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

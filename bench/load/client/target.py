@@ -95,7 +95,9 @@ def parse_target(url: str, api_key: str | None = None, verify_tls: bool = True) 
     except ValueError:
         port = 0
     if port == 0:
-        raise ConfigError(f"`{url}`: the port is not a number from 1 to 65535")
+        raise ConfigError(
+            f"`{url}`: give a port from 1 to 65535, or leave it out for {443 if is_tls else 80}"
+        )
     path = parts.path.rstrip("/").removesuffix("/v1")
     return Target(
         host=_host_name(parts.hostname),
@@ -146,6 +148,15 @@ def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIM
         max_model_len=max_model_len if isinstance(max_model_len, int) else None,
         owned_by=owned_by if isinstance(owned_by, str) else None,
     )
+
+
+def why_gone(target: Target, timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
+    """Why the server does not answer any more; None: it does, with whatever status."""
+    try:
+        call(target, "GET", "/v1/models", timeout_s=timeout_s)
+    except BatonError as error:
+        return str(error).rstrip(".?")  # a clause of somebody's sentence
+    return None
 
 
 def call(

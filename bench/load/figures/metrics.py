@@ -16,6 +16,7 @@ What is counted over what:
   they were offered, ÷ its length; input tokens count at the request's first chunk, requests at their end.
   Dividing the totals of the requests offered in it would report the offered load, not what the server
   delivered.
+- Partial tokens: what requests streamed that did not end OK. They are in no rate, and counted apart.
 - Goodput: good requests (or their tokens) offered in the window ÷ its length.
 
 What cannot be computed (no samples, no length, no SLO) is None.
@@ -73,6 +74,9 @@ def summarize(
         errors=_errors(record for record, _ in measured),
         total_input_tokens=sum(_input_len(record) for record, _ in done),
         total_output_tokens=sum(latency.output_len for _, latency in done),
+        total_partial_output_tokens=sum(
+            latency.output_len for record, latency in measured if record.status is not Status.OK
+        ),
         total_cached_tokens=sum(record.cached_tokens or 0 for record, _ in done),
         throughput=_throughput(run.records, done, activity, span),
         goodput=_goodput(measured, slos, span.length_s) if slos else None,

@@ -5,8 +5,8 @@
 3. `metrics` counts: a request is good when it ended OK and met every bound, and all offered requests count.
 
 `tpot` of a one-token answer does not exist, so that answer meets any tpot bound; likewise `itl` and `gap` of
-an answer that came in one chunk. An answer without a token meets no ttft bound. A failed request meets no
-bound.
+an answer that came in one chunk. A failed request meets no bound, and neither does an answer without a token:
+its reader waited for nothing.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def slos_from_ms(slos_ms: Mapping[str, float]) -> tuple[Slo, ...]:
 
 def evaluate(slos: Sequence[Slo], status: Status, latency: Latency) -> tuple[bool, ...]:
     """Whether the request met each bound, in the order of `slos`."""
-    return tuple(status is Status.OK and _meets(slo, latency) for slo in slos)
+    has_token = latency.ttft_s is not None
+    return tuple(status is Status.OK and has_token and _meets(slo, latency) for slo in slos)
 
 
 def is_good(status: Status, met: Sequence[bool]) -> bool:

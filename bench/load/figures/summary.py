@@ -76,6 +76,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[ErrorCount, ...]  # most frequent first
     total_input_tokens: int  # of the window's OK requests
     total_output_tokens: int
+    total_partial_output_tokens: int  # streamed by requests of the window that did not end OK
     total_cached_tokens: int
     throughput: Throughput
     goodput: Goodput | None  # None without SLOs

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from bench.load.figures.outage import find_outage
 from bench.load.figures.punctuality import (
     MAX_LAG_SHARE_OF_TTFT,
     MAX_READ_SHARE,
@@ -42,6 +43,7 @@ def judge(run: RunRecord, summary: Summary) -> Validity:
     reasons = [
         *_incomplete(run),
         *_empty(summary),
+        *_client_limits(run.records),
         *_sent_late(measured, run.clients, summary),
         *(read_late if is_read_too_late else ()),
         *_busy(run.clients),
@@ -50,6 +52,8 @@ def judge(run: RunRecord, summary: Summary) -> Validity:
     ]
     cautions = [
         *(() if is_read_too_late else read_late),
+        *_outage(run.records),
+        *_without_token(measured),
         *_retried(run.records),
         *_unchecked(run.records),
     ]
@@ -78,6 +82,50 @@ def _empty(summary: Summary) -> list[str]:
     return [
         f"No request was scheduled in the window ({summary.span.rule}), out of {summary.num_run_offered} "
         "offered: run longer or leave out less."
+    ]
+
+
+def _client_limits(records: Sequence[RequestRecord]) -> list[str]:
+    """What the client could not send says nothing about the server."""
+    unsent = [record for record in records if record.status is Status.CLIENT]
+    if not unsent:
+        return []
+    return [
+        f"The client could not send {len(unsent)} of {len(records)} requests, the first after "
+        f"{unsent[0].scheduled_s:.1f} s ({unsent[0].error}): raise its limit of open files (ulimit -n, and "
+        "-Hn above it), use more --processes or client machines, or offer less at once."
+    ]
+
+
+def _outage(records: Sequence[RequestRecord]) -> list[str]:
+    outage = find_outage(records)
+    if outage is None:
+        refused = [record for record in records if record.is_unreachable]
+        if not refused:
+            return []
+        return [
+            f"{len(refused)} of {len(records)} requests could open no connection, the first one due after "
+            f"{refused[0].scheduled_s:.1f} s, before any had succeeded: the server was not there."
+        ]
+    until = (
+        "until the end" if outage.end_s is None else f"until answers came again after {outage.end_s:.1f} s"
+    )
+    return [
+        f"The server went away after {outage.start_s:.1f} s, when {outage.num_ok_before} requests had "
+        f"succeeded: {outage.num_refused} connections could not be opened, {until}. "
+        f"{outage.num_offered_after} of the {len(records)} offered requests were due after that moment; the "
+        "figures count them all."
+    ]
+
+
+def _without_token(records: Sequence[RequestRecord]) -> list[str]:
+    done = [record for record in records if record.status is Status.OK]
+    num = sum(not record.chunk_times_s for record in done)
+    if not num:
+        return []
+    return [
+        f"{num} of {len(done)} answers that ended in good order had no token: they meet no SLO, and have no "
+        "TTFT."
     ]
 
 

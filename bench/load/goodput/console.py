@@ -59,12 +59,13 @@ def so_far(answer: TargetAnswer) -> str:
 
 def answer_lines(found: Mapping[str, Any]) -> list[str]:
     """From `search.to_dict` with `is_complete` and `duration_s`."""
-    lines = [] if found["is_complete"] else ["INCOMPLETE: the search was interrupted; this is what it knows"]
+    lines = [] if found["is_complete"] else ["INCOMPLETE: the search was cut short; this is what it knows"]
     for answer in msgspec.convert(found["answers"], tuple[TargetAnswer, ...]):
         lines.append(f"max goodput at {answer.target:.0%} attainment: {answer_words(answer)}")
         lines += [f"  {note}" for note in answer.notes]
     lines += [f"note: {note}" for note in found["notes"]]
-    lines.append(f"{len(found['probes'])} probes of {found['duration_s']:g} s each")
+    num = len(found["probes"])
+    lines.append(f"{num} probe{'' if num == 1 else 's'} of {found['duration_s']:g} s each")
     return lines
 
 

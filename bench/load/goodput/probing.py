@@ -2,7 +2,9 @@
 
 1. `GoodputSearch` says the next (rate, seed).
 2. The plan is re-aimed at that rate (`at_rate`), with a salt of its own: no probe finds its prompts cached.
-3. Its attainment, over all requests offered in the window, is reported back.
+3. A probe in which the server could not be reached, or after which it no longer answers, proves nothing: it
+   is not reported, and the search ends.
+4. Its attainment, over all requests offered in the window, is reported back.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from bench.load.figures.outage import may_be_gone, was_unreachable
 from bench.load.goodput.search import GoodputSearch, to_dict
 from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
+from bench.load.records import RunRecord
 from bench.load.runner import Measurement
 from cluster.errors import BatonError
 
 MeasureProbe = Callable[[Probe, int], Measurement]  # (probe, its number from 0) -> what was measured
+WhyGone = Callable[[], str | None]  # asks the server: why it does not answer; None: it does
 OnProbe = Callable[[Probe, ProbeOutcome, GoodputSearch], None]
 
 
@@ -28,13 +33,25 @@ def outcome_of(measurement: Measurement) -> ProbeOutcome:
     )
 
 
+def server_lost(run: RunRecord, why_gone: WhyGone) -> str | None:
+    """Why this run says nothing about the load it offered: its server went away. None: it did not."""
+    if not may_be_gone(run):
+        return None
+    why = why_gone()
+    if why is not None:
+        return f"the server no longer answers: {why}"
+    if was_unreachable(run):
+        return "the server could not be reached for a time, and answers again"
+    return None
+
+
 def find_max_goodput(
-    settings: SearchSettings, measure: MeasureProbe, on_probe: OnProbe
+    settings: SearchSettings, measure: MeasureProbe, on_probe: OnProbe, why_gone: WhyGone
 ) -> tuple[dict[str, Any], list[Measurement]]:
     """The search's dict (settings, answers, probes) and every measurement, in order.
 
-    An interrupted probe ends the search, and so does a later one that cannot be built (a trace with too few
-    rows, say); its answers then say that they are unfinished.
+    An interrupted probe ends the search, and so does one in which the server went away, or a later one that
+    cannot be built (a trace with too few rows, say); its answers then say that they are unfinished.
 
     Raises:
         BatonError: the first probe cannot be built.
@@ -53,8 +70,15 @@ def find_max_goodput(
             failures.append(f"The probe at {probe.rate:.4g} req/s could not be offered: {error}")
             break
         measurements.append(measurement)
-        is_complete = measurement.run.is_complete
-        if is_complete:
+        if not measurement.run.is_complete:
+            is_complete = False
+        elif (lost := server_lost(measurement.run, why_gone)) is not None:
+            is_complete = False
+            failures.append(
+                f"The search ended with its probe at {probe.rate:.4g} req/s, seed {probe.seed}, which proves "
+                f"nothing and is in no figure: {lost}."
+            )
+        else:
             outcome = outcome_of(measurement)
             search.report(probe, outcome)
             on_probe(probe, outcome, search)

@@ -75,12 +75,17 @@ class GoodputSearch:
             return None
         if self._log and self._must_repeat(self._log[-1][0]):
             return self._log[-1][0]
-        for target in self.settings.targets:
-            for seed in self.settings.seeds:
-                rate = self._next_rate(target, seed)
-                if rate is not None:
-                    return Probe(rate, seed)
+        for target, seed in self._order():
+            rate = self._next_rate(target, seed)
+            if rate is not None:
+                return Probe(rate, seed)
         return None
+
+    def _order(self) -> list[tuple[float, int]]:
+        targets, seeds = self.settings.targets, self.settings.seeds
+        if self.settings.seed_by_seed:
+            return [(target, seed) for seed in seeds for target in targets]
+        return [(target, seed) for target in targets for seed in seeds]
 
     def report(self, probe: Probe, outcome: ProbeOutcome) -> None:
         """Take the outcome of the probe that `next` gave.

@@ -24,6 +24,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_probes: int = 60
     min_rate: float = 0.01
     max_rate: float = 10_000.0
+    seed_by_seed: bool = False  # all targets of a seed before the next one, else all seeds of a target
 
     def __post_init__(self) -> None:
         checks = (

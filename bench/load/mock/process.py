@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import os
 import selectors
@@ -17,12 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import orjson
 
-from bench.load.client.process import new_loop, raise_file_limit
+from bench.load.client.open_files import raise_file_limit
+from bench.load.client.process import new_loop
 from bench.load.client.target import Target, call, parse_target
 from bench.load.mock.script import Script, field_help, read_script
 from bench.load.mock.server import MockServer, MockSettings, Truth
@@ -65,11 +67,16 @@ async def _serve(
     try:
         server = await MockServer(settings, host, port).__aenter__()
     except OSError as error:
-        raise ConfigError(f"cannot listen on `{host}:{port}`: {error.strerror or error}") from None
+        hint = "; give another --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+        raise ConfigError(f"cannot listen on `{host}:{port}`: {why}{hint}") from None
     gc.freeze()
     if on_listening is not None:
         on_listening(server.url)
     await over.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)  # a second one, while this one is obeyed
     await server.__aexit__()
 
 
@@ -148,11 +155,14 @@ One request's own script, over the default: the field `mock` of its body
 
 
 def main(arguments: list[str] | None = None, program: str = "python -m bench.load.mock.process") -> int:
-    parser = _parser(program)
-    options = parser.parse_args(arguments)
-    if options.core is not None:
-        os.sched_setaffinity(0, {options.core})
+    options = _parser(program).parse_args(arguments)
     try:
+        if options.core is not None:
+            _pin(options.core)
+        if not 0 <= options.port <= 65535:
+            raise ConfigError(f"--port {options.port}: give a port from 1 to 65535, or 0 for a free one")
+        if options.capacity is not None and options.capacity < 1:
+            raise ConfigError(f"--capacity {options.capacity}: give 1 or more, or leave it out for no limit")
         if options.settings is not None:
             settings = _read_settings(options.settings)
         else:
@@ -160,14 +170,33 @@ def main(arguments: list[str] | None = None, program: str = "python -m bench.loa
             settings = MockSettings(script=script, capacity=options.capacity)
         serve_mock(settings, options.host, options.port, _print_url, options.with_stdin)
     except BatonError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
+def _pin(core: int) -> None:
+    """
+    Raises:
+        ConfigError: this process may not run there.
+    """
+    try:
+        os.sched_setaffinity(0, {core})
+    except (OSError, ValueError, OverflowError):
+        cores = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ConfigError(f"--core {core}: give one of this machine's: {cores}") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """What is wrong is one line; `--help` has the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see --help\n")
+
+
 def _parser(program: str) -> argparse.ArgumentParser:
     fields = "\n".join(f"  {name:19}{text} ({default})" for name, default, text in field_help())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=program,
         description="An OpenAI-compatible server of scripted timings and faults. It prints its URL as JSON.",
         epilog=f"fields of a script, and their defaults:\n{fields}\n\n{EXAMPLE}",
@@ -175,10 +204,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (0: a free one)")
-    parser.add_argument("--script", default="{}", help="JSON object: the script of every request")
-    parser.add_argument("--capacity", type=int, help="requests served at once; the others wait (all)")
-    parser.add_argument("--settings", help="JSON of all settings; replaces --script and --capacity")
-    parser.add_argument("--core", type=int, help="pin to this core")
+    parser.add_argument("--script", default="{}", help="JSON object: the script of every request ({})")
+    parser.add_argument("--capacity", type=int, help="requests served at once; the others wait (no limit)")
+    parser.add_argument("--settings", help="JSON of all settings (none); replaces --script and --capacity")
+    parser.add_argument("--core", type=int, help="pin to this core (none)")
     parser.add_argument("--with-stdin", action="store_true", help="end when stdin ends")
     return parser
 

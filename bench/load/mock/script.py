@@ -8,7 +8,7 @@ whitespace parts). Every generated token is the word `" mock"`, so a text's word
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -29,48 +29,59 @@ def _says(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Interval = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times in seconds. Counts of `*_after` are tokens sent before it happens."""
 
-    ttft_s: Annotated[float, _says("seconds from the admission of the request to the first token")] = 0.0
+    ttft_s: Annotated[Seconds, _says("seconds from the admission of the request to the first token")] = 0.0
     itl_s: Annotated[
-        float | list[float],
+        Seconds | Annotated[list[Seconds], msgspec.Meta(min_length=1)],
         _says("seconds between chunks; a list is used from its start again when it ends"),
     ] = 0.0
-    num_tokens: Annotated[int | None, _says("tokens of the answer; null: the request's max_tokens")] = None
-    tokens_per_chunk: Annotated[int, _says("tokens in each chunk")] = 1
+    num_tokens: Annotated[Count | None, _says("tokens of the answer; null: the request's max_tokens")] = None
+    tokens_per_chunk: Annotated[Size, _says("tokens in each chunk")] = 1
     role_chunk: Annotated[bool, _says("chat: a first chunk with the role alone")] = True
-    role_s: Annotated[float, _says("seconds from admission to that chunk")] = 0.0
+    role_s: Annotated[Seconds, _says("seconds from admission to that chunk")] = 0.0
     usage: Annotated[bool, _says("false: no usage, though asked for")] = True
     usage_error: Annotated[int, _says("added to the true completion_tokens")] = 0
     continuous_usage: Annotated[bool, _says("usage in every chunk, also when not asked for")] = False
     token_ids: Annotated[bool, _says("token ids in every chunk")] = False
-    cached_tokens: Annotated[int | None, _says("cached prompt tokens that usage tells of")] = None
+    cached_tokens: Annotated[Count | None, _says("cached prompt tokens that usage tells of")] = None
     finish_reason: Annotated[str | None, _says("of the last chunk; null: none")] = "length"
     done_mark: Annotated[bool, _says("[DONE] at the end")] = True
     timings: Annotated[
         dict[str, float | int | str] | None, _says("object that comes back as timings in the last chunk")
     ] = None
-    error_after: Annotated[int | None, _says("after so many tokens an error event, then [DONE]")] = None
-    cut_after: Annotated[int | None, _says("after so many tokens the connection is closed")] = None
-    reset_after: Annotated[int | None, _says("after so many tokens the connection is reset")] = None
+    error_after: Annotated[Count | None, _says("after so many tokens an error event, then [DONE]")] = None
+    cut_after: Annotated[Count | None, _says("after so many tokens the connection is closed")] = None
+    reset_after: Annotated[Count | None, _says("after so many tokens the connection is reset")] = None
     end_after: Annotated[
-        int | None,
+        Count | None,
         _says("after so many tokens the body ends in good order, without finish_reason and [DONE]"),
     ] = None
-    stall_after: Annotated[int | None, _says("after so many tokens nothing more comes")] = None
-    http_status: Annotated[int, _says("other than 200: the request is refused with it, after ttft_s")] = 200
+    stall_after: Annotated[Count | None, _says("after so many tokens nothing more comes")] = None
+    http_status: Annotated[
+        Annotated[int, msgspec.Meta(ge=200, le=599)],
+        _says("other than 200: the request is refused with it, after ttft_s"),
+    ] = 200
     error_shape: Annotated[
         ErrorShape, _says("body of a refusal: nested ({error: {message}}), flat, text or empty")
     ] = ErrorShape.NESTED
     message: Annotated[str, _says("of errors and refusals")] = "as scripted"
     heartbeat_s: Annotated[
-        float | None, _says("seconds between comments while the first token is awaited; null: none")
+        Interval | None, _says("seconds between comments while the first token is awaited; null: none")
     ] = None
-    split_bytes: Annotated[int | None, _says("the body is written in slices of so many bytes")] = None
-    line_end: Annotated[str, _says("of the event stream's lines")] = "\n"
+    split_bytes: Annotated[Size | None, _says("the body is written in slices of so many bytes")] = None
+    line_end: Annotated[Literal["\n", "\r\n", "\r"], _says("of the event stream's lines")] = "\n"
     space_after_colon: Annotated[bool, _says("of the event stream's fields")] = True
-    framing: Annotated[str, _says("of the body: chunked, or close (ends with the connection)")] = "chunked"
+    framing: Annotated[
+        Literal["chunked", "close"], _says("of the body: chunked, or close (ends with the connection)")
+    ] = "chunked"
     keep_alive: Annotated[bool, _says("the connection may be used again")] = True
     label: Annotated[str, _says("comes back in /mock/truth")] = ""
 
@@ -80,7 +91,8 @@ def field_help() -> list[tuple[str, str, str]]:
     hints = get_type_hints(Script, include_extras=True)
     told = []
     for field in msgspec.structs.fields(Script):
-        [meta] = [one for one in hints[field.name].__metadata__ if isinstance(one, msgspec.Meta)]
+        metas = (one for one in hints[field.name].__metadata__ if isinstance(one, msgspec.Meta))
+        [meta] = [one for one in metas if one.description is not None]
         default = msgspec.json.encode(field.default).decode()
         told.append((field.name, default, meta.description or ""))
     return told

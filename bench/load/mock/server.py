@@ -25,7 +25,7 @@ import orjson
 
 from bench.load.mock.answer import Act, Step, answer_steps, end_s, error_body, whole_answer
 from bench.load.mock.connection import MockConnection
-from bench.load.mock.script import Call, Script, count_tokens, read_call
+from bench.load.mock.script import Call, Script, Size, count_tokens, read_call
 from cluster.errors import InvalidRequest
 
 NS = 1_000_000_000
@@ -38,8 +38,8 @@ COMPLETIONS = {"/v1/completions": False, "/v1/chat/completions": True}  # path |
 class MockSettings(msgspec.Struct, frozen=True, kw_only=True):
     script: Script = Script()
     model: str = "mock-8b-instruct"
-    capacity: int | None = None  # requests served at once; None: all
-    max_model_len: int = 32_768
+    capacity: Size | None = None  # requests served at once; None: all
+    max_model_len: Size = 32_768
     keeps_truth: bool = True
 
 

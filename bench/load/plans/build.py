@@ -22,7 +22,7 @@ import msgspec
 from bench.load.plan import Arrival, Plan, PlannedRequest, TraceSource
 from bench.load.plans.arrivals import schedule
 from bench.load.plans.prompts import ChatWriter, Draft, IdsWriter, LiteralWriter, TextWriter, Writer
-from bench.load.plans.replay import select
+from bench.load.plans.replay import num_skipped_among, select
 from bench.load.plans.settings import (
     Chats,
     Endpoint,
@@ -171,6 +171,7 @@ def _offer_trace(settings: PlanSettings, workload: TraceReplay) -> Offer:
         format=trace.format,
         speed_up=selection.speed_up,
         num_rows=len(selection.rows),
+        num_rows_skipped=num_skipped_among(selection.rows),
     )
     units = replay_units(workload, selection.rows)
     return Offer(units, selection.times_s, selection.arrival, selection.facts, source)

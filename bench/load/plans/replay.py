@@ -6,6 +6,7 @@
 4. With trace arrivals a row comes when its timestamp says, divided by the speed-up. If a rate R is wanted, R
    times the duration rows are taken, and the speed-up is R over their own mean rate (rows less one over the
    time from first to last): the trace's rhythm at exactly the mean rate R.
+   Holes in them are told: nothing is offered there.
 5. With other arrivals the schedule gives the times, and the rows follow one another.
 6. Without a limit all rows from the first one on are offered.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +24,7 @@ from bench.load.plans.arrivals import schedule
 from bench.load.plans.randomness import generator
 from bench.load.plans.settings import PlanSettings, TraceReplay
 from bench.load.plans.trace_formats import TraceRow
+from bench.load.plans.trace_times import find_holes
 from bench.load.plans.traces import Trace
 from bench.load.plans.workloads import fit_lengths
 from cluster.errors import ConfigError
@@ -87,6 +90,7 @@ def _fitting(
         if any(row.hash_ids for row in rows)
         else None,
         "rows_were_sorted": trace.was_sorted,
+        "num_rows_out_of_order": trace.num_out_of_order,
         "unknown_fields": list(trace.unknown_fields),
     }
     return rows, facts
@@ -116,7 +120,27 @@ def _at_own_times(
         details={"speed_up": speed_up, "native_rate": native_rate},
     )
     times_s = [(row.time_s - window[0].time_s) / speed_up for row in window]
+    facts = facts | _hole_facts(window, speed_up)
     return Selection(window, times_s, arrival, speed_up, facts)
+
+
+def _hole_facts(window: list[TraceRow], speed_up: float) -> dict[str, Any]:
+    holes = find_holes([row.time_s for row in window])
+    if holes is None:
+        return {"num_holes": 0}
+    return {
+        "num_holes": holes.num,
+        "longest_hole_trace_s": holes.longest_s,
+        "longest_hole_run_s": holes.longest_s / speed_up,
+        "longest_hole_from_run_s": (holes.longest_from_s - window[0].time_s) / speed_up,
+    }
+
+
+def num_skipped_among(rows: Sequence[TraceRow]) -> int:
+    """Rows of the file between the first and the last of `rows` that are not among them: without tokens, or
+    too long for the model.
+    """
+    return rows[-1].position - rows[0].position + 1 - len(rows) if rows else 0
 
 
 def _window(

@@ -17,6 +17,7 @@ from cluster.errors import ConfigError
 
 _OURS = ("model", "stream", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "ignore_eos")
 MAX_ID = 2**31
+MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6
 
 
 def check_settings(settings: PlanSettings, *, has_server: bool) -> None:
@@ -53,8 +54,10 @@ def check_settings(settings: PlanSettings, *, has_server: bool) -> None:
                 )
         case TraceReplay():
             _check_seconds("trace offset", workload.offset_s)
-            if not (0 < workload.scale < math.inf and 0 < workload.speed_up < math.inf):
-                raise ConfigError("A trace's scale and speed-up must be numbers above 0.")
+            if not all(MIN_FACTOR <= x <= MAX_FACTOR for x in (workload.scale, workload.speed_up)):
+                raise ConfigError(
+                    "A trace's scale and speed-up must be numbers above 0, from 0.000001 to 1,000,000."
+                )
             if workload.block_tokens < 1:
                 raise ConfigError(
                     f"A hash id of {workload.block_tokens} tokens stands for nothing: use 1 or more."

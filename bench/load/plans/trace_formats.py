@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -37,6 +37,7 @@ class TraceRow:
     output_tokens: int
     session: str | None = None  # rows of one conversation
     hash_ids: tuple[int, ...] | None = None  # one per block of the prompt
+    position: int = field(default=0, compare=False)  # among all rows of the file by time, unusable ones too
 
 
 class Parser(Protocol):

@@ -5,7 +5,7 @@
 2. The parser of `trace_formats` makes each line a `TraceRow`; a line that is not of the format is an error
    that names file, line and what was expected.
 3. Rows without input or output tokens (failed requests of BurstGPT, say) are left out and counted.
-4. Rows are sorted by time (stable; `was_sorted` says whether they were) and their times count from the first
+4. Rows are sorted by time (stable; how many were out of order is told) and their times count from the first
    one.
 """
 
@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from bench.load.plans.trace_formats import FORMATS, LineError, TraceFormat, TraceRow, detect
+from bench.load.plans.trace_times import num_out_of_order
 from cluster.errors import BatonError
 
 
@@ -30,8 +31,12 @@ class Trace:
     format: str
     rows: tuple[TraceRow, ...]  # by time, the first at 0
     num_empty: int  # rows left out because they have no input or no output tokens
-    was_sorted: bool
+    num_out_of_order: int  # rows, empty ones too, that are earlier than one above them in the file
     unknown_fields: tuple[str, ...]  # names in the file that nothing here reads
+
+    @property
+    def was_sorted(self) -> bool:
+        return not self.num_out_of_order
 
 
 def read_bytes(path: Path) -> bytes:
@@ -69,20 +74,20 @@ def read_trace(path: Path, format_name: str | None = None) -> Trace:
             ) from None
         if row is not None:
             rows.append(row)
-    usable = [row for row in rows if row.input_tokens > 0 and row.output_tokens > 0]
+    ordered = [replace(row, position=i) for i, row in enumerate(sorted(rows, key=lambda row: row.time_s))]
+    usable = [row for row in ordered if row.input_tokens > 0 and row.output_tokens > 0]
     if not usable:
         raise TraceError(
             f"The trace {path} has no row with input and output tokens: there is nothing to offer."
         )
-    ordered = sorted(usable, key=lambda row: row.time_s)
-    start_s = ordered[0].time_s
+    start_s = usable[0].time_s
     return Trace(
         path=str(path),
         sha256=sha256(content).hexdigest(),
         format=trace_format.name,
-        rows=tuple(replace(row, time_s=row.time_s - start_s) for row in ordered),
+        rows=tuple(replace(row, time_s=row.time_s - start_s) for row in usable),
         num_empty=len(rows) - len(usable),
-        was_sorted=ordered == usable,
+        num_out_of_order=num_out_of_order(row.time_s for row in rows),
         unknown_fields=parse.unknown_fields(),
     )
 

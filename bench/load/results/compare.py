@@ -1,13 +1,15 @@
 """Runs side by side: each headline figure per run, its ratio to the first run, and what makes them unlike.
 
 1. `compare_results` takes results as `result.read_result` gives them.
-2. It warns where the runs did not do the same work, or may not be believed.
+2. It warns where the runs did not do the same work. A run that is not valid is shown, but has no ratios, and
+   nothing is held against it.
 3. `as_text` is for a terminal, `as_dict` for a file.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -36,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     values: tuple[float | None, ...]  # per run
     ratios: tuple[
         float | None, ...
-    ]  # value / value of the first run; None where one is missing or the first is 0
+    ]  # value / value of the first run; None where one is missing or not valid, or the first is 0
 
     def verdict(self, index: int) -> str:
         """ "better" or "worse" than the first run; "" if equal or not known."""
@@ -48,6 +50,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...]
+    valid: tuple[
+        bool, ...
+    ]  # per run; a run that is not valid has its values here, and nothing judged by them
     rows: tuple[Row, ...]
     warnings: tuple[str, ...]
 
@@ -106,9 +111,11 @@ def compare_results(results: Sequence[Mapping[str, Any]], labels: Sequence[str] 
     if labels is not None and len(labels) != len(results):
         raise ConfigError(f"compare: {len(labels)} labels for {len(results)} results; give one per result")
     names = _distinct(labels or [str(one.get("label") or one.get("backend") or "run") for one in results])
-    rows = [_row(metric, results) for metric in METRICS]
+    valid = tuple(result.get("valid") is not False for result in results)
+    rows = [_row(metric, results, valid) for metric in METRICS]
     return Comparison(
         labels=names,
+        valid=valid,
         rows=tuple(row for row in rows if any(value is not None for value in row.values)),
         warnings=(*_differences(results, names), *_doubts(results, names)),
     )
@@ -127,14 +134,20 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
         for row in comparison.rows
     ]
     safe: dict[str, Any] = json_safe(
-        {"labels": comparison.labels, "rows": rows, "warnings": comparison.warnings}
+        {
+            "labels": comparison.labels,
+            "valid": comparison.valid,
+            "rows": rows,
+            "warnings": comparison.warnings,
+        }
     )
     return safe
 
 
 def as_text(comparison: Comparison) -> str:
     """A table of plain characters; warnings below it."""
-    header = ["", *comparison.labels]
+    marks = ("" if is_valid else " (INVALID)" for is_valid in comparison.valid)
+    header = ["", *map(operator.add, comparison.labels, marks)]
     table = [header] + [
         [
             f"{row.metric.title} ({row.metric.unit})" if row.metric.unit else row.metric.title,
@@ -179,10 +192,13 @@ def ratio_text(ratio: float) -> str:
     return f"×{round(ratio):,}" if ratio >= 10 else f"×{ratio:.2f}"
 
 
-def _row(metric: Metric, results: Sequence[Mapping[str, Any]]) -> Row:
+def _row(metric: Metric, results: Sequence[Mapping[str, Any]], valid: Sequence[bool]) -> Row:
     values = tuple(_number(_get(result, metric.key)) for result in results)
     first = values[0]
-    ratios = tuple(None if value is None or not first else value / first for value in values)
+    ratios = tuple(
+        value / first if value is not None and first and is_valid and valid[0] else None
+        for value, is_valid in zip(values, valid, strict=True)
+    )
     return Row(metric=metric, values=values, ratios=ratios)
 
 
@@ -203,7 +219,8 @@ def _doubts(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
             reasons = " ".join(
                 str(reason) for reason in result.get("invalid_reasons") or ["no reason is given"]
             )
-            warnings.append(f"`{name}` is not valid: {reasons}")
+            and_so = "no run is judged by it" if result is results[0] else "it is not judged"
+            warnings.append(f"`{name}` is not valid, so {and_so}: {reasons}")
         if result.get("completed") == 0:
             warnings.append(f"`{name}` has no request that ended OK, so it has no latencies")
     return warnings

@@ -14,6 +14,8 @@ from bench.load.figures.validity import max_send_lag_s
 from bench.load.plan import Plan
 from bench.load.records import RunRecord, Status
 
+UNSENT = frozenset((Status.SKIPPED, Status.CLIENT))  # the client gave them up, or could not send them
+
 
 def trace_block(plan: Plan) -> dict[str, Any] | None:
     if plan.trace is None:
@@ -47,7 +49,7 @@ def sent_keys(run: RunRecord, summary: Summary) -> dict[str, Any]:
     scheduled moments: in a chat, each turn is a request.
     """
     measured = (record for record in run.records if summary.span.contains(record))
-    sent_s = [record.scheduled_s for record in measured if record.status is not Status.SKIPPED]
+    sent_s = [record.scheduled_s for record in measured if record.status not in UNSENT]
     offering_s = max(sent_s) - min(sent_s) if sent_s else 0.0
     num_good = None if summary.goodput is None else summary.goodput.num_good
     return {
@@ -67,6 +69,7 @@ def counts_keys(summary: Summary) -> dict[str, Any]:
         "error_counts": msgspec.to_builtins(summary.errors),
         "total_input_tokens": summary.total_input_tokens,
         "total_output_tokens": summary.total_output_tokens,
+        "total_partial_output_tokens": summary.total_partial_output_tokens,
         "total_cached_tokens": summary.total_cached_tokens,
     }
 

@@ -27,7 +27,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         ),
         *error_lines(result),
         *([] if skipped is None else [row("left out", skipped)]),
-        row("tokens", f"{result['total_input_tokens']} in, {result['total_output_tokens']} out"),
+        row("tokens", tokens_text(result)),
         *cached_lines(result),
         row("throughput", f"{number(result['request_throughput'])} req/s"),
         row("output", f"{number(result['output_throughput'])} tok/s"),
@@ -55,6 +55,12 @@ def load_lines(result: Mapping[str, Any]) -> list[str]:
     if not loop and result["offered_request_rate"] is not None:
         lines.append(row("offered", f"{result['offered_request_rate']:.4g} req/s"))
     return lines
+
+
+def tokens_text(result: Mapping[str, Any]) -> str:
+    partial = result.get("total_partial_output_tokens")
+    of_failed = f", and {partial} out in requests that failed" if partial else ""
+    return f"{result['total_input_tokens']} in, {result['total_output_tokens']} out{of_failed}"
 
 
 def cached_lines(result: Mapping[str, Any]) -> list[str]:

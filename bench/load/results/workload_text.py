@@ -42,11 +42,29 @@ def workload_cautions(workload: Mapping[str, Any]) -> list[str]:
                 f"{skipped} of {looked_at} {name} ({skipped / looked_at:.1%}) were skipped, because they are "
                 "too long for the model: the load is lighter than the file's. --oversize clamp keeps them."
             )
+    cautions += _odd_times(workload)
     block_tokens = workload.get("block_tokens_scaled")
     if block_tokens is not None and block_tokens < MIN_BLOCK_TOKENS:
         cautions.append(
             f"The trace's prefix blocks are {block_tokens:g} tokens after scaling. Servers cache whole "
             "blocks of typically 16 to 64 tokens, so shared prefixes may not be found."
+        )
+    return cautions
+
+
+def _odd_times(workload: Mapping[str, Any]) -> list[str]:
+    cautions = []
+    if num := workload.get("num_rows_out_of_order"):
+        cautions.append(
+            f"{num} of {workload.get('num_rows_file')} trace rows are earlier than one above them; they were "
+            "sorted by time."
+        )
+    if num := workload.get("num_holes"):
+        cautions.append(
+            f"The trace has {num} hole{'' if num == 1 else 's'}, in which nothing is offered: the longest "
+            f"begins {workload['longest_hole_from_run_s']:.1f} s into the run and lasts "
+            f"{workload['longest_hole_run_s']:.1f} s, in the trace's time "
+            f"{workload['longest_hole_trace_s']:.1f} s."
         )
     return cautions
 

@@ -16,6 +16,7 @@ from bench.peers.kinds.common import (
 from bench.peers.peer import PORT, Peer, Places
 
 TRANSFORMERS = "transformers==5.24.0"
+ONE_BY_ONE = "only if named: it serves one request after another, which takes most of an hour on two cores"
 
 
 def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
@@ -45,7 +46,7 @@ def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
             steps=steps,
             python=places.venv_python("transformers"),
             distributions=("transformers", "torch"),
-            is_usual=mode == "continuous",  # one request at a time takes most of an hour here
+            why_unusual=None if mode == "continuous" else ONE_BY_ONE,
         )
 
     batching = {

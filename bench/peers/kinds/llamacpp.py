@@ -71,7 +71,7 @@ def llamacpp_peers(places: Places, num_threads: int) -> list[Peer]:
             steps=steps,
             python=places.venv_python("llamacpp"),
             distributions=("numpy",),
-            is_usual=kind != "q8_0",  # neither its 16-bit form nor what it is known for
+            why_unusual="only if named: its own 4-bit form is the faster one" if kind == "q8_0" else None,
         )
 
     return [

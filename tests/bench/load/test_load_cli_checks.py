@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from bench.load.cli import app
+from bench.load.cli import SweepOptions, app
 from bench.load.cli_checks import slo_notes
 from bench.load.cli_load import LoadOptions
+from bench.load.cli_search import SearchOptions
 from bench.load.cli_settings import command_line, plan_settings
 from bench.load.mock.process import MockProcess, read_truths, running_mock
 from bench.load.plans.settings import PromptForm, TraceReplay
@@ -74,10 +76,21 @@ def sentence(*arguments: str) -> str:
         (("--rate", "nan", "--requests", "1"), "A rate of nan"),
         ((*ENOUGH, "--sharegpt", "nowhere.json"), "--sharegpt nowhere.json: there is no such file"),
         (("--trace", "nowhere.csv"), "--trace nowhere.csv: there is no such file"),
+        (("--trace", "."), "--trace .: that is a directory; give the file in it"),
+        ((*ENOUGH, "--sharegpt", "."), "--sharegpt .: that is a directory"),
+        (("--trace", "/dev/null"), "--trace /dev/null: that is no ordinary file"),
         (("--trace", AZURE, "--input-tokens", "5"), "--trace has its own lengths"),
         (("--trace", AZURE, "--prefix-groups", "5"), "--trace and --prefix-groups"),
         (("--trace", AZURE, "--turns", "5"), "--trace and --turns"),
         (("--trace", AZURE, "--rate", "5", "--speed-up", "2"), "leave --speed-up out"),
+        (("--trace", AZURE, "--duration", "0"), "--duration 0: give a time above 0"),
+        (("--trace", AZURE, "--speed-up", "1e-320"), "speed-up must be"),
+        (("--trace", AZURE, "--scale-lengths", "1e-320"), "scale and speed-up must be"),
+        (("--trace", "x" * 400), "it cannot be read (File name too long)"),
+        ((*ENOUGH, "--sharegpt", "x" * 400), "File name too long"),
+        ((*ENOUGH, "--prefix-groups", "9" * 23), "--prefix-groups is above 1,000,000"),
+        ((*ENOUGH, "--cores", "9" * 400), "--cores is above 1,000,000"),
+        ((*ENOUGH, "--accelerators", "9" * 400), "--accelerators is above"),
         (("--num-prompts", "5"), "--requests N"),
         (("--request-rate=5",), "--rate R"),
         (("--max-concurrency", "5"), "--closed-loop N"),
@@ -101,6 +114,7 @@ def test_options_that_cannot_work_need_no_server(arguments: tuple[str, ...], par
         (("max-goodput", "--slo", "ttft=1s", "--targets", "0.9,2"), "targets"),
         (("max-goodput", "--slo", "ttft=1s", "--targets", "nan"), "targets"),
         (("max-goodput", "--slo", "ttft=1s", "--seeds", "0"), "seeds"),
+        (("max-goodput", "--slo", "ttft=1s", "--seeds", "9" * 20), "from 1 to 100"),
         (("max-goodput", "--slo", "ttft=1s", "--arrival", "burst"), "burst"),
         (("max-goodput", "--slo", "ttft=1s", "--rate", "2"), "leave --rate out"),
     ],
@@ -148,6 +162,21 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_the_same_file_by_another_name_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.json").symlink_to("one.json")
+    for other in ("./one.json", "x/../one.json", str(tmp_path / "one.json"), "link.json"):
+        arguments = (*ENOUGH, "--out", "one.json", "--report", other)
+        assert "written twice" in sentence("run", "--url", "http://127.0.0.1:1", *arguments)
+
+
+def test_a_page_does_not_replace_its_result(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text("{}")
+    assert "one of the results" in sentence("report", str(path), "--out", str(path))
+    assert path.read_text() == "{}"
+
+
 def test_a_trace_keeps_its_rhythm_at_a_rate_unless_another_arrival_is_named() -> None:
     trace = Path(AZURE)
     assert plan_settings(LoadOptions(trace=trace)).arrival.kind == "trace"
@@ -192,6 +221,14 @@ def test_help_tells_the_exit_statuses_and_what_a_rate_of_chats_is() -> None:
     output = " ".join(CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output.split())
     for part in ("3 measured, but INVALID", "4 measured, but no request succeeded", "chats per second"):
         assert part in output
+
+
+@pytest.mark.parametrize("kind", [LoadOptions, SweepOptions, SearchOptions])
+def test_help_tells_the_default_of_every_option(kind: type[LoadOptions]) -> None:
+    """Typer shows those that are values."""
+    for field in fields(kind):
+        is_value = field.default is not None and field.default is not False
+        assert is_value is ("(default: " not in field.metadata["help"]), field.name
 
 
 def test_an_invalid_option_of_the_file_kind_is_told_by_compare(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from bench.load import cli, cli_session, runner
 from bench.load.mock.process import MockProcess, running_mock
 
 ROOT = Path(__file__).parents[3]
-LOAD = ("--rate", "8", "--requests", "4", "--output-tokens", "5", "--slo", "ttft=5s")
+LOAD = ("--rate", "50", "--requests", "4", "--output-tokens", "5", "--slo", "ttft=5s")
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,25 @@ def test_an_interrupted_sweep_runs_no_further_rate(
     assert result.exit_code == 130
     assert json.loads((tmp_path / "s.rate-40.json").read_text())["completed"] == 3
     assert not (tmp_path / "s.rate-60.json").exists()
+
+
+@pytest.mark.parametrize(("dies_at", "status"), [("40", 1), ("60", 0)], ids=["before the end", "in the last"])
+def test_a_sweep_ends_where_its_server_died(
+    mock: MockProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str, status: int
+) -> None:
+    """What was measured is written, and the rates that were not are named."""
+    deaths = iter(
+        [None, "the server no longer answers"] if dies_at == "60" else ["the server no longer answers"]
+    )
+    monkeypatch.setattr(cli, "server_lost", lambda *_: next(deaths))
+    arguments = ("--rates", "40,60", "--requests", "3", "--output-tokens", "2")
+    result = bench("sweep", "--url", mock.target.url, *arguments, "--out", str(tmp_path / "s.json"))
+    assert result.exit_code == status, result.output
+    assert json.loads((tmp_path / "s.rate-40.json").read_text())["completed"] == 3
+    assert (tmp_path / "s.rate-60.json").exists() is (status == 0)
+    if status:
+        said = str(result.exception)
+        assert said == "The sweep ended at 40 req/s, without the rates 60: the server no longer answers."
 
 
 @pytest.mark.parametrize("how", ["full", "broken pipe", "closed"])

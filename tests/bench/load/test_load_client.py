@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import ssl
 import time
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench.load.client import load_client
-from bench.load.client.connection import Connection, Connections
+from bench.load.client.connection import Connection, Connections, Dialled
 from bench.load.client.flight import Flight, reason
 from bench.load.client.jobs import split_plan
 from bench.load.client.target import Target, parse_target
@@ -209,6 +211,35 @@ async def test_nothing_listens() -> None:
         f"cannot connect to `127.0.0.1:{port}`: Connection refused"
     }
     assert {record.sent_s for record in records} == {None}
+    assert all(record.is_unreachable for record in records)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (errno.EMFILE, Status.CLIENT),
+        (errno.ENFILE, Status.CLIENT),
+        (errno.EADDRNOTAVAIL, Status.CLIENT),
+        (errno.ENOBUFS, Status.CLIENT),
+        (errno.ENOMEM, Status.CLIENT),
+        (errno.ECONNREFUSED, Status.CONNECTION),
+        (errno.EHOSTUNREACH, Status.CONNECTION),
+        (errno.ETIMEDOUT, Status.CONNECTION),
+    ],
+    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value.value,
+)
+async def test_what_the_client_lacks_is_not_the_servers_failure(
+    monkeypatch: pytest.MonkeyPatch, number: int, status: Status
+) -> None:
+    def dial(_: Connections) -> Dialled:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Connections, "dial", dial)
+    records, _ = await offer(Target(host="127.0.0.1", port=9), plan([request(i) for i in range(3)]))
+    assert {record.status for record in records} == {status}
+    assert {record.is_unreachable for record in records} == {status is Status.CONNECTION}
+    assert all(os.strerror(number) in (record.error or "") for record in records)
+    assert ("client" in (records[0].error or "")) is (status is Status.CLIENT)
 
 
 async def test_closed_loop_through_refused_connections_comes_to_its_end() -> None:

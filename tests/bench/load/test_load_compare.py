@@ -131,7 +131,31 @@ def test_ratios_read_as_factors(ratio: float, text: str) -> None:
 def test_an_invalid_run_warns_with_its_reasons() -> None:
     bad = {**FAST, "label": "bad", "valid": False, "invalid_reasons": ["The client sent late: 9 ms."]}
     (warning,) = compare_results([FAST, bad]).warnings
-    assert "`bad` is not valid: The client sent late: 9 ms." in warning
+    assert warning == "`bad` is not valid, so it is not judged: The client sent late: 9 ms."
+
+
+@pytest.mark.parametrize("invalid", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_nothing_is_judged_by_an_invalid_run(invalid: tuple[int, ...]) -> None:
+    """Its values are shown; ratios and verdicts are left to the runs that may be believed."""
+    runs = [{**one, "label": name} for one, name in ((SLOW, "a"), (FAST, "b"), (FAST, "c"))]
+    for index in invalid:
+        runs[index] |= {"valid": False, "invalid_reasons": ["It lagged."]}
+    found = compare_results(runs)
+    assert found.valid == tuple(index not in invalid for index in range(3))
+    for one in found.rows:
+        for index in range(3):
+            is_judged = index not in invalid and 0 not in invalid
+            assert one.values[index] is not None
+            if not is_judged:
+                assert (one.ratios[index], one.verdict(index)) == (None, "")
+    judged = {index for one in found.rows for index in (1, 2) if one.verdict(index)}
+    assert judged == (set() if 0 in invalid else {1, 2} - set(invalid))
+    header = as_text(found).splitlines()[0]
+    assert header.count("(INVALID)") == len(invalid)
+    told = [warning for warning in found.warnings if "is not valid" in warning]
+    assert [warning[1] for warning in told] == ["abc"[index] for index in invalid]
+    assert all(warning.endswith("It lagged.") for warning in told)
+    assert as_dict(found)["valid"] == list(found.valid)
 
 
 def test_a_run_without_answers_compares() -> None:

@@ -19,6 +19,7 @@ from bench.load.progress import (
     totals_line,
 )
 from bench.load.records import Status
+from cluster.errors import BatonError
 
 AT = Progress(
     elapsed_s=12.3,
@@ -143,6 +144,31 @@ def test_a_run_without_an_update_says_that_nothing_was_sent() -> None:
     with LiveProgress("demo", stream, is_terminal=False):
         pass
     assert stream.getvalue() == "demo: ended: no request was sent\n"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_error_before_the_first_request_is_told_by_itself(is_terminal: bool) -> None:
+    """The command prints the error; a second line about it would say nothing."""
+    stream = io.StringIO()
+    with (
+        pytest.raises(BatonError),
+        LiveProgress("demo", stream, is_terminal=is_terminal),
+    ):
+        raise BatonError("the plan cannot be built")
+    assert "no request" not in stream.getvalue()
+
+
+def test_a_run_that_breaks_off_later_tells_how_far_it_came() -> None:
+    stream = io.StringIO()
+
+    def break_off() -> None:
+        with LiveProgress("demo", stream, is_terminal=False) as live:
+            live.update(at(1.0))
+            raise BatonError("later")
+
+    with pytest.raises(BatonError):
+        break_off()
+    assert "demo: broken off: " in stream.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

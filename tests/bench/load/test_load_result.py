@@ -216,10 +216,14 @@ def test_ramps_as_vllm_says_them(
 def test_trace_and_window_are_told() -> None:
     run = steady_run()
     plan = msgspec.structs.replace(
-        plan_of(run), trace=TraceSource(path="t.csv", sha256="ff", format="azure", speed_up=2.0, num_rows=5)
+        plan_of(run),
+        trace=TraceSource(
+            path="t.csv", sha256="ff", format="azure", speed_up=2.0, num_rows=5, num_rows_skipped=2
+        ),
     )
     result = build_result(plan, run, summarize(run, (), Window(warmup_s=2.0)), {})
     trace = {"path": "t.csv", "sha256": "ff", "format": "azure", "speedup": 2.0, "num_rows": 5}
+    trace["num_rows_skipped"] = 2
     assert result["trace"] == trace
     assert result["window"]["start_s"] == 2.0
     assert result["window"]["num_run_offered"] == 100

@@ -25,7 +25,7 @@ from bench.load.records import RunRecord
 from bench.load.results.result import build_result
 
 NUM_TRIES = 10
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.0  # longer than any script takes
 NAMES = ("ttft", "tpot", "itl", "gap", "e2el")
 SLOS = "ttft=60ms,tpot=30ms,gap=100ms"  # far from every scripted time: none is met or missed by a hair
 
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
     "no token": ({"num_tokens": 0, "finish_reason": "stop"}, False),
     "late first token": ({"ttft_s": 0.2, "itl_s": 0.005, "num_tokens": 6, "role_chunk": True}, False),
     "slow tokens": ({"ttft_s": 0.01, "itl_s": 0.08, "num_tokens": 4}, False),
-    "one long gap": ({"ttft_s": 0.01, "itl_s": [0.004, 0.004, 0.25], "num_tokens": 16}, False),
+    "one long gap": ({"ttft_s": 0.01, "itl_s": [0.004, 0.004, 0.25], "num_tokens": 7}, False),
     "error after 200": ({"ttft_s": 0.01, "itl_s": 0.002, "num_tokens": 8, "error_after": 3}, False),
     "refused": ({"http_status": 503}, False),
     "cut": ({"ttft_s": 0.01, "num_tokens": 8, "cut_after": 2}, False),
@@ -175,20 +175,24 @@ def check_counts(result: dict[str, Any], num_requests: int) -> None:
     assert result["completed"] == 7 * each
     assert result["failed"] == 5 * each
     assert result["failures"] == dict.fromkeys(FAILURES, each)
-    assert result["total_output_tokens"] == (8 + 12 + 1 + 0 + 6 + 4 + 16) * each
+    assert result["total_output_tokens"] == (8 + 12 + 1 + 0 + 6 + 4 + 7) * each
+
+
+def shares(result: dict[str, Any]) -> tuple[float, float]:
+    return result["slo_attainment"], result["slo_attainment_by_metric"]["ttft"]
 
 
 def test_goodput_counts_all_that_was_offered(mock: MockProcess) -> None:
     """3 of the 12 kinds are good. A busy machine can only lose some of them, so the best run counts."""
     share = sum(is_good for _, is_good in KINDS.values()) / len(KINDS)
-    best: dict[str, Any] = {"slo_attainment": 0.0}
+    best: dict[str, Any] = {"slo_attainment": 0.0, "slo_attainment_by_metric": {"ttft": 0.0}}
     for number in range(NUM_TRIES):
         plan = make_plan(f"good-{number}", "/v1/completions", 3, 0.04)
         run = run_plan(plan, mock.target, timeout_s=TIMEOUT_S)
         result = build_result(plan, run, summarize(run, parse_slos(SLOS)), {})
         assert result["slo_attainment"] <= share
-        best = max(best, result, key=lambda one: one["slo_attainment"])
-        if best["slo_attainment"] == share:
+        best = max(best, result, key=shares)
+        if shares(best) == (share, 5 / 12):
             break
     assert best["slo_attainment"] == share == 0.25
     assert best["num_good"] == 9

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bench.load.client.target import Target, parse_target, probe
+from bench.load.client.target import Target, parse_target, probe, why_gone
 from cluster.errors import BatonError, ConfigError
 
 
@@ -34,12 +34,12 @@ def test_urls(url: str, target: Target) -> None:
         ("", "is no server URL"),
         ("ftp://host", "is no server URL"),
         ("http://", "is no server URL"),
-        ("http://host:99999", "the port is not a number from 1 to 65535"),
-        ("http://host:x", "the port is not a number from 1 to 65535"),
+        ("http://host:99999", "give a port from 1 to 65535"),
+        ("http://host:x", "give a port from 1 to 65535"),
         ("http://host?x=1", "has no query"),
         ("http://me:secret@host", "has no query, fragment or user name"),
         ("http://:secret@host", "has no query, fragment or user name"),
-        ("http://host:0", "the port is not a number from 1 to 65535"),
+        ("http://host:0", "give a port from 1 to 65535"),
         ("http://[::1", "is no server URL"),
         ("http://[nonsense]", "is no server URL"),
         ("http://host/bücher", "write it as `/b%C3%BCcher`"),
@@ -166,3 +166,21 @@ def test_https_spoken_to_a_plain_server_names_the_way_out(answer: bytes) -> None
 def test_http_spoken_to_a_tls_server_names_the_way_out() -> None:
     with answering(b"\x15\x03\x03\x00\x02\x02\x46") as url, pytest.raises(BatonError, match="write https://"):
         probe(parse_target(url))
+
+
+def test_why_a_server_is_gone_is_a_clause() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    why = why_gone(Target(host="127.0.0.1", port=port))
+    assert why is not None
+    assert why.startswith(f"nothing listens at `http://127.0.0.1:{port}`")
+    assert why[-1].isalnum()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        why = why_gone(Target(host="127.0.0.1", port=deaf.getsockname()[1]), timeout_s=0.05)
+        assert "did not answer within 0.05 s" in (why or "")
+
+
+def test_a_server_that_answers_anything_is_there() -> None:
+    with answering(MODELS, reply(b"", b"503 Service Unavailable")) as url:
+        assert why_gone(parse_target(url)) is None
+        assert why_gone(parse_target(url)) is None

@@ -1,7 +1,10 @@
 import math
 from typing import Any
 
+import pytest
+
 from bench.peers.compare_peers import too_long
+from bench.peers.losses import goodput_losses, losses
 from bench.peers.outcome import (
     ClosedLoop,
     Goodput,
@@ -10,8 +13,7 @@ from bench.peers.outcome import (
     closed_loop_from_result,
     far_behind,
     fastest,
-    goodput_losses,
-    losses,
+    invalid_runs,
     mean_of,
 )
 from bench.peers.table import as_markdown
@@ -55,11 +57,92 @@ def test_the_best_peer_is_never_baton() -> None:
         outcome("slow", [run(8, 50.0)]),
         outcome("int8", [run(8, 90.0)], weight_bits=8),
     ]
-    best, equal = best_peer(outcomes, 8), best_peer(outcomes, 8, equal_dtype_only=True)
+    best, equal = best_peer(outcomes, 8), best_peer(outcomes, 8, "16-bit")
     assert best is not None
     assert equal is not None
     assert (best[0].name, equal[0].name) == ("int8", "slow")
     assert best_peer(outcomes, 1) is None
+
+
+def invalid(concurrency: int, rate: float, reason: str = "It lagged.") -> ClosedLoop:
+    return run(concurrency, rate, valid=False, invalid_reasons=[reason])
+
+
+def test_an_invalid_round_is_in_no_mean_and_said() -> None:
+    one = outcome("x", [run(8, 10.0)], [invalid(8, 99.0)], [run(8, 30.0)], [invalid(8, 1.0)])
+    mean = mean_of(one, 8)
+    assert mean is not None
+    assert (mean.output_tok_per_s, mean.lowest_tok_per_s, mean.highest_tok_per_s) == (20.0, 10.0, 30.0)
+    assert mean.num_rounds == 2
+    assert invalid_runs(one, 8) == "2 of 4 rounds left out, not valid: It lagged."
+    assert invalid_runs(one, 1) is None
+
+
+def test_a_server_without_a_valid_round_is_no_rival_and_keeps_its_row() -> None:
+    outcomes = [
+        outcome("baton", [run(8, 60.0)]),
+        outcome("lucky", [invalid(8, 500.0)]),
+        outcome("honest", [run(8, 50.0)]),
+    ]
+    best = best_peer(outcomes, 8)
+    assert best is not None
+    assert best[0].name == "honest"
+    assert losses(outcomes, [8]) == []
+    assert fastest(outcomes[1:]) is outcomes[2]
+    text = as_markdown(outcomes, [8], [])
+    assert (
+        "| Lucky | bf16 | – | – | – | – | – | – | – | 1 of 1 rounds left out, not valid: It lagged. |" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "name"),
+    [(32, "32-bit"), (16, "16-bit"), (8.5, "8-bit"), (8, "8-bit"), (5, "4-bit"), (4.5, "4-bit")],
+)
+def test_precisions_have_classes(bits: float, name: str) -> None:
+    assert outcome("x", weight_bits=bits).precision_class == name
+
+
+def test_each_ratio_stands_beside_its_own_precision_and_names_its_peer() -> None:
+    outcomes = [
+        outcome("baton", [run(8, 60.0)]),
+        outcome("baton-int8", [run(8, 120.0)], weight_bits=8),
+        outcome("baton-odd", [run(8, 30.0)], weight_bits=32),
+        outcome("half", [run(8, 40.0)]),
+        outcome("small", [run(8, 80.0)], weight_bits=8.5),
+        outcome("tiny", [run(8, 96.0)], weight_bits=5),
+    ]
+    text = as_markdown(outcomes, [8], [])
+    assert "Best peer of any precision: Tiny; 16-bit: Half; 8-bit: Small; 4-bit: Tiny." in text
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    expected = {
+        "Baton": "| 1.50 (16-bit) | 0.62 (any) |",
+        "Baton-Int8": "| 1.50 (8-bit) | 1.25 (any) |",
+        "Baton-Odd": "| – (no 32-bit peer) | 0.31 (any) |",
+        "Half": "| 1.00 (16-bit) | 0.42 (any) |",
+        "Small": "| 1.00 (8-bit) | 0.83 (any) |",
+        "Tiny": "| 1.00 (4-bit) | 1.00 (any) |",
+    }
+    for title, cells in expected.items():
+        assert cells in rows[title], title
+
+
+def test_servers_without_a_row_say_why() -> None:
+    text = as_markdown([outcome("baton")], [], [], {"transformers, generate": "only if named: it is slow"})
+    assert "- transformers, generate: only if named: it is slow" in text
+
+
+def test_a_figure_that_does_not_exist_beats_nobody() -> None:
+    nothing = run(8, 0.0, ttft=math.nan, tpot=math.nan)
+    outcomes = [
+        outcome("baton", [run(8, 60.0)]),
+        outcome("failed", [nothing]),
+        outcome("ok", [run(8, 50.0, ttft=90.0)]),
+    ]
+    assert [sentence.split(" of ")[0] for sentence in losses(outcomes, [8])] == [
+        "Baton, 8 in flight: median TTFT",
+        "Baton, 8 in flight: p99",
+    ]
 
 
 def test_losses_name_figure_rival_and_ratio() -> None:
@@ -72,6 +155,7 @@ def test_losses_name_figure_rival_and_ratio() -> None:
     assert said == [
         "Baton, 8 in flight: output of 60 tok/s is 0.75 times that of Fast (80 tok/s).",
         "Baton, 8 in flight: median TPOT of 30 ms is 1.50 times that of Fast (20 ms).",
+        "Baton, 8 in flight: p99 of TPOT of 60 ms is 1.50 times that of Fast (40 ms).",
     ]
 
 
@@ -114,14 +198,17 @@ def test_a_result_without_successes_has_no_latencies() -> None:
 def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
     outcomes = [
         outcome("baton", [run(1, 10.0)], [run(1, 30.0)], versions={"torch": "2.13"}),
-        outcome("fast", [run(1, 40.0, num_failed=1)], [run(1, 40.0, invalid_reasons=["it lagged"])]),
+        outcome("fast", [run(1, 40.0, num_failed=1)], [invalid(1, 70.0, "it lagged")]),
         outcome("absent", cannot_run="its kernels need avx512f, which this CPU does not have"),
     ]
     text = as_markdown(outcomes, [1], [({"date": "today"}, {"cpu": "X", "isa": ("avx2", "fma")})])
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
-    assert "| 20.0 (10.0–30.0) | – | 0.50 | 0.50 | 100 / 200 | 20.0 / 40.0 | 2 × 4 |" in rows["Baton"]
-    assert "| 1.00 | 1.00 |" in rows["Fast"]
-    assert "1 failed; invalid: it lagged" in rows["Fast"]
+    assert (
+        "| 20.0 (10.0–30.0) | – | 0.50 (16-bit) | 0.50 (any) | 100 / 200 | 20.0 / 40.0 | 2 × 4 |"
+        in rows["Baton"]
+    )
+    assert "| 1.00 (16-bit) | 1.00 (any) |" in rows["Fast"]
+    assert "1 of 2 rounds left out, not valid: it lagged; 1 failed" in rows["Fast"]
     assert "cannot run on this machine" in rows["Absent"]
     assert "- Absent: its kernels need avx512f" in text
     assert "- Baton, 1 in flight: output of 20 tok/s is 0.50 times that of Fast (40 tok/s)." in text
@@ -176,5 +263,6 @@ def test_a_search_that_found_nothing_yet_is_not_a_zero() -> None:
         "Baton: of the rates probed none passed at 99%; Rival passed 0.5 req/s."
     ]
     text = as_markdown(outcomes, [1], [])
-    assert "| Baton | 99% | not found (–) | – |" in text
-    assert "| Rival | 99% | 0.5 (–) | 1.00 |" in text
+    assert "| Baton | 99% | not found | – | – | – | – | not converged |" in text
+    assert "| Rival | 99% | 0.5 | – | – | – | 1.00 |  |" in text
+    assert "Best peer: at 99% Rival." in text

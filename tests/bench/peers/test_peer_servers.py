@@ -11,7 +11,8 @@ import pytest
 
 from bench.load.figures.slo import parse_slos
 from bench.machine import Machine
-from bench.peers.compare_peers import Comparison, compare
+from bench.peers.compare_peers import compare
+from bench.peers.comparison import Comparison
 from bench.peers.load import TraceLoad
 from bench.peers.peer import PORT, Peer, Places
 from bench.peers.prepare import CannotRun
@@ -157,6 +158,9 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
         ),
         no_trace_reason=None,
         goodput_names=frozenset(),
+        budget_s=600.0,
+        model_title="a script",
+        not_chosen={"Slow": "only if named: it is slow", "Rival": "measured after all"},
         earlier=None,
         max_loop_s=200.0,
         out=tmp_path / "out" / "peers",
@@ -182,11 +186,16 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
     assert [one.target for one in outcomes["rival"].goodput] == [0.9]
     assert outcomes["dying"].goodput == []
     assert [line for line in told if line.startswith("max goodput")] == [
-        "max goodput: Baton",
-        "max goodput: Rival",
+        "max goodput: Baton, at most 1 probes",
+        "max goodput: Rival, at most 1 probes",
     ]
     assert len(written["searches"]["rival"]["probes"]) == 1
-    assert "| Rival | 90% |" in (tmp_path / "out" / "peers.md").read_text()
+    table = (tmp_path / "out" / "peers.md").read_text()
+    assert "| Rival | 90% |" in table
+    assert "- Slow: only if named: it is slow" in table
+    assert "measured after all" not in table
+    assert "- model: a script" in table
+    assert "of a budget of 10" in table
     add_a_round(comparison, peers[:2])
 
 

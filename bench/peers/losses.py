@@ -1,0 +1,79 @@
+"""Where Baton loses: a sentence for each figure of its own that some peer beats. Pure.
+
+Of the closed loops these are the throughput, and the median and p99 of TTFT and TPOT; each is held against
+the best peer of any precision, so that a loss to a smaller format is a loss, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from bench.load.results.compare import plain
+from bench.peers.outcome import PeerOutcome, mean_of
+
+# field of `Mean`, what it is called, its unit, whether more is better
+_COMPARED = (
+    ("output_tok_per_s", "output", "tok/s", True),
+    ("ttft_p50_ms", "median TTFT", "ms", False),
+    ("ttft_p99_ms", "p99 of TTFT", "ms", False),
+    ("tpot_p50_ms", "median TPOT", "ms", False),
+    ("tpot_p99_ms", "p99 of TPOT", "ms", False),
+)
+
+
+def losses(outcomes: Sequence[PeerOutcome], concurrencies: Sequence[int]) -> list[str]:
+    """One sentence for each figure of Baton's that some peer beats; names the best peer and the ratio."""
+    sentences = []
+    for baton in (outcome for outcome in outcomes if outcome.is_baton):
+        for concurrency in concurrencies:
+            own = mean_of(baton, concurrency)
+            if own is None:
+                continue
+            for field, name, unit, more_is_better in _COMPARED:
+                rivals = _figures(outcomes, concurrency, field)
+                if not rivals:
+                    continue
+                theirs, title = (max if more_is_better else min)(rivals, key=lambda rival: rival[0])
+                mine = float(getattr(own, field))
+                if (mine < theirs) if more_is_better else (mine > theirs):
+                    sentences.append(
+                        f"{baton.title}, {concurrency} in flight: {name} of {plain(mine)} {unit} is "
+                        f"{mine / theirs:.2f} times that of {title} ({plain(theirs)} {unit})."
+                    )
+    return sentences
+
+
+def _figures(outcomes: Sequence[PeerOutcome], concurrency: int, field: str) -> list[tuple[float, str]]:
+    """One figure of each peer that has it, with the peer's title."""
+    means = [(mean_of(one, concurrency), one.title) for one in outcomes if not one.is_baton]
+    found = [(float(getattr(mean, field)), title) for mean, title in means if mean is not None]
+    return [(value, title) for value, title in found if not math.isnan(value)]
+
+
+def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:
+    """The same for max goodput, per target."""
+    sentences = []
+    for baton in (outcome for outcome in outcomes if outcome.is_baton):
+        for own in baton.goodput:
+            rivals = [
+                (other.requests_per_s, outcome.title)
+                for outcome in outcomes
+                if not outcome.is_baton
+                for other in outcome.goodput
+                if other.target == own.target and other.requests_per_s is not None
+            ]
+            best, title = max(rivals, default=(0.0, ""))
+            if own.requests_per_s is None:
+                if best > 0:
+                    sentences.append(
+                        f"{baton.title}: of the rates probed none passed at {own.target:.0%}; {title} passed "
+                        f"{best:.3g} req/s."
+                    )
+                continue
+            if best > own.requests_per_s:
+                sentences.append(
+                    f"{baton.title}: max goodput at {own.target:.0%} of {own.requests_per_s:.3g} req/s is "
+                    f"{own.requests_per_s / best:.2f} times that of {title} ({best:.3g} req/s)."
+                )
+    return sentences
