@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}  # token_bytes, remembered
+        self._texts: dict[int, str | None] = {}  # plain_text, remembered
 
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id: int | None = self._named_id("bos_token")
@@ -296,6 +298,19 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
+
+    def plain_text(self, token_id: int) -> str | None:
+        """Of an ordinary token made of whole characters; None for every other."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        text: str | None = None
+        if not self.is_special(token_id):
+            with contextlib.suppress(UnicodeDecodeError):
+                text = self.token_bytes(token_id).decode()
+        self._texts[token_id] = text
+        return text
 
     def _named_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)

@@ -23,6 +23,7 @@ from cluster.ids import RequestId
 from cluster.metrics import RequestRecord
 from cluster.request import RequestSpec
 from router.asgi import (
+    BODY_WRITER,
     JSON_TYPE,
     BodyTooLarge,
     ClientLeft,
@@ -160,6 +161,7 @@ class GenerationEndpoint:
                     request_id=scope[REQUEST_ID],
                     patience=gateway.limits.patience,
                     send=send,
+                    body=scope.get(BODY_WRITER),
                     headers=headers,
                 )
                 await reply.run(receive)

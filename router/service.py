@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import logging
 import math
@@ -112,6 +113,9 @@ async def run(
             launcher_pid=config.launcher_pid,
             feed=feed,
         )
+
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections need not look at it, which takes long
 
         def on_listening(host: str, port: int) -> None:
             logger.info("serving %s on %s port %d", model.name, host, port)

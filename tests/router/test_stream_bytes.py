@@ -23,7 +23,7 @@ from tests.support.scripted_cluster import Script
 
 RECORD = Path(__file__).with_name("stream_bytes.txt")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-WORDS = tuple("Grüße, 世界 👋! Ein \"Wort\", \\ und\nein\tTab.".encode())
+WORDS = tuple('Grüße, 世界 👋! Ein "Wort", \\ und\nein\tTab.'.encode())
 CALL = tuple(b'Let me look. <tool_call>\n{"name": "look", "arguments": {"where": "here"}}\n</tool_call>')
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 LOST = WorkerLost("A worker that held this request was lost, and no other could go on with it.")
