@@ -98,8 +98,8 @@ class TurnAway:
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """Per worker, seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a prompt
-    that is in time there; `lacks_kv`: the prompt's KV has no room yet, None where it has everywhere."""
+    """Per worker, seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a
+    prompt that is in time there; `lacks_kv`: the prompt's KV has no room yet, None if it has everywhere."""
 
     own_s: Column
     ttft_s: Column

@@ -12,8 +12,8 @@ a look-up costs a few steps per *distinct set of holders*, not per block or work
 never correctness: workers match their own caches and verify token ids.
 
 Rows are those of the router's `Fleet`; the holders of a hash are the bits of one integer. Hashes are kept in
-plain dictionaries, which the garbage collector does not look into: a million of them would stop the router for
-a fifth of a second each time.
+plain dictionaries, which the garbage collector does not look into: a million of them in sets would stop the
+router for a fifth of a second each time.
 """
 
 from __future__ import annotations
@@ -127,8 +127,7 @@ class PrefixIndex:
         return column
 
     def _mask(self, rows: int, num_rows: int) -> Column:
-        """1.0 at these rows, 0.0 elsewhere. The holders of a system prompt are the same from one look-up to the
-        next."""
+        """1.0 at these rows, 0.0 elsewhere. Holders of a system prompt are the same in many look-ups."""
         mask = self._masks.get(rows)
         if mask is None or len(mask) != num_rows:
             packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), dtype=np.uint8)
