@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,6 +113,7 @@ class Tokenizer:
             decoder = piece_decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
         except ValueError as error:
             raise ModelError(f"cannot use the tokenizer {path}: {error}") from error
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # work stays on the caller's thread
         backend.no_truncation()
         backend.no_padding()
         special_tokens = special_tokens_of(config)

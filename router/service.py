@@ -14,6 +14,7 @@ import gc
 import importlib.metadata
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,6 +31,7 @@ from cluster.tokenizer_config import read_json
 from cluster.wire.kv_events import WorkerSays
 from cluster.wire.stream import listen
 from router.app import create_app
+from router.aside import SWITCH_S
 from router.conductor import Conductor
 from router.config import ConductorConfig, PolicyConfig
 from router.driver import ConductorDriver
@@ -114,6 +116,7 @@ async def run(
             feed=feed,
         )
 
+        sys.setswitchinterval(SWITCH_S)
         gc.collect()
         gc.freeze()  # what was loaded stays: collections need not look at it, which takes long
 
