@@ -2,9 +2,9 @@
 
 1. `run` puts the work on one of a few threads: one less than the cores this process may use, at least one.
 2. On Linux these threads give way to the event loop's by priority, so that on one core, too, a token is
-   forwarded while a prompt of a megabyte is cut up. Further work waits for a thread in order.
-3. Where the work holds the interpreter's lock, the event loop waits for it, `SWITCH_S` at a time. The tokenizer
-   lets go of it for long texts.
+   forwarded while a prompt of a megabyte is cut up. Further work waits for a thread, in order.
+3. Where the work holds the interpreter's lock, the event loop waits for it, `SWITCH_S` at a time. The
+   tokenizer lets go of it for long texts.
 """
 
 from __future__ import annotations

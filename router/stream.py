@@ -148,6 +148,8 @@ class StreamReply:
         rest: asyncio.Future[_Part] = asyncio.get_running_loop().create_future()
 
         def take(delivery: Delivery | None) -> None:
+            if rest.cancelled():  # the reply was given up; its task has not run yet
+                return
             try:
                 part = self._render(generation, generation.take(delivery))
                 is_next = self._num_unsent == 1 and not part.ends_choice
@@ -167,6 +169,8 @@ class StreamReply:
             return await rest
         finally:
             generation.push_to(None)
+            if rest.done() and not rest.cancelled():
+                rest.exception()  # seen, even if this task is cancelled at the same moment
 
     def _render(self, generation: Generation, piece: Piece, *, opens: bool = False) -> _Part:
         wire, index = self._wire, generation.plan.index
