@@ -45,7 +45,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.slo_classes import Targets
-from router.fleet import Column, Flags, Fleet, Rows, is_any
+from router.choosing import is_any, lowest, near, oldest, oldest_of
+from router.fleet import Column, Flags, Fleet
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
 
@@ -127,11 +128,11 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
     waits = _predict(fleet, ask, targets, settings)
     ttft_s = waits.ttft_s
     ttft_s[unable] = np.inf
-    soonest_s = _lowest(ttft_s)
+    soonest_s = lowest(ttft_s)
     if soonest_s > targets.ttft_s and math.isfinite(ask.max_wait_s):
         backlog_s = waits.backlog_s(fleet)
         backlog_s[unable] = np.inf
-        if (least_s := _lowest(backlog_s)) > ask.max_wait_s:
+        if (least_s := lowest(backlog_s)) > ask.max_wait_s:
             return TurnAway(least_s - ask.max_wait_s)
     wait_s = min(soonest_s, targets.ttft_s)
     step_s = None
@@ -156,7 +157,7 @@ def _choose_prefill(
     if waits.lacks_kv is not None:
         in_time &= ~waits.lacks_kv
     if not is_any(in_time):
-        return _least(ttft_s, fleet, settings)
+        return oldest(ttft_s, fleet, settings.tie)
     if step_s is not None:
         good = step_s <= min(targets.tpot_s, targets.gap_s) * settings.safety * settings.local_bonus
         good |= fleet.can_send
@@ -165,31 +166,7 @@ def _choose_prefill(
     cost = waits.own_s / _decode_s(fleet, ask)
     np.multiply(cost, settings.prefill_only_worth, out=cost, where=~fleet.can_decode)
     cost[~in_time] = np.inf
-    return _least_of(_near(cost, settings), ttft_s, fleet, settings)
-
-
-def _lowest(column: Column) -> float:
-    """As `column.min()`, in a quarter of its time."""
-    return float(column[column.argmin()])
-
-
-def _near(cost: Column, settings: ElasticSettings) -> Rows:
-    """Those whose cost is as good as the least."""
-    rows: Rows = (cost <= _lowest(cost) * (1 + settings.near)).nonzero()[0]
-    return rows
-
-
-def _least(score: Column, fleet: Fleet, settings: ElasticSettings) -> int:
-    """Of those whose score is as good as the least: the one that was placed on longest ago."""
-    best: Rows = (score <= _lowest(score) * (1 + settings.tie)).nonzero()[0]
-    return int(best[fleet.last_placed[best].argmin()])
-
-
-def _least_of(rows: Rows, score: Column, fleet: Fleet, settings: ElasticSettings) -> int:
-    """As `_least`, of these rows. `score`: of all."""
-    own = score[rows]
-    best = rows[own <= _lowest(own) * (1 + settings.tie)]
-    return int(best[fleet.last_placed[best].argmin()])
+    return oldest_of(near(cost, settings.near), ttft_s, fleet, settings.tie)
 
 
 def _decode_s(fleet: Fleet, ask: Ask) -> Column:
@@ -326,16 +303,16 @@ def choose_decode(
         if not is_any(can):
             can = decodes
         over_s = np.where(can, step_s, np.inf)
-        best = _least(over_s, fleet, settings)
+        best = oldest(over_s, fleet, settings.tie)
         is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
         return prefill if is_near else best
     cost = _decode_s(fleet, ask)
     cost /= fleet.per_token_s
     cost[~good] = np.inf
-    if cost[prefill] <= _lowest(cost) * (1 + settings.near):
+    if cost[prefill] <= lowest(cost) * (1 + settings.near):
         return prefill
     taken_s = settings.kv_worth * step_limit_s * moving / np.maximum(fleet.kv_tokens, 1.0)
-    return _least_of(_near(cost, settings), spread_s + taken_s, fleet, settings)
+    return oldest_of(near(cost, settings.near), spread_s + taken_s, fleet, settings.tie)
 
 
 def _is_best_where_computed(

@@ -15,9 +15,10 @@ import numpy as np
 
 from cluster.ids import BlockHash, WorkerId
 from cluster.slo_classes import Targets
+from router.choosing import is_any
 from router.config import PolicyConfig
 from router.elastic import Ask, Place, place
-from router.fleet import Column, Flags, is_any
+from router.fleet import Column, Flags
 from router.view import ClusterView
 
 
