@@ -25,7 +25,7 @@ from typing import Any
 from bench.machine import cpu_facts
 from bench.router_speed.probes import Refusals, health_while_tokenizing
 from bench.router_speed.site import Site, SiteSettings
-from bench.router_speed.streams import figures, offer_streams
+from bench.router_speed.streams import OPENING_S, figures, offer_streams
 from cluster.engine.model_spec import Dtype
 from cluster.engine.prepare import prepare_model
 from kernels.reference import ReferenceBackend
@@ -43,7 +43,7 @@ def measure_rate(
     settings = replace(settings, step_s=num_streams / tokens_per_s)
     tokens_per_stream = max(3, round(tokens_per_s * duration_s / num_streams))
     with Site(settings) as site:
-        refusals = Refusals(site.target) if with_refusals else None
+        refusals = Refusals(site.target, after_s=OPENING_S) if with_refusals else None
         if refusals is not None:
             refusals.start()
         run = offer_streams(site, num_streams, tokens_per_stream, settings.other_core)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="demo", help="whose tokenizer is used")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="offered tokens/s, rising")
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--workers", type=int, default=8, help="decode workers that share the streams")
+    parser.add_argument("--workers", type=int, default=16, help="decode workers that share the streams")
     parser.add_argument("--duration", type=float, default=10.0, help="seconds that each rate is offered")
     parser.add_argument("--profile", type=Path, help="sample the router at the first rate into this file")
     parser.add_argument("--out", type=Path)

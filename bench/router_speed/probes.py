@@ -28,10 +28,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {  # name |-> status, fields
 
 
 class Refusals:
-    """Sends requests that are to be refused until `stop`; one connection, one after the other."""
+    """Sends requests that are to be refused, from `after_s` until `stop`; one connection, one at a time."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, after_s: float = 0.0) -> None:
         self._target = target
+        self._after_s = after_s
         self._over = threading.Event()
         self._first_byte_ms: dict[str, list[float]] = {name: [] for name in REFUSED}
         self._thread = threading.Thread(target=self._send_all, daemon=True)
@@ -50,6 +51,8 @@ class Refusals:
 
     def _send_all(self) -> None:
         try:
+            if self._over.wait(self._after_s):
+                return
             with _connect(self._target) as connection:
                 while True:
                     for name, (status, fields) in REFUSED.items():
