@@ -100,11 +100,11 @@ class TurnAway:
 @dataclass(frozen=True, slots=True)
 class _Waits:
     """Per worker, seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a
-    prompt that is in time there; `lacks_kv`: the prompt's KV has no room yet, None if it has everywhere."""
+    prompt that is in time there; `lacks_kv`: the prompt's KV has no room yet."""
 
     own_s: Column
     ttft_s: Column
-    lacks_kv: Flags | None
+    lacks_kv: Flags
     mine_s: Column
     share: Column
     start_s: Column | float
@@ -154,8 +154,7 @@ def _choose_prefill(
 ) -> int:
     """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
     in_time = ttft_s <= settings.early * targets.ttft_s
-    if waits.lacks_kv is not None:
-        in_time &= ~waits.lacks_kv
+    in_time &= ~waits.lacks_kv
     if not is_any(in_time):
         return oldest(ttft_s, fleet, settings.tie)
     if step_s is not None:
@@ -171,7 +170,7 @@ def _choose_prefill(
 
 def _decode_s(fleet: Fleet, ask: Ask) -> Column:
     """Seconds of one token of it in a step, per worker."""
-    seconds = fleet.per_context_s * ask.num_tokens
+    seconds: Column = fleet.per_context_s * ask.num_tokens
     seconds += fleet.per_token_s
     return seconds
 
@@ -225,12 +224,9 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     held = fleet.kv_used + fleet.kv_promised
     lacking = held + (ask.num_tokens + 1)
     lacking -= fleet.kv_tokens
-    lacks_kv: Flags | None = lacking > 0
-    if is_any(lacks_kv):
-        lacks_kv &= held > 0
-    if not is_any(lacks_kv):
-        lacks_kv = None
-    else:  # what is held goes within the life of a row, or with the prompts before this one
+    lacks_kv = lacking > 0
+    lacks_kv &= held > 0
+    if is_any(lacks_kv):  # what is held goes within the life of a row, or with the prompts before this one
         hold_s = np.where(fleet.can_decode, min(ask.life_s, _LONG_S), fleet.work_s)
         start_s = start_s + np.where(lacks_kv, hold_s * lacking / np.maximum(held, 1.0), 0.0)
     ttft_s = mine_s / share

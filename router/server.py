@@ -111,7 +111,7 @@ class _Protocol(HttpToolsProtocol):
         if not self._resuming:
             super().on_headers_complete()
             if self.cycle is not None:
-                self.scope[BODY_WRITER] = _BodyWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
+                self.scope[BODY_WRITER] = _BodyWriter(self.cycle)  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
         self._had_body = True
