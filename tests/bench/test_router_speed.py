@@ -27,7 +27,7 @@ def settings(tmp_path: Path) -> SiteSettings:
 
 
 def test_a_row_counts_the_tokens_that_were_read(settings: SiteSettings) -> None:
-    row = measure_rate(settings, 40.0, 3.0, with_refusals=True)
+    row = measure_rate(settings, 40.0, 5.0, with_refusals=True)
     assert row["num_streams"] == 4
     assert 0 < row["tokens_per_s"] < 80
     assert row["added_latency_ms"]["p50"] > 0
