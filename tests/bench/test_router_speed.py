@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.load.records import RequestRecord, RunRecord, Status
-from bench.router_speed.__main__ import measure_idle, measure_rate
+from bench.router_speed.__main__ import measure_rate, measure_tokenizing
 from bench.router_speed.probes import NUM_LARGE, REFUSED
 from bench.router_speed.profile import Samples
 from bench.router_speed.site import CpuWatch, SiteSettings
@@ -35,12 +35,13 @@ def test_a_row_counts_the_tokens_that_were_read(settings: SiteSettings) -> None:
     assert set(row["refused_first_byte_ms"]) == set(REFUSED)
 
 
-def test_an_idle_router_is_probed(settings: SiteSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.router_speed.__main__.IDLE_S", 0.3)
+def test_health_is_looked_at_while_prompts_are_tokenized(
+    settings: SiteSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("bench.router_speed.probes.LARGE_BYTES", 10_000)
-    result = measure_idle(settings)
-    assert result["tokenizing"]["num_prompts"] == NUM_LARGE
-    assert result["tokenizing"]["health_ms"]["p99"] > 0
+    result = measure_tokenizing(settings)
+    assert result["num_prompts"] == NUM_LARGE
+    assert result["health_ms"]["p99"] > 0
 
 
 def test_cpu_is_read_between_two_looks() -> None:
