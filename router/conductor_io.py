@@ -78,7 +78,7 @@ class Send:
     message: RouterSays
 
 
-class Deliver(msgspec.Struct, frozen=True, gc=False):
+class Deliver(msgspec.Struct, frozen=True):
     """To the client; nothing follows a delivery with a finish reason or a failure."""
 
     request: RequestId
