@@ -28,6 +28,10 @@ class TokenSource(Protocol):
 
     def is_special(self, token_id: int) -> bool: ...
 
+    def plain_text(self, token_id: int) -> str | None:
+        """Of an ordinary token made of whole characters; None for every other."""
+        ...
+
 
 class Detokenizer:
     """One text being read. `at_start=False` says the text continues another one (a completion of a prompt),
@@ -39,7 +43,15 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between_characters = True
         self._spaces_to_drop = tokenizer.num_leading_spaces if at_start else 0
+
+    def push_one(self, token_id: int) -> str:
+        """As `push` of one token. Most are whole characters, whose text is remembered."""
+        text = self._tokenizer.plain_text(token_id) if self._is_between_characters else None
+        if text is None:
+            return self.push((token_id,))
+        return self._drop_leading_spaces(text) if self._spaces_to_drop else text
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text these tokens complete; empty while a character is unfinished."""
@@ -49,7 +61,9 @@ class Detokenizer:
             for token_id in token_ids
             if not (self._skip_special_tokens and tokenizer.is_special(token_id))
         )
-        return self._drop_leading_spaces(self._utf8.decode(b"".join(visible)))
+        text = self._utf8.decode(b"".join(visible))
+        self._is_between_characters = not self._utf8.getstate()[0]
+        return self._drop_leading_spaces(text)
 
     def finish(self) -> str:
         """The tail: one U+FFFD if the last character never became complete, else nothing."""

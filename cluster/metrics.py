@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.registry import Collector
 
 from cluster.ids import WorkerId
 from cluster.latency_targets import LatencyTargets
+from cluster.metrics_histogram import CheapHistogram
 from cluster.metrics_placement import PlacementMetrics
 from cluster.metrics_vllm import ClusterLoad, VllmNames
 from cluster.metrics_workers import WorkerMetrics, num_blocks
@@ -123,7 +125,12 @@ class Metrics:
         self._generated_tokens = counter("generation_tokens", "Tokens generated for clients")
         self._ttft = seconds("ttft", "Arrival to first token")
         self._tpot = seconds("tpot", "Mean time per output token after the first, per request")
-        self._itl = seconds("itl", "Gap between two deliveries of tokens to a client")
+        self._itl = CheapHistogram(
+            "baton_itl_seconds",
+            "Gap between two deliveries of tokens to a client",
+            LATENCY_BUCKETS_S,
+            registry,
+        )
         self._e2e = seconds("e2e", "Arrival to last byte")
         self._queue = seconds("queue", "Arrival to prefill started")
         self._prefill = seconds("prefill", "Prefill started to first token sampled")
@@ -256,7 +263,7 @@ class Metrics:
             num_blocks=total,
         )
 
-    def _mirrored(self) -> dict[str, Counter | Histogram]:
+    def _mirrored(self) -> dict[str, Collector]:
         return {
             "time_to_first_token_seconds": self._ttft,
             "request_time_per_output_token_seconds": self._tpot,

@@ -70,7 +70,7 @@ def finish_reason(params: SamplingParams, output_ids: Sequence[int]) -> FinishRe
 PromptScore = tuple[float, tuple[tuple[int, float], ...]]
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One generated token. Log-probabilities are of the model's raw distribution, before temperature,
     penalties and masks; `top_logprobs` is ordered best first, ties by lower id. `prompt_scores` comes with
     the first token if it was asked for: of every token of the prompt but the first."""

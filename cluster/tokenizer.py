@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,6 +82,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}  # token_bytes, remembered
+        self._texts: dict[int, str | None] = {}  # plain_text, remembered
 
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id: int | None = self._named_id("bos_token")
@@ -110,6 +113,7 @@ class Tokenizer:
             decoder = piece_decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
         except ValueError as error:
             raise ModelError(f"cannot use the tokenizer {path}: {error}") from error
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # work stays on the caller's thread
         backend.no_truncation()
         backend.no_padding()
         special_tokens = special_tokens_of(config)
@@ -296,6 +300,19 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
+
+    def plain_text(self, token_id: int) -> str | None:
+        """Of an ordinary token made of whole characters; None for every other."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        text: str | None = None
+        if not self.is_special(token_id):
+            with contextlib.suppress(UnicodeDecodeError):
+                text = self.token_bytes(token_id).decode()
+        self._texts[token_id] = text
+        return text
 
     def _named_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)

@@ -142,7 +142,8 @@ class LiveRequest:
         room = self.spec.sampling.max_tokens - len(self.output_ids)
         if len(outputs) >= room:
             outputs, finish = outputs[:room], finish or FinishReason.LENGTH
-        self.output_ids.extend(output.token_id for output in outputs)
+        for output in outputs:
+            self.output_ids.append(output.token_id)
         self.last_token_at = now
         return NewTokens(tuple(outputs), finish)
 

@@ -66,6 +66,9 @@ class ChatFormat:
         self._plans = plans
         self._tools = tools
         self._parsers = [tools.parser() for _ in plans] if tools is not None else []
+        before, after = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null'
+        self._around_text = [self._frame.around(plan.index, before, after) for plan in plans]
+        self._is_plain = options.is_plain and tools is None
 
     def opening(self, index: int, prompt_scores: Sequence[PromptScore]) -> bytes:
         extra = b""
@@ -77,6 +80,9 @@ class ChatFormat:
         return chunk if not lead else chunk + self._chunk(index, b'{"content":%b}' % orjson.dumps(lead))
 
     def delta(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        if self._is_plain:
+            before, after = self._around_text[index]
+            return before + orjson.dumps(piece.text) + after
         shown = b'{"content":%b}'
         if self._parsers:
             parsed = self._parsers[index].push(piece.text)

@@ -57,6 +57,9 @@ class CompletionFormat:
         self._tokenizer = tokenizer
         self._options = options
         self._plans = plans
+        self._is_plain = options.is_plain
+        after = b',"logprobs":null,"finish_reason":null'
+        self._around_text = [self._frame.around(plan.index, b'"text":', after) for plan in plans]
         self._unsent_prompts = {plan.index for plan in plans} if options.return_token_ids else set()
 
     def opening(self, index: int, prompt_scores: Sequence[PromptScore]) -> bytes:
@@ -69,6 +72,9 @@ class CompletionFormat:
         return self._chunk(index, plan.lead, logprobs, [])
 
     def delta(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        if self._is_plain:
+            before, after = self._around_text[index]
+            return before + orjson.dumps(piece.text) + after
         logprobs = b"null"
         if self._options.num_logprobs is not None:
             logprobs = orjson.dumps(self._logprobs(self._columns(piece.entries, self._plans[index])))

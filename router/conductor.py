@@ -139,6 +139,10 @@ class Conductor:
         times = [at for at in (self._deadlines.next(), self._legs.leases.next_renewal()) if at is not None]
         return min(times, default=None)
 
+    def may_be_due_before(self, at: float) -> bool:
+        """Whether `next_deadline()` can be sooner than `at`: cheap enough for every event."""
+        return self._deadlines.may_end_before(at) or self._legs.leases.may_be_due_before(at)
+
     def quiet(self) -> bool:
         """Whether nothing of any request is left in here."""
         return not (

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.ids import Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestSpec
 from cluster.wire.kv_events import RouterSays, WorkerSays
@@ -76,8 +78,7 @@ class Send:
     message: RouterSays
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """To the client; nothing follows a delivery with a finish reason or a failure."""
 
     request: RequestId

@@ -44,6 +44,10 @@ class Deadlines(Generic[K]):
         if not self._due:
             self._heap.clear()
 
+    def may_end_before(self, at: float) -> bool:
+        """Whether any deadline can be sooner than `at`; looks at one entry, which may be a leftover."""
+        return bool(self._heap) and self._heap[0][0] < at
+
     def next(self) -> float | None:
         """The earliest deadline, or None."""
         while self._heap:

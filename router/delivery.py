@@ -3,10 +3,12 @@ what the gateway can see of the cluster. Values and protocols only; the conducto
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+import msgspec
 
 from cluster.errors import BatonError
 from cluster.ids import Epoch, WorkerId
@@ -16,8 +18,7 @@ from cluster.wire.messages import Role, WorkerLoad
 from router.placement_stats import PlacementStats
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """The next tokens, in order, each exactly once; `finish_reason` is set on the last delivery."""
 
     outputs: tuple[TokenOutput, ...]
@@ -32,6 +33,7 @@ class Failed:
 
 
 Delivery = NewTokens | Failed
+Take = Callable[[Delivery | None], None]  # None: nothing follows; must not raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class RequestStream(Protocol):
     finish reason or a failure, or after `finish`/`abort`."""
 
     def __aiter__(self) -> AsyncIterator[Delivery]: ...
+
+    def push_to(self, take: Take | None) -> None:
+        """Once the first delivery was read: from now on `take` gets what waits and what comes, at once and in
+        order, instead of who iterates; with None, who iterates gets it again. `take` may call this too."""
+        ...
 
     def finish(self) -> None:
         """A stop string matched: no more tokens are wanted, the request counts as complete."""

@@ -1,7 +1,7 @@
 """The conductor alive: its events come from streams, clients and one timer, its actions go out at once.
 
-1. `feed` hands an event to the conductor, carries the actions out in order, and arms the timer for the next
-   deadline. Nothing in it waits, so events never overlap.
+1. `feed` hands an event to the conductor, carries the actions out in order, hands deliveries over, and arms
+   the timer for the next deadline. Nothing in it waits, so events never overlap.
 2. `submit` is the gateway's way in; what it returns is fed by `Deliver` actions until `Ended`. A cluster that
    was ready once and has no worker at the moment still takes requests: they wait for one to come back.
 3. Once workers are ready, one generation of our own goes through the whole path; only when it has succeeded
@@ -90,6 +90,7 @@ class ConductorDriver:
             router, self.feed, block_size=block_size, heartbeat_interval_s=heartbeat_interval_s
         )
         self._streams: dict[RequestId, LiveStream] = {}
+        self._touched: deque[LiveStream] = deque()  # something was put there and not handed over yet
         self._events: deque[Event] = deque()
         self._is_feeding = False
         self._timer: asyncio.TimerHandle | None = None
@@ -144,6 +145,8 @@ class ConductorDriver:
             while self._events:
                 for action in self._conductor.handle(self._events.popleft(), self._clock.now()):
                     self._carry_out(action)
+                while self._touched:
+                    self._touched.popleft().hand_over()
         except Exception:
             logger.critical("the conductor is broken; this router ends", exc_info=True)
             self._break()
@@ -170,14 +173,18 @@ class ConductorDriver:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Deliver(request, delivery):
-                self._streams[request].put(delivery)
+                stream = self._streams[request]
+                stream.put(delivery)
+                self._touched.append(stream)
             case Send():
                 self._send(action)
             case Lifecycle():
                 _log(action, self._streams.get(action.request))
                 self._tell(action)
             case Ended(request, summary):
-                self._streams.pop(request).end(summary)
+                stream = self._streams.pop(request)
+                stream.end(summary)
+                self._touched.append(stream)
                 self._tell(action)
 
     def _tell(self, action: Lifecycle | Ended) -> None:
@@ -196,6 +203,8 @@ class ConductorDriver:
 
     def _arm(self) -> None:
         """Keep one timer, due no later than the next deadline. One that is too early ticks for nothing."""
+        if self._timer is not None and not self._conductor.may_be_due_before(self._timer_due):
+            return
         due = self._conductor.next_deadline()
         if due is None or (self._timer is not None and self._timer_due <= due):
             return
@@ -216,6 +225,7 @@ class ConductorDriver:
         for request, stream in self._streams.items():
             stream.put(Failed(InternalError("The router failed.")))
             stream.end(self._conductor.summary(request) or NOTHING_KNOWN)
+            stream.hand_over()
         self._streams.clear()
         self.links.close()
 

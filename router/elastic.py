@@ -45,6 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.slo_classes import Targets
+from router.choosing import is_any, lowest, near, oldest, oldest_of
 from router.fleet import Column, Flags, Fleet
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
@@ -98,13 +99,20 @@ class TurnAway:
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """Per worker, seconds from now until the first token: of a prompt that is in time there, and behind all
-    that waits. `own_s`: of its uncached tokens. `lacks_kv`: the prompt's KV has no room yet."""
+    """Per worker, seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a
+    prompt that is in time there; `lacks_kv`: the prompt's KV has no room yet."""
 
     own_s: Column
     ttft_s: Column
-    backlog_s: Column
     lacks_kv: Flags
+    mine_s: Column
+    share: Column
+    start_s: Column | float
+
+    def backlog_s(self, fleet: Fleet) -> Column:
+        """As `ttft_s`, behind all that waits."""
+        seconds: Column = (self.mine_s + fleet.late_s) / self.share + self.start_s
+        return seconds
 
 
 def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Place | TurnAway:
@@ -114,15 +122,18 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
     if able is None:
         able = fleet.can_prefill & (fleet.kv_tokens >= ask.num_tokens + 1)
     able = able & (fleet.can_send | decodes)
-    if not able.any():
+    if not is_any(able):
         return TurnAway(None)
+    unable = ~able
     waits = _predict(fleet, ask, targets, settings)
-    ttft_s = np.where(able, waits.ttft_s, np.inf)
-    soonest_s = float(ttft_s.min())
+    ttft_s = waits.ttft_s
+    ttft_s[unable] = np.inf
+    soonest_s = lowest(ttft_s)
     if soonest_s > targets.ttft_s and math.isfinite(ask.max_wait_s):
-        backlog_s = float(np.where(able, waits.backlog_s, np.inf).min())
-        if backlog_s > ask.max_wait_s:
-            return TurnAway(backlog_s - ask.max_wait_s)
+        backlog_s = waits.backlog_s(fleet)
+        backlog_s[unable] = np.inf
+        if (least_s := lowest(backlog_s)) > ask.max_wait_s:
+            return TurnAway(least_s - ask.max_wait_s)
     wait_s = min(soonest_s, targets.ttft_s)
     step_s = None
     if not fleet.can_send.all():  # some decode what they compute: how long their steps would be
@@ -142,52 +153,85 @@ def _choose_prefill(
     settings: ElasticSettings,
 ) -> int:
     """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
-    in_time = (ttft_s <= settings.early * targets.ttft_s) & ~waits.lacks_kv
-    if not in_time.any():
-        return _least(ttft_s, fleet, settings)
+    in_time = ttft_s <= settings.early * targets.ttft_s
+    in_time &= ~waits.lacks_kv
+    if not is_any(in_time):
+        return oldest(ttft_s, fleet, settings.tie)
     if step_s is not None:
-        limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety * settings.local_bonus
-        good = in_time & (fleet.can_send | (step_s <= limit_s))
-        in_time = good if good.any() else in_time
-    cost = waits.own_s / (fleet.per_token_s + fleet.per_context_s * ask.num_tokens)
-    cost *= np.where(fleet.can_decode, 1.0, settings.prefill_only_worth)
-    cost = np.where(in_time, cost, np.inf)
-    return _least(np.where(cost <= float(cost.min()) * (1 + settings.near), ttft_s, np.inf), fleet, settings)
+        good = step_s <= min(targets.tpot_s, targets.gap_s) * settings.safety * settings.local_bonus
+        good |= fleet.can_send
+        good &= in_time
+        in_time = good if is_any(good) else in_time
+    cost = waits.own_s / _decode_s(fleet, ask)
+    np.multiply(cost, settings.prefill_only_worth, out=cost, where=~fleet.can_decode)
+    cost[~in_time] = np.inf
+    return oldest_of(near(cost, settings.near), ttft_s, fleet, settings.tie)
 
 
-def _least(score: Column, fleet: Fleet, settings: ElasticSettings) -> int:
-    """Of those whose score is as good as the least: the one that was placed on longest ago."""
-    limit = float(score.min()) * (1 + settings.tie)
-    return int(np.where(score <= limit, fleet.last_placed, np.inf).argmin())
+def _decode_s(fleet: Fleet, ask: Ask) -> Column:
+    """Seconds of one token of it in a step, per worker."""
+    seconds: Column = fleet.per_context_s * ask.num_tokens
+    seconds += fleet.per_token_s
+    return seconds
 
 
 def _own_s(fleet: Fleet, ask: Ask) -> Column:
     """Seconds of its uncached tokens, per worker."""
-    start: Column | float = 0.0 if ask.cached is None else ask.cached
-    rest = ask.num_tokens - start
-    own_s: Column = rest * (fleet.per_token_s + fleet.per_attention_s * (start + (rest + 1) / 2))
-    return own_s
+    if ask.cached is None:
+        each_s: Column = fleet.per_attention_s * ((ask.num_tokens + 1) / 2)
+        each_s += fleet.per_token_s
+        each_s *= ask.num_tokens
+        return each_s
+    keys = ask.cached + (ask.num_tokens + 1)
+    keys /= 2  # on average, of an uncached token
+    keys *= fleet.per_attention_s
+    keys += fleet.per_token_s
+    keys *= ask.num_tokens - ask.cached
+    return keys
 
 
 def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> _Waits:
+    """Written in place, one operation a line: most of the time of a decision is spent here."""
     step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
     own_s = _own_s(fleet, ask)
     mine_s = fleet.work_s + own_s
-    staying = np.maximum(0.5, 1 - np.minimum(mine_s, targets.ttft_s) / ask.life_s)
-    reading_s = fleet.fixed_s + fleet.per_context_s * (fleet.context * staying + ask.num_tokens)
-    load_s = reading_s + fleet.per_token_s * (fleet.rows * staying + 1) + fleet.queued_load_s
-    share = 1 - load_s / step_s
-    share = np.where(reading_s + fleet.queued_load_s + fleet.floor_s > step_s, 0.0, share)
-    idle = (fleet.rows + fleet.queued_load_s) == 0
-    share = np.where(idle, 0.95, np.maximum(share, settings.min_share))
-    start_s = np.where(idle, fleet.fixed_s + fleet.floor_s, step_s / 2)
+    staying = np.minimum(mine_s, targets.ttft_s)  # then 1 - that / life, at least a half
+    staying /= -ask.life_s
+    staying += 1
+    np.maximum(staying, 0.5, out=staying)
+    reading_s = fleet.context * staying
+    reading_s += ask.num_tokens
+    reading_s *= fleet.per_context_s
+    reading_s += fleet.fixed_s
+    share = fleet.rows * staying  # then 1 - the load of decode / step
+    share += 1
+    share *= fleet.per_token_s
+    share += reading_s
+    share += fleet.queued_load_s
+    share /= -step_s
+    share += 1
+    reading_s += fleet.queued_load_s
+    reading_s += fleet.floor_s
+    is_full = reading_s > step_s
+    if is_any(is_full):
+        share[is_full] = 0.0
+    np.maximum(share, settings.min_share, out=share)
+    start_s: Column | float = step_s / 2
+    is_idle = (fleet.rows + fleet.queued_load_s) == 0
+    if is_any(is_idle):
+        share[is_idle] = 0.95
+        start_s = np.where(is_idle, fleet.fixed_s + fleet.floor_s, start_s)
     held = fleet.kv_used + fleet.kv_promised
-    lacking = held + (ask.num_tokens + 1) - fleet.kv_tokens
-    lacks_kv = (lacking > 0) & (held > 0)
-    if lacks_kv.any():  # what is held goes within the life of a row, or with the prompts before this one
+    lacking = held + (ask.num_tokens + 1)
+    lacking -= fleet.kv_tokens
+    lacks_kv = lacking > 0
+    lacks_kv &= held > 0
+    if is_any(lacks_kv):  # what is held goes within the life of a row, or with the prompts before this one
         hold_s = np.where(fleet.can_decode, min(ask.life_s, _LONG_S), fleet.work_s)
         start_s = start_s + np.where(lacks_kv, hold_s * lacking / np.maximum(held, 1.0), 0.0)
-    return _Waits(own_s, mine_s / share + start_s, (mine_s + fleet.late_s) / share + start_s, lacks_kv)
+    ttft_s = mine_s / share
+    ttft_s += start_s
+    return _Waits(own_s, ttft_s, lacks_kv, mine_s, share, start_s)
 
 
 def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Column:
@@ -202,10 +246,17 @@ def _staying(ask: Ask, wait_s: float) -> float:
 
 def _decode_step_s(fleet: Fleet, ask: Ask, staying: float) -> Column:
     """A step of each worker with this request, and all that is on its way there, in the batch."""
-    rows = fleet.rows * staying + fleet.coming_rows + 1
-    context = fleet.context * staying + fleet.coming_context + ask.num_tokens
-    busy_s = np.maximum(fleet.floor_s, fleet.per_token_s * rows)
-    step_s: Column = fleet.fixed_s + busy_s + fleet.per_context_s * context
+    step_s = fleet.rows * staying
+    step_s += fleet.coming_rows
+    step_s += 1
+    step_s *= fleet.per_token_s
+    np.maximum(step_s, fleet.floor_s, out=step_s)
+    step_s += fleet.fixed_s
+    reading_s = fleet.context * staying
+    reading_s += fleet.coming_context
+    reading_s += ask.num_tokens
+    reading_s *= fleet.per_context_s
+    step_s += reading_s
     return step_s
 
 
@@ -229,7 +280,9 @@ def choose_decode(
         return prefill
     if step_s is None:
         step_s = _decode_step_s(fleet, ask, staying)
-    room = fleet.kv_tokens * (1 - settings.kv_headroom) - fleet.kv_used - fleet.kv_promised
+    room = fleet.kv_tokens * (1 - settings.kv_headroom)
+    room -= fleet.kv_used
+    room -= fleet.kv_promised
     fits = room >= ask.num_tokens + ask.expected_output
     fits[prefill] = True  # it has the prompt's KV already
     can = fits & decodes
@@ -242,20 +295,20 @@ def choose_decode(
     spread_s = step_s + (moving_s + step_limit_s) / max(1.0, 0.5 * ask.expected_output)
     good = can & (spread_s <= settings.far_fill * step_limit_s)
     good[prefill] = can[prefill] and step_s[prefill] <= step_limit_s * settings.local_bonus
-    if not good.any():
-        if not can.any():
+    if not is_any(good):
+        if not is_any(can):
             can = decodes
         over_s = np.where(can, step_s, np.inf)
-        best = _least(over_s, fleet, settings)
+        best = oldest(over_s, fleet, settings.tie)
         is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
         return prefill if is_near else best
-    cost = (fleet.per_token_s + fleet.per_context_s * ask.num_tokens) / fleet.per_token_s
-    cost = np.where(good, cost, np.inf)
-    near = float(cost.min()) * (1 + settings.near)
-    if cost[prefill] <= near:
+    cost = _decode_s(fleet, ask)
+    cost /= fleet.per_token_s
+    cost[~good] = np.inf
+    if cost[prefill] <= lowest(cost) * (1 + settings.near):
         return prefill
     taken_s = settings.kv_worth * step_limit_s * moving / np.maximum(fleet.kv_tokens, 1.0)
-    return _least(np.where(cost <= near, spread_s + taken_s, np.inf), fleet, settings)
+    return oldest_of(near(cost, settings.near), spread_s + taken_s, fleet, settings.tie)
 
 
 def _is_best_where_computed(

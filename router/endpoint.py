@@ -23,6 +23,7 @@ from cluster.ids import RequestId
 from cluster.metrics import RequestRecord
 from cluster.request import RequestSpec
 from router.asgi import (
+    BODY_WRITER,
     JSON_TYPE,
     BodyTooLarge,
     ClientLeft,
@@ -160,6 +161,7 @@ class GenerationEndpoint:
                     request_id=scope[REQUEST_ID],
                     patience=gateway.limits.patience,
                     send=send,
+                    body=scope.get(BODY_WRITER),
                     headers=headers,
                 )
                 await reply.run(receive)
@@ -169,11 +171,11 @@ class GenerationEndpoint:
 
     async def _read_job(self, body: bytes, session: str | None) -> Job:
         if len(body) > self.gateway.limits.offload_bytes:
-            job = await asyncio.to_thread(lambda: self._build(parse_json(body)))
+            job = await self.gateway.aside.run(lambda: self._build(parse_json(body)))
         else:
             raw = parse_json(body)
             slow = not _SLOW_FIELDS.isdisjoint(raw)
-            job = await asyncio.to_thread(self._build, raw) if slow else self._build(raw)
+            job = await self.gateway.aside.run(self._build, raw) if slow else self._build(raw)
         return job if job.affinity or not session else replace(job, affinity=session[:512])
 
     def _build(self, raw: dict[str, Any]) -> Job:

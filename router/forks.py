@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from cluster.errors import BatonError
 from cluster.request import RequestSpec
 from cluster.sampling import PromptScore
-from router.delivery import Delivery, Failed, RequestIntake, RequestStream, RequestSummary
+from router.delivery import Delivery, Failed, RequestIntake, RequestStream, RequestSummary, Take
 
 _NOT_SUBMITTED = RequestSummary(
     cached_tokens=0,
@@ -82,6 +82,10 @@ class FollowingStream:
             return
         async for delivery in self._inner:
             yield delivery
+
+    def push_to(self, take: Take | None) -> None:
+        assert self._inner is not None  # its first delivery was read
+        self._inner.push_to(take)
 
     def finish(self) -> None:
         if self._inner is not None:

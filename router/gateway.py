@@ -9,6 +9,7 @@ from cluster.clock import Clock
 from cluster.errors import InvalidRequest, ModelNotFound
 from cluster.metrics import Metrics
 from cluster.tokenizer import Tokenizer
+from router.aside import Aside
 from router.delivery import ClusterStatus, RequestIntake
 from router.fields import IgnoredFields
 from router.generation import InFlight
@@ -37,6 +38,7 @@ class Gateway:
     grammars: GrammarsAhead
     tool_format: ToolFormat
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
+    aside: Aside = field(default_factory=Aside)
 
     def job_builder(self) -> JobBuilder:
         here = self.status.max_model_len()

@@ -27,7 +27,7 @@ from cluster.errors import (
 from cluster.metrics import Metrics, Outcome, RequestRecord
 from cluster.sampling import FinishReason, PromptScore
 from router.asgi import ClientLeft
-from router.delivery import Failed, RequestStream, RequestSummary
+from router.delivery import Delivery, Failed, NewTokens, RequestStream, RequestSummary, Take
 from router.forks import SharedPrompt
 from router.output import ChoiceOutput, Piece, TokenEntry
 from router.reply import Choice, ChoicePlan, Usage
@@ -94,7 +94,14 @@ class Generation:
             BatonError: the request failed.
             ClientLeft: or whatever else `end` was called with.
         """
-        delivery = await anext(self._deliveries, None)
+        return self.take(await anext(self._deliveries, None))
+
+    def push_to(self, take: Take | None) -> None:
+        """See `RequestStream.push_to`; each delivery then goes through `take`."""
+        self._stream.push_to(take)
+
+    def take(self, delivery: Delivery | None) -> Piece:
+        """What a delivery adds. Raises as `next_piece`."""
         if self._ended_by is not None:
             raise self._failed(self._ended_by)
         if delivery is None:
@@ -103,9 +110,7 @@ class Generation:
             raise self._failed(delivery.error)
         if delivery.finish_reason is FinishReason.FAILED:
             raise self._failed(_grammar_gave_up(self._output.num_tokens))
-        self._observe_delivery()
-        if self._leads:
-            self._prompt.computed(delivery.outputs[0].prompt_scores if delivery.outputs else ())
+        self._observe_delivery(delivery)
         piece = self._output.push(delivery.outputs, delivery.finish_reason)
         if piece.finish_reason is not None:
             if delivery.finish_reason is None:
@@ -158,10 +163,12 @@ class Generation:
         self._outcome = outcome_of(error)
         return error
 
-    def _observe_delivery(self) -> None:
+    def _observe_delivery(self, delivery: NewTokens) -> None:
         now = self._clock.now()
         if self._last_s is None:
             self._first_s = now
+            if self._leads:
+                self._prompt.computed(delivery.outputs[0].prompt_scores if delivery.outputs else ())
         else:
             self._metrics.observe_token_gap(now - self._last_s)
         self._last_s = now

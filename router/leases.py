@@ -40,6 +40,9 @@ class LeaseKeeper:
         self._leases.pop(worker, None)
         self._renewals.drop(worker)
 
+    def may_be_due_before(self, at: float) -> bool:
+        return self._renewals.may_end_before(at)
+
     def next_renewal(self) -> float | None:
         return self._renewals.next()
 

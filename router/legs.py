@@ -13,7 +13,9 @@ attempt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from cluster.errors import BatonError, InternalError
 from cluster.ids import Attempt, WorkerId
@@ -48,8 +50,7 @@ _E = LifecycleEvent
 AttemptMessage = Grant | Nack | FirstToken | Committed | AttemptFailed | TokenRow
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """The attempt goes on: `outputs` are the client's next tokens, and something is due within `wait_s`."""
 
     wait_s: float
@@ -57,13 +58,11 @@ class Progress:
     finish: FinishReason | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NotTaken:
+class NotTaken(msgspec.Struct, frozen=True):
     """The decode worker has no room; nothing is held anywhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(msgspec.Struct, frozen=True):
     """The attempt cannot go on. `detail` is for logs. `handed_over`: a draining worker gives it to others."""
 
     cause: BatonError

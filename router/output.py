@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.detokenizer import Detokenizer, TokenSource
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.stop_strings import StopMatcher
@@ -40,8 +42,7 @@ class TokenEntry:
     shown: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What may be shown now; `finish_reason` is set on the last piece."""
 
     text: str
@@ -72,6 +73,8 @@ class ChoiceOutput:
             return Piece("", (), FinishReason.LENGTH)
         if self._plain and finish_reason is None:
             self.num_tokens += len(outputs)
+            if len(outputs) == 1:
+                return Piece(self._detokenizer.push_one(outputs[0].token_id), (), None)
             return Piece(self._detokenizer.push([output.token_id for output in outputs]), (), None)
         parts: list[str] = []
         reason: FinishReason | None = None
@@ -91,7 +94,7 @@ class ChoiceOutput:
         """Add one token's text to `parts`; whether it completed a stop string."""
         self.num_tokens += 1
         offset = self._num_decoded
-        text = "" if hidden else self._detokenizer.push((output.token_id,))
+        text = "" if hidden else self._detokenizer.push_one(output.token_id)
         self._num_decoded += len(text)
         if self._keep_entries:
             special = self._rules.skip_special_tokens and self._tokenizer.is_special(output.token_id)

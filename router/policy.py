@@ -15,6 +15,7 @@ import numpy as np
 
 from cluster.ids import BlockHash, WorkerId
 from cluster.slo_classes import Targets
+from router.choosing import is_any
 from router.config import PolicyConfig
 from router.elastic import Ask, Place, place
 from router.fleet import Column, Flags
@@ -104,17 +105,17 @@ class Elastic:
     def place(self, view: ClusterView, request: PlacementRequest, now: float) -> Placement | Reject:
         fleet = view.fleet
         ready = fleet.can_decode
-        if not ready.any():
+        if not is_any(ready):
             return Reject(RejectReason.NO_WORKER)
         large = ready & (view.capacity >= request.max_kv_tokens)
         _bar(view, large, request.too_large_for)
-        if not large.any():
+        if not is_any(large):
             limit = int(np.where(ready, view.capacity, 0.0).max()) + 1
             return Reject(RejectReason.TOO_LARGE, limit)
         cached_blocks = view.prefix.lookup(request.hashes, fleet.num_workers)
         needed = self._new_blocks(view, request, cached_blocks)
         decodes = large & (view.slots > 0) & (needed <= view.blocks) & (needed < view.refused)
-        if not decodes.any():
+        if not is_any(decodes):
             return Reject(RejectReason.BUSY)
         prefills = fleet.can_prefill & fleet.can_send & (view.capacity >= request.num_tokens)
         if request.avoid:
@@ -139,11 +140,11 @@ class Elastic:
         cached = None
         if cached_blocks is not None:
             cached = np.minimum(cached_blocks * view.block_size, request.num_tokens - 1)
-        num_measured = np.count_nonzero(view.life_s)
+        num_measured = np.count_nonzero(view.life_s > 0)
         life_s = request.expected_output * self.defaults.tpot_s
         if num_measured:
             life_s = float(view.life_s.sum()) / num_measured
-        is_known = math.isfinite(request.max_wait_s) and not (prefills & ~view.is_measured).any()
+        is_known = math.isfinite(request.max_wait_s) and not is_any(prefills & ~view.is_measured)
         return Ask(
             num_tokens=request.num_tokens,
             expected_output=request.expected_output,

@@ -11,12 +11,13 @@ blocks before it. So holders only get fewer along a prompt, and where the set ch
 a look-up costs a few steps per *distinct set of holders*, not per block or worker. A wrong belief costs time,
 never correctness: workers match their own caches and verify token ids.
 
-Rows are those of the router's `Fleet`; the holders of a hash are the bits of one integer.
+Rows are those of the router's `Fleet`; the holders of a hash are the bits of one integer. Hashes are kept in
+plain dictionaries, which the garbage collector does not look into: a million of them in sets would stop the
+router for a fifth of a second each time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -25,6 +26,7 @@ from cluster.ids import BlockHash
 from router.fleet import Column
 
 MAX_LEVELS = 32  # different lengths told apart in one look-up; longer ones count as the last of them
+_MAX_MASKS = 256
 _FEW = 12  # rows up to which bits are taken one by one
 
 
@@ -33,11 +35,12 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._holders: dict[BlockHash, int] = {}  # hash |-> rows as bits; none is 0
-        self._stored: dict[int, set[BlockHash]] = {}  # row |-> what its worker reported
+        self._stored: dict[int, dict[BlockHash, None]] = {}  # row |-> what its worker reported
         self._expected: dict[
-            int, Counter[BlockHash]
+            int, dict[BlockHash, int]
         ] = {}  # row |-> hash |-> requests that will have it there
         self._bits: list[int] = []
+        self._masks: dict[int, Column] = {}  # rows as bits |-> 1.0 at those; of large sets seen lately
 
     def __len__(self) -> int:
         """Blocks known, each once, however many workers have it."""
@@ -51,9 +54,9 @@ class PrefixIndex:
 
     def store(self, row: int, hashes: Iterable[BlockHash]) -> None:
         """Blocks that are in this worker's cache now. Fine for known ones."""
-        stored = self._stored.setdefault(row, set())
+        stored = self._stored.setdefault(row, {})
         for block_hash in hashes:
-            stored.add(block_hash)
+            stored[block_hash] = None
             self._add(row, block_hash)
 
     def remove(self, row: int, hashes: Iterable[BlockHash]) -> None:
@@ -64,7 +67,7 @@ class PrefixIndex:
         expected = self._expected.get(row, ())
         for block_hash in hashes:
             if block_hash in stored:
-                stored.remove(block_hash)
+                del stored[block_hash]
                 if block_hash not in expected:
                     self._drop(row, block_hash)
 
@@ -77,9 +80,9 @@ class PrefixIndex:
 
     def expect(self, row: int, hashes: Sequence[BlockHash]) -> None:
         """A request's blocks will soon be in this worker's cache."""
-        expected = self._expected.setdefault(row, Counter())
+        expected = self._expected.setdefault(row, {})
         for block_hash in hashes:
-            expected[block_hash] += 1
+            expected[block_hash] = expected.get(block_hash, 0) + 1
             self._add(row, block_hash)
 
     def unexpect(self, row: int, hashes: Sequence[BlockHash]) -> None:
@@ -99,7 +102,7 @@ class PrefixIndex:
 
     def leave(self, row: int) -> None:
         """The worker is gone: nothing of this row remains."""
-        hashes = self._stored.pop(row, set()) | self._expected.pop(row, Counter()).keys()
+        hashes = self._stored.pop(row, {}).keys() | self._expected.pop(row, {}).keys()
         for block_hash in hashes:
             self._drop(row, block_hash)
 
@@ -110,20 +113,32 @@ class PrefixIndex:
         levels = self._levels(hashes)
         if not levels:
             return None
-        column = np.zeros(num_rows)
+        column: Column | None = None
         for num_blocks, rows in levels:
-            if rows.bit_count() <= _FEW:
+            if column is None:
+                column = self._mask(rows, num_rows) * num_blocks
+            elif rows.bit_count() > _FEW:
+                np.maximum(column, self._mask(rows, num_rows) * num_blocks, out=column)
+            else:
                 while rows:
                     lowest = rows & -rows
                     column[lowest.bit_length() - 1] = num_blocks
                     rows ^= lowest
-            else:
-                packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), dtype=np.uint8)
-                column[np.unpackbits(packed, count=num_rows, bitorder="little").view(np.bool_)] = num_blocks
         return column
 
+    def _mask(self, rows: int, num_rows: int) -> Column:
+        """1.0 at these rows, 0.0 elsewhere. Holders of a system prompt are the same in many look-ups."""
+        mask = self._masks.get(rows)
+        if mask is None or len(mask) != num_rows:
+            packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), dtype=np.uint8)
+            mask = np.unpackbits(packed, count=num_rows, bitorder="little").astype(np.float64)
+            if len(self._masks) >= _MAX_MASKS:
+                self._masks.clear()
+            self._masks[rows] = mask
+        return mask
+
     def _levels(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
-        """(leading blocks, rows that have exactly so many), fewest blocks first."""
+        """(leading blocks, rows that have so many or more), fewest blocks first."""
         holders, levels = self._holders, []
         rows = holders.get(hashes[0], 0) if hashes else 0
         last = len(hashes) - 1
@@ -143,7 +158,7 @@ class PrefixIndex:
                 else:
                     high = middle
             further = holders.get(hashes[high], 0) & rows
-            levels.append((low + 1, rows & ~further))
+            levels.append((low + 1, rows))
             rows, at = further, high
         return levels
 

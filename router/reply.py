@@ -35,6 +35,11 @@ class ReplyOptions:
     continuous_usage: bool = False  # streams only: usage in every chunk
 
     @property
+    def is_plain(self) -> bool:
+        """A streamed delta is its text alone."""
+        return not (self.keep_entries or self.continuous_usage)
+
+    @property
     def keep_entries(self) -> bool:
         return self.num_logprobs is not None or self.return_token_ids
 
@@ -112,6 +117,10 @@ class ChunkFrame:
     def choice(self, index: int, fields: bytes, extra: bytes = b"") -> bytes:
         """A chunk with one choice. `extra` starts with a comma or is empty."""
         return b"%b%d,%b}]%b}\n\n" % (self.head, index, fields, extra)
+
+    def around(self, index: int, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """What stands before and after the one field that changes from chunk to chunk."""
+        return b"%b%d,%b" % (self.head, index, before), after + b"}]}\n\n"
 
     def ending(self, options: ReplyOptions, usage: Usage, timings: bytes) -> bytes:
         """The last chunks: usage if asked for, end mark."""

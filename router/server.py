@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.errors import ConfigError
-from router.asgi import Receive, Scope, Send
+from router.asgi import BODY_WRITER, Receive, Scope, Send
 from router.generation import InFlight
 from router.openai_errors import error_body, http_error
 from router.public_side import on_public_side
@@ -36,6 +36,24 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _BodyWriter:
+    """Implements `router.asgi.BodyWriter`: what the cycle's `send` does to a part of a chunked body."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, data: bytes) -> bool:
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.response_complete or cycle.disconnected:
+            return False
+        if not cycle.chunked_encoding:  # unknown until the response starts
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class _HeadTooLarge(Exception):
@@ -92,6 +110,8 @@ class _Protocol(HttpToolsProtocol):
         self._in_head = False
         if not self._resuming:
             super().on_headers_complete()
+            if self.cycle is not None:
+                self.scope[BODY_WRITER] = _BodyWriter(self.cycle)  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
         self._had_body = True

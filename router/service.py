@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,6 +31,7 @@ from cluster.tokenizer_config import read_json
 from cluster.wire.kv_events import WorkerSays
 from cluster.wire.stream import listen
 from router.app import create_app
+from router.aside import SWITCH_S
 from router.conductor import Conductor
 from router.config import ConductorConfig, PolicyConfig
 from router.driver import ConductorDriver
@@ -112,6 +115,10 @@ async def run(
             launcher_pid=config.launcher_pid,
             feed=feed,
         )
+
+        sys.setswitchinterval(SWITCH_S)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections need not look at it, which takes long
 
         def on_listening(host: str, port: int) -> None:
             logger.info("serving %s on %s port %d", model.name, host, port)

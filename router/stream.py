@@ -1,10 +1,11 @@
-"""A reply as server-sent events: ready bytes straight to ASGI, one `send` per delivery of tokens.
+"""A reply as server-sent events: ready bytes, one write per delivery of tokens.
 
 1. Nothing is sent until the first token: a request that fails before it gets a real HTTP status.
 2. First token: status, headers, the opening (chat's role chunk) and the first delta, in one go.
-3. Then one chunk per delivery, however many tokens it has; the last one of a choice goes out together with
-   its finish chunk, and the last of all with the usage chunk if asked for, and `[DONE]`. Several choices are
-   written by a task each, as their tokens come.
+3. Then one chunk per delivery, however many tokens it has. It is written the moment it is delivered, within
+   the event that brought it (`BodyWriter`); only what the client does not take at once waits for the task of
+   its choice. The last one of a choice goes out together with its finish chunk, and the last of all with the
+   usage chunk if asked for, and `[DONE]`.
 4. A companion task waits for the client to leave (the generations end at once, their blocks are freed), and
    sends `: ping` after every 15 seconds of silence, which starts the response if no token did. It also gives
    up on a cluster that stays silent and on a client that does not read.
@@ -17,11 +18,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.errors import DeadlineExceeded
 from cluster.sampling import FinishReason
-from router.asgi import ClientLeft, HeaderList, Receive, Send, until_disconnect
+from router.asgi import BodyWriter, ClientLeft, HeaderList, Receive, Send, until_disconnect
+from router.delivery import Delivery
 from router.generation import Generation, total_usage
 from router.openai_errors import error_body, public_error
+from router.output import Piece
 from router.reply import DONE, ReplyFormat, ReplyOptions, Usage, timings_field
 
 SSE_HEADERS: HeaderList = [
@@ -42,6 +47,14 @@ class Patience:
     stalled_client_s: float = 120.0
 
 
+class _Part(msgspec.Struct, frozen=True, gc=False):
+    """Of the reply: what a delivery adds."""
+
+    data: bytes
+    ends_choice: bool = False
+    ends_reply: bool = False
+
+
 class StreamReply:
     """One streamed reply; `run` once."""
 
@@ -54,9 +67,10 @@ class StreamReply:
         request_id: str,
         patience: Patience,
         send: Send,
+        body: BodyWriter | None,
         headers: Callable[[], HeaderList],
     ) -> None:
-        """`headers`: further ones, asked for when the response starts."""
+        """`body`: where the server offers one. `headers`: further ones, asked for when the reply starts."""
         self._generations = generations
         self._num_open = len(generations)
         self._wire = wire
@@ -64,8 +78,10 @@ class StreamReply:
         self._request_id = request_id
         self._patience = patience
         self._asgi_send = send
+        self._body = body
         self._headers = headers
         self._lock = asyncio.Lock()  # two tasks send
+        self._num_unsent = 0  # parts that are rendered: they leave in this order
         self._started = False
         self._gave_up = False
         self._now = asyncio.get_running_loop().time
@@ -112,22 +128,61 @@ class StreamReply:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write_choice(self, generation: Generation) -> None:
-        wire, index = self._wire, generation.plan.index
-        is_open = False
+        opened = False
         while True:
-            piece = await generation.next_piece()
-            self._last_token_s = self._now()
-            data = b"" if is_open else wire.opening(index, generation.prompt_scores)
-            is_open = True
-            if piece.text or piece.entries:
-                data += wire.delta(index, piece, self._usage_so_far())
-            if piece.finish_reason is not None:
-                await self._send(
-                    data + self._closing(generation, piece.finish_reason), more=self._num_open > 0
-                )
+            if opened and self._body is not None:
+                part = await self._write_on(generation, self._body)
+            else:
+                piece = await generation.next_piece()
+                part = self._render(generation, piece, opens=not opened)
+                opened = True
+            if part.data:
+                await self._send(part.data, more=not part.ends_reply)
+            self._num_unsent -= 1
+            if part.ends_choice:
                 return
-            if data:
-                await self._send(data)
+
+    async def _write_on(self, generation: Generation, body: BodyWriter) -> _Part:
+        """Write what comes the moment it comes; returns with what has to be sent: the client does not take it
+        at once, another choice's part waits before it, or it is the choice's last."""
+        rest: asyncio.Future[_Part] = asyncio.get_running_loop().create_future()
+
+        def take(delivery: Delivery | None) -> None:
+            if rest.cancelled():  # the reply was given up; its task has not run yet
+                return
+            try:
+                part = self._render(generation, generation.take(delivery))
+                is_next = self._num_unsent == 1 and not part.ends_choice
+                if is_next and (not part.data or body.write(part.data)):
+                    self._num_unsent = 0
+                    self._last_sent_s = self._last_token_s
+                    return
+            except Exception as error:  # it is the reply's, not of who delivers
+                generation.push_to(None)
+                rest.set_exception(error)
+                return
+            generation.push_to(None)
+            rest.set_result(part)
+
+        generation.push_to(take)
+        try:
+            return await rest
+        finally:
+            generation.push_to(None)
+            if rest.done() and not rest.cancelled():
+                rest.exception()  # seen, even if this task is cancelled at the same moment
+
+    def _render(self, generation: Generation, piece: Piece, *, opens: bool = False) -> _Part:
+        wire, index = self._wire, generation.plan.index
+        self._num_unsent += 1
+        self._last_token_s = self._now()
+        data = wire.opening(index, generation.prompt_scores) if opens else b""
+        if piece.text or piece.entries:
+            data += wire.delta(index, piece, self._usage_so_far())
+        if piece.finish_reason is None:
+            return _Part(data)
+        data += self._closing(generation, piece.finish_reason)
+        return _Part(data, ends_choice=True, ends_reply=self._num_open == 0)
 
     def _closing(self, generation: Generation, reason: FinishReason) -> bytes:
         """What ends a choice, and with the last one the reply. Timings ride in the last chunk they fit in."""

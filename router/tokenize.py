@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +51,7 @@ async def _maybe_on_thread(
     gateway: Gateway, work: Callable[[Gateway, bytes], TextAnswer], body: bytes
 ) -> TextAnswer:
     if len(body) > gateway.limits.offload_bytes:
-        return await asyncio.to_thread(work, gateway, body)
+        return await gateway.aside.run(work, gateway, body)
     return work(gateway, body)
 
 

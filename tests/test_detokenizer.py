@@ -28,9 +28,16 @@ def piece_tok(tmp_path_factory):
     return Tokenizer.load(write_sentencepiece_tokenizer(tmp_path_factory.mktemp("piece")))
 
 
+@pytest.fixture
+def both_tokenizers(byte_tok, piece_tok):
+    return byte_tok, piece_tok
+
+
 def stream(tokenizer, chunks, **flags):
+    """Single tokens by the way that streams take, which must say the same."""
     detokenizer = Detokenizer(tokenizer, **flags)
-    return [*(detokenizer.push(chunk) for chunk in chunks), detokenizer.finish()]
+    one = (detokenizer.push_one(*chunk) if len(chunk) == 1 else detokenizer.push(chunk) for chunk in chunks)
+    return [*one, detokenizer.finish()]
 
 
 def random_chunks(rng, ids):
@@ -52,6 +59,19 @@ def test_b002_an_unfinished_character_at_the_end_is_one_replacement_character(by
     assert "".join(deltas) == "ok"
     assert tail == "\ufffd"
     assert byte_tok.decode(ids) == "ok\ufffd"
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_one_token_at_a_time_is_the_same_by_both_ways(both_tokenizers, skip):
+    rng = random.Random(5)
+    for tokenizer in both_tokenizers:
+        for at_start in (False, True):
+            one = Detokenizer(tokenizer, skip_special_tokens=skip, at_start=at_start)
+            many = Detokenizer(tokenizer, skip_special_tokens=skip, at_start=at_start)
+            for _ in range(3_000):
+                token_id = rng.randrange(tokenizer.vocab_size + 3)  # models pad their vocabulary
+                assert one.push_one(token_id) == many.push((token_id,))
+            assert one.finish() == many.finish()
 
 
 def test_finish_is_empty_when_nothing_is_held_and_only_speaks_once(byte_tok):

@@ -267,7 +267,7 @@ class Committed(_Message, frozen=True, kw_only=True):
     kv_transfer_s: float  # commit wait seen by D: first KvOpen → complete
 
 
-class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """New tokens of one request. `index` counts the generated tokens of the attempt before these,
     the first token included."""
 

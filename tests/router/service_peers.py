@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from typing import Any
 
+from bench.support.worker_link import WorkerLink
 from cluster.ids import WorkerId
-from cluster.wire.kv_events import RouterSays, WorkerSays
-from cluster.wire.messages import (
-    Heartbeat,
-    Refused,
-    Register,
-    Role,
-    Welcome,
-    WorkerState,
-)
-from cluster.wire.stream import Stream, connect
+from cluster.wire.kv_events import RouterSays
+from cluster.wire.messages import Register, Role, WorkerState
 from tests.router.conductor_peers import Commit, ScriptedDecode, ScriptedPrefill
 
 TOKEN = b"a-cluster-token-for-tests"
@@ -49,7 +41,7 @@ class Host:
             await worker.kill()
 
 
-class LiveWorker:
+class LiveWorker(WorkerLink):
     """One worker process, as far as a router can tell. `steps` False: the engine hangs."""
 
     def __init__(
@@ -57,83 +49,31 @@ class LiveWorker:
     ) -> None:
         self.host = host
         self.peer = ScriptedPrefill(register) if register.role is Role.PREFILL else ScriptedDecode(register)
-        self.state = state
+        super().__init__(host.address, TOKEN, register, self._receive, self.peer.load, state)
         self.steps = steps
-        self.beats = True
         self.wake = asyncio.Event()
-        self.refused: str | None = None
-        self.welcomed = asyncio.Event()
-        self.gone = asyncio.Event()
         self.received: deque[RouterSays] = deque(maxlen=100)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._stream: Stream[RouterSays] | None = None
-        self._interval_s = 0.0
 
     async def start(self) -> None:
         self.host.started.append(self)
-        self._stream = await connect(self.host.address, TOKEN, RouterSays)
-        self._stream.post(self.peer.register)
-        self.host.workers[self.peer.register.worker] = self
-        self._tasks.append(asyncio.create_task(self._read()))
-        await asyncio.wait_for(self._answered(), 5.0)
-
-    async def _answered(self) -> None:
-        waits = [asyncio.create_task(event.wait()) for event in (self.welcomed, self.gone)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-
-    def post(self, message: WorkerSays) -> None:
-        assert self._stream is not None
-        self._stream.post(message)
-
-    def beat(self) -> None:
-        self.post(Heartbeat(state=self.state, load=self.peer.load()))
+        self.host.workers[self.register.worker] = self
+        await super().start()
+        if self.welcomed.is_set():
+            self.run(self._work())
 
     def set_state(self, state: WorkerState) -> None:
         self.state = state
         self.beat()
 
     async def kill(self) -> None:
-        """SIGKILL: nothing more comes, the stream breaks."""
-        if self.host.workers.get(self.peer.register.worker) is self:
-            del self.host.workers[self.peer.register.worker]
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._stream is not None:
-            self._stream.abort()
-            await asyncio.sleep(0)  # the transport closes in the next turn of the loop
+        if self.host.workers.get(self.register.worker) is self:
+            del self.host.workers[self.register.worker]
+        await super().kill()
 
-    def hang(self) -> None:
-        """SIGSTOP: the stream stays open and silent."""
-        for task in self._tasks:
-            task.cancel()
-
-    async def _read(self) -> None:
-        assert self._stream is not None
-        with contextlib.suppress(asyncio.CancelledError):
-            async for message in self._stream:
-                self.received.append(message)
-                match message:
-                    case Welcome(heartbeat_interval_s=interval_s):
-                        self._interval_s = interval_s
-                        self.beat()
-                        self._tasks.append(asyncio.create_task(self._beat_on()))
-                        self._tasks.append(asyncio.create_task(self._work()))
-                        self.welcomed.set()
-                    case Refused(reason=reason):
-                        self.refused = reason
-                    case _:
-                        self.peer.receive(message, asyncio.get_running_loop().time())
-                        self.wake.set()
-            self.gone.set()
-
-    async def _beat_on(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)  # the interval is what is under test
-            if self.beats:
-                self.beat()
+    def _receive(self, message: RouterSays) -> None:
+        self.received.append(message)
+        self.peer.receive(message, asyncio.get_running_loop().time())
+        self.wake.set()
 
     async def _work(self) -> None:
         while True:

@@ -15,6 +15,7 @@ from cluster.ids import Epoch, WorkerId
 from cluster.request import RequestSpec
 from cluster.sampling import PromptScore, TokenOutput, finish_reason
 from cluster.wire.messages import Role, WorkerLoad
+from router.conductor_io import ClientFinished, ClientLeft, Event
 from router.delivery import (
     ClusterSnapshot,
     Delivery,
@@ -24,6 +25,7 @@ from router.delivery import (
     RequestSummary,
     WorkerStatus,
 )
+from router.live_stream import LiveStream
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,14 @@ class Script:
     hang_after: int | None = None  # tokens; then nothing more comes
     fail_after: int | None = None  # tokens; then `error`
     error: Exception | None = None
-    raise_error: bool = False  # raise `error` while iterating instead of delivering it
     logprob: Callable[[int, int], float] = lambda index, token_id: -0.25 * (1 + token_id % 4)
 
 
-class ScriptedStream:
-    """Implements `router.delivery.RequestStream`."""
+class ScriptedStream(LiveStream):
+    """The router's own, with a script in the place of the conductor."""
 
     def __init__(self, spec: RequestSpec, script: Script) -> None:
+        super().__init__(spec.request, self._on_event, lambda request: SUMMARY)
         self.spec = spec
         self.script = script
         self.aborted: str | None = None
@@ -52,9 +54,14 @@ class ScriptedStream:
         self.num_delivered = 0
         self.ended = threading.Event()  # for tests on other threads
         self._over = asyncio.Event()
+        self._task = asyncio.create_task(self._play())
 
-    def __aiter__(self) -> AsyncIterator[Delivery]:
-        return self._deliveries()
+    async def _play(self) -> None:
+        async for delivery in self._deliveries():
+            self.put(delivery)
+            self.hand_over()
+        self.end(SUMMARY)
+        self.hand_over()
 
     async def _deliveries(self) -> AsyncIterator[Delivery]:
         script, sampling = self.script, self.spec.sampling
@@ -83,8 +90,6 @@ class ScriptedStream:
             if len(output_ids) == script.fail_after:
                 assert script.error is not None
                 self.ended.set()
-                if script.raise_error:
-                    raise script.error
                 yield Failed(script.error)  # type: ignore[arg-type]
                 return
             if len(output_ids) == script.hang_after:
@@ -129,31 +134,26 @@ class ScriptedStream:
         logprob = self.script.logprob(index, token_id)
         return logprob, tuple((token_id + step, logprob - step / 8) for step in range(wanted))
 
-    def finish(self) -> None:
-        self.finished = True
-        self._end()
-
-    def abort(self, reason: str) -> None:
-        if not self.ended.is_set():
-            self.aborted = reason
-        self._end()
-
-    def _end(self) -> None:
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, ClientFinished):
+            self.finished = True
+        elif isinstance(event, ClientLeft) and not self.ended.is_set():
+            self.aborted = event.reason
         self._over.set()
         self.ended.set()
 
-    def summary(self) -> RequestSummary:
-        return RequestSummary(
-            cached_tokens=2,
-            attempts=1,
-            prefill_worker=WorkerId("prefill-0"),
-            decode_worker=WorkerId("decode-0"),
-            queue_s=0.001,
-            prefill_s=0.02,
-            kv_transfer_s=0.003,
-            decode_s=0.1,
-            ttft_s=0.021,
-        )
+
+SUMMARY = RequestSummary(
+    cached_tokens=2,
+    attempts=1,
+    prefill_worker=WorkerId("prefill-0"),
+    decode_worker=WorkerId("decode-0"),
+    queue_s=0.001,
+    prefill_s=0.02,
+    kv_transfer_s=0.003,
+    decode_s=0.1,
+    ttft_s=0.021,
+)
 
 
 @dataclass

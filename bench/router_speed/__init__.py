@@ -1,0 +1,1 @@
+"""How fast one router process is: real streams, a real client, scripted engines. See `__main__`."""

@@ -1,0 +1,1 @@
+"""Parts of the protocol's other side, shared by benchmarks and tests."""
