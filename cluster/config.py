@@ -164,6 +164,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str | None,
         Meta(description="file with a line `sha256:…` per API key (default: no key is asked for)"),
     ] = None
+    key_requests_per_min: Annotated[
+        _AtLeastOne | None,
+        Meta(description="requests per minute of a key whose line does not say (default: no limit)"),
+    ] = None
+    key_tokens_per_min: Annotated[
+        _AtLeastOne | None,
+        Meta(description="its tokens per minute, prompt and answer together (default: no limit)"),
+    ] = None
+    key_concurrent: Annotated[
+        _AtLeastOne | None, Meta(description="its requests at once (default: no limit)")
+    ] = None
     overload_status: Annotated[
         OverloadStatus, Meta(description="HTTP status of what is refused because all workers are busy")
     ] = 503
@@ -260,6 +271,9 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     request_chat_templates: RequestTemplates = "refuse"
     overload_status: OverloadStatus = 503
     api_keys_file: str | None = None
+    key_requests_per_min: int | None = None
+    key_tokens_per_min: int | None = None
+    key_concurrent: int | None = None
 
 
 class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="router"):

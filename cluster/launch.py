@@ -61,6 +61,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
         BatonError: a setting cannot work here, in one sentence.
     """
     preflight.check_own_packages()
+    preflight.check_key_limits(config)
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)
     port = config.port or _free_port(config.host)

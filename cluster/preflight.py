@@ -2,7 +2,7 @@
 
 1. `check_own_packages` runs first in every process: our import names are common words (Hugging Face ships a
    `kernels`), and a foreign package in their place fails in ways nobody would guess.
-2. The launcher then checks what would otherwise fail late: port and model path.
+2. The launcher then checks what would otherwise fail late: ports, model path, limits that would limit nobody.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import cluster
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 
 DISTRIBUTION: Final = "baton-serve"
@@ -67,6 +68,19 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
                 raise ConfigError(
                     f"cannot listen on {host} port {port}: {error.strerror}; choose another with {flag}"
                 ) from error
+
+
+def check_key_limits(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: limits for API keys, and no keys: nobody would be limited.
+    """
+    for name in ("key_requests_per_min", "key_tokens_per_min", "key_concurrent"):
+        if config.api_keys_file is None and getattr(config, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"`{flag}` limits API keys, and there are none: name their file with --api-keys-file"
+            )
 
 
 def check_model(model: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster import preflight
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, ModelError
 
 
@@ -86,3 +87,9 @@ def test_model_paths_that_cannot_work_are_named(tmp_path: Path) -> None:
         preflight.check_model(str(tmp_path / "none"))
     with pytest.raises(ModelError, match="not a model"):
         preflight.check_model(str(tmp_path))
+
+
+def test_limits_without_keys_are_refused() -> None:
+    preflight.check_key_limits(ClusterConfig(api_keys_file="keys", key_concurrent=3))
+    with pytest.raises(ConfigError, match="--key-tokens-per-min"):
+        preflight.check_key_limits(ClusterConfig(key_tokens_per_min=10))
