@@ -74,8 +74,12 @@ def parse_settings(words: Iterable[str], name: str, defaults: KeyLimits) -> tupl
             if _NAME.fullmatch(value) is None:
                 raise ConfigError("`name` must be up to 64 letters, digits, dots, dashes and underscores")
             name = value
-        elif setting in ("requests-per-min", "tokens-per-min", "concurrent"):
-            limits = replace(limits, **{setting.replace("-", "_"): _number(setting, value)})
+        elif setting == "requests-per-min":
+            limits = replace(limits, requests_per_min=_number(setting, value))
+        elif setting == "tokens-per-min":
+            limits = replace(limits, tokens_per_min=_number(setting, value))
+        elif setting == "concurrent":
+            limits = replace(limits, concurrent=_number(setting, value))
         elif setting == "share":
             share = _number(setting, value)
             if share is None or share > 1000:

@@ -48,7 +48,15 @@ def test_the_rare_things_happen() -> None:
         faults.update(report.faults)
         counters.update(report.counters)
     assert outcomes[EXACT] + outcomes[STOPPED] > 0.7 * sum(outcomes.values())
-    for name in ("preemptions", "drained", "found hung", "refused", "stale messages", "pieces"):
+    for name in (
+        "rate limited",
+        "preemptions",
+        "drained",
+        "found hung",
+        "refused",
+        "stale messages",
+        "pieces",
+    ):
         assert counters[name] > 0, name
     assert len(faults) >= 15
 

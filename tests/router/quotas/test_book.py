@@ -202,7 +202,7 @@ def test_no_window_has_more_than_the_limit_and_its_share(waits: list[float], cos
 
 def test_settings_of_a_key() -> None:
     defaults = KeyLimits(requests_per_min=10, concurrent=3)
-    words = "name=team-a requests-per-min=none tokens-per-min=5000 share=2".split()
+    words = ["name=team-a", "requests-per-min=none", "tokens-per-min=5000", "share=2"]
     assert parse_settings(words, "k", defaults) == ("team-a", KeyLimits(None, 5000, 3, 2))
     assert parse_settings([], "k", defaults) == ("k", defaults)
     assert not KeyLimits(share=3).is_limited

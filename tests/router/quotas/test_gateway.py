@@ -1,4 +1,4 @@
-"""Limits of keys over HTTP: 429 in OpenAI's shape, headers, and nothing kept whatever becomes of a request."""
+"""Limits of keys over HTTP: 429 in OpenAI's shape, headers, nothing kept whatever becomes of a request."""
 
 from __future__ import annotations
 
