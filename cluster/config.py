@@ -175,6 +175,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     key_concurrent: Annotated[
         _AtLeastOne | None, Meta(description="its requests at once (default: no limit)")
     ] = None
+    redis: Annotated[
+        str | None,
+        Meta(
+            description="Redis through which several routers share the limits of API keys, e.g. "
+            "redis://host:6379 (default: limits are each router's own)"
+        ),
+    ] = None
     overload_status: Annotated[
         OverloadStatus, Meta(description="HTTP status of what is refused because all workers are busy")
     ] = 503
@@ -232,7 +239,8 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every process is told. `cluster_token` never shows in a repr, so not in a log or traceback."""
+    """What every process is told. `cluster_token` never shows in a repr, so not in a log or traceback; nor
+    does the address of Redis, which may have a password."""
 
     cluster_token: str
     served_model_name: str
@@ -246,7 +254,8 @@ class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log: LogConfig = LogConfig()
 
     def __repr__(self) -> str:
-        shown = msgspec.structs.asdict(self) | {"cluster_token": "***"}
+        shown = msgspec.structs.asdict(self)
+        shown |= {name: "***" for name in ("cluster_token", "redis") if shown.get(name)}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
@@ -294,6 +303,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
     launcher_pid: int | None = None  # on this machine, for `/cluster`
+    redis: str | None = None  # None: nothing is shared with other routers
     requests: RequestConfig = RequestConfig()
 
 

@@ -134,6 +134,7 @@ def plan_roles(
             max_attempts=config.max_attempts,
             recovery_wait_s=config.recovery_wait_s,
             launcher_pid=site.launcher_pid,
+            redis=config.redis,
             requests=RequestConfig(
                 **{name: getattr(config, name) for name in RequestConfig.__struct_fields__}
             ),

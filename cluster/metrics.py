@@ -115,6 +115,9 @@ class Metrics:
         self._quota_refused = counter("quota_refused", "Requests refused by a limit of their key", ("limit",))
         for limit in QUOTA_LIMITS:
             self._quota_refused.labels(limit)
+        self._shared_up = gauge("shared_state_up", "0 while what routers share (Redis) is away")
+        self._shared_losses = counter("shared_state_losses", "Times that it went away")
+        self._shared_up.set(1)
         self._decisions = counter("route_decisions", "Where requests went", ("policy", "outcome", "reason"))
         self._rejected = counter("admission_rejected", "Requests that found no place", ("reason",))
         target = gauge("slo_target_seconds", "The targets of requests that ask for nothing else", ("slo",))
@@ -198,6 +201,11 @@ class Metrics:
     def observe_quota_refused(self, limit: str) -> None:
         """`limit`: one of `QUOTA_LIMITS`."""
         self._quota_refused.labels(limit).inc()
+
+    def observe_shared_state(self, *, is_up: bool) -> None:
+        """It is there, or it went away just now."""
+        self._shared_up.set(is_up)
+        self._shared_losses.inc(not is_up)
 
     def observe_http(self, route: str, status: int) -> None:
         """`route` must come from the route table ("other" when nothing matched)."""

@@ -13,13 +13,12 @@ are on one node.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from cluster.errors import ConfigError
 from cluster.ids import RouterId
 from cluster.shared_state import FORGET_S, BucketGrant, LeaseAsk, LeaseGrant, SharedStateLost
-
 
 # KEYS: used, slots, routers. ARGV: router, ttl in s, most slots (-1: no limit), slots, running, seconds to
 # forget, then per bucket: name, per minute, want, least, back. Returns decimal strings: routers, slots, then
@@ -95,12 +94,19 @@ class RedisState:
             raise ConfigError("several routers need the package `redis`: pip install redis") from error
         try:
             self._client = redis.asyncio.Redis.from_url(
-                url, decode_responses=True, retry=redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
+                url,
+                decode_responses=True,
+                socket_timeout=deadline_s,
+                socket_connect_timeout=deadline_s,
+                retry=redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0),
             )
         except ValueError as error:
-            raise ConfigError(f"`--redis`: expected redis://host:port or unix:///path, got `{url}`") from error
+            raise ConfigError(
+                "`--redis` must be redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
+            ) from error
         self._script = self._client.register_script(_SCRIPT)
         self._errors = (redis.RedisError, OSError)
+        self._calls: set[asyncio.Task[Any]] = set()
         self._router = router
         self._ttl_s = ttl_s
         self._deadline_s = deadline_s
@@ -125,6 +131,8 @@ class RedisState:
         except SharedStateLost:
             pass  # it forgets this router by itself
         finally:
+            if self._calls:
+                await asyncio.wait(self._calls, timeout=self._deadline_s)
             await self._client.aclose()
 
     async def _call(self, tenant: str, arguments: Sequence[str | float]) -> list[str]:
@@ -132,11 +140,27 @@ class RedisState:
         words = [self._router, self._ttl_s, *arguments]
         return await self._in_time(lambda: self._script(keys=keys, args=words))
 
-    async def _in_time(self, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _in_time(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The call has a task of its own: whatever the client library makes of being cancelled concerns
+        nobody else."""
+        task = asyncio.create_task(call())
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return await call()
-        except TimeoutError as error:
-            raise SharedStateLost(f"Redis did not answer within {self._deadline_s:g} s") from error
+            done, _ = await asyncio.wait({task}, timeout=self._deadline_s)
+        finally:
+            if not task.done():
+                task.add_done_callback(_ignore)
+                task.cancel()
+        if not done:
+            raise SharedStateLost(f"Redis did not answer within {self._deadline_s:g} s")
+        try:
+            return task.result()
         except self._errors as error:
             raise SharedStateLost(f"Redis cannot be used: {error}") from error
+
+
+def _ignore(task: asyncio.Task[Any]) -> None:
+    """Of a call that was given up: take note of its end, so that nobody is told of it."""
+    if not task.cancelled():
+        task.exception()

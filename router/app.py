@@ -39,6 +39,7 @@ from router.page import PAGE_PATHS, PageSource, page_routes
 from router.page_feed import PageFeed
 from router.public_side import PrivateRoutes
 from router.quotas.gate import QuotaGate
+from router.quotas.sharing import Sharing
 from router.tokenize import TextAnswer, detokenize, tokenize
 from router.tool_formats import FORMATS, format_of
 from router.vocabulary import GrammarsAhead
@@ -66,6 +67,7 @@ def create_app(
     clock: Clock | None = None,
     launcher_pid: int | None = None,
     feed: PageFeed | None = None,
+    sharing: Sharing | None = None,
 ) -> FastAPI:
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains.
 
@@ -83,7 +85,7 @@ def create_app(
         clock=clock,
         limits=limits,
         in_flight=InFlight(),
-        quotas=QuotaGate(clock, metrics),
+        quotas=QuotaGate(clock, metrics, sharing),
         grammars=GrammarsAhead(tokenizer),
         tool_format=format_of(tokenizer.chat_template) if name == "auto" else FORMATS[name],
     )

@@ -144,7 +144,7 @@ class GenerationEndpoint:
             if gateway.in_flight.draining:
                 raise NotReady("The server is shutting down.", retry_after_s=1.0)
             job = await self._read_job(body, header(scope, b"x-session-id"))
-            admission = gateway.quotas.take(key, demand_of(job))
+            admission = await gateway.quotas.take(key, demand_of(job))
             try:
                 generations = self._submit(replace(job, slo=slo_of(scope)), reply_id, arrived_s, key)
             except Exception:

@@ -1,5 +1,7 @@
 """Where requests meet their key's limits: the gateway asks here, and gives back here.
 
+The limits are this router's own (`QuotaBook`), or shared with others (`Sharing`).
+
 1. `look` refuses a request before its body is read, if its key may not send any now.
 2. `take` refuses it with 429, `Retry-After` and the limits' standing, or returns an `Admission`.
 3. `Admission.settle` when the reply is over, with the tokens it has cost.
@@ -17,6 +19,7 @@ from router.job import Job
 from router.quotas.book import Hold, QuotaBook, Wait
 from router.quotas.headers import Headers, duration, limit_headers
 from router.quotas.limits import Demand, KeyLimits, Limit
+from router.quotas.sharing import Sharing
 
 
 def demand_of(job: Job) -> Demand:
@@ -47,10 +50,12 @@ class Admission:
 class QuotaGate:
     """Belongs to one event loop."""
 
-    def __init__(self, clock: Clock, metrics: Metrics, book: QuotaBook | None = None) -> None:
+    def __init__(self, clock: Clock, metrics: Metrics, sharing: Sharing | None = None) -> None:
         self._clock = clock
         self._metrics = metrics
-        self._book = book or QuotaBook()
+        self._sharing = sharing
+        self._own = QuotaBook()
+        self._book = self._own if sharing is None else sharing.book
 
     def look(self, key: ApiKey | None) -> None:
         """
@@ -63,14 +68,18 @@ class QuotaGate:
         if wait is not None:
             raise self._refusal(key, wait, Demand(0, 0))
 
-    def take(self, key: ApiKey | None, demand: Demand) -> Admission:
-        """
+    async def take(self, key: ApiKey | None, demand: Demand) -> Admission:
+        """Waits for others at most as long as the shared state may take.
+
         Raises:
             RateLimited: nothing was taken.
         """
         if key is None or not key.limits.is_limited:
             return Admission(self, None, None)
-        verdict = self._book.take(key.tenant, key.limits, demand, self._clock.now())
+        if self._sharing is None:
+            verdict = self._own.take(key.tenant, key.limits, demand, self._clock.now())
+        else:
+            verdict = await self._sharing.take(key.tenant, key.limits, demand)
         if isinstance(verdict, Wait):
             raise self._refusal(key, verdict, demand)
         return Admission(self, key, verdict)
