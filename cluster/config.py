@@ -64,6 +64,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(description="its port (default: the HTTP server's own on loopback, else the port after it)"),
     ] = None
+    routers: Annotated[
+        int,
+        Meta(ge=1, le=16, description="router processes that share the HTTP port; each has an admin port"),
+    ] = 1
     prefill: Annotated[
         int, Meta(ge=0, le=256, description="prefill workers; 0: decode workers prefill for themselves")
     ] = 1
@@ -179,7 +183,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str | None,
         Meta(
             description="Redis through which several routers share the limits of API keys, e.g. "
-            "redis://host:6379 (default: limits are each router's own)"
+            "redis://host:6379 (default: with several routers, one of our own on this machine)"
         ),
     ] = None
     overload_status: Annotated[
@@ -292,6 +296,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     model_dir: str  # prepared model: config.json, tokenizer.json, tokenizer_config.json, ...
     host: str
     port: int  # 0: any free one
+    shares_port: bool = False  # with other routers of this machine, which take clients in turn
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None  # None: the HTTP server answers for metrics and cluster state too
     metric_names: MetricNames = "baton"

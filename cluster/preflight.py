@@ -16,6 +16,8 @@ from typing import Final
 import cluster
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
+from cluster.redis_server import PACKAGE, needs_own_redis
+from cluster.redis_state import check_address
 
 DISTRIBUTION: Final = "baton-serve"
 PACKAGES: Final = ("cluster", "kernels", "prefill_worker", "decode_worker", "router", "bench")
@@ -81,6 +83,23 @@ def check_key_limits(config: ClusterConfig) -> None:
             raise ConfigError(
                 f"`{flag}` limits API keys, and there are none: name their file with --api-keys-file"
             )
+
+
+def check_redis(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: routers are to share limits through a Redis, and what it takes is not installed.
+    """
+    needed = ["redis"] if config.redis is not None else []
+    if needs_own_redis(config):
+        needed = ["redis", PACKAGE]
+    for name in needed:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"routers share the limits of API keys through Redis: pip install {name.replace('_', '-')}"
+            )
+    if config.redis is not None:
+        check_address(config.redis)
 
 
 def check_model(model: str) -> str:

@@ -78,6 +78,15 @@ return reply
 """
 
 
+def check_address(url: str) -> None:
+    """
+    Raises:
+        ConfigError: it is no address of a Redis. It may have a password, so the message does not repeat it.
+    """
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError("`--redis` must be redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH")
+
+
 class RedisState:
     """Implements `cluster.shared_state.SharedState` for one router."""
 
@@ -92,18 +101,14 @@ class RedisState:
             import redis.asyncio
         except ImportError as error:
             raise ConfigError("several routers need the package `redis`: pip install redis") from error
-        try:
-            self._client = redis.asyncio.Redis.from_url(
-                url,
-                decode_responses=True,
-                socket_timeout=deadline_s,
-                socket_connect_timeout=deadline_s,
-                retry=redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0),
-            )
-        except ValueError as error:
-            raise ConfigError(
-                "`--redis` must be redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
-            ) from error
+        check_address(url)
+        self._client = redis.asyncio.Redis.from_url(
+            url,
+            decode_responses=True,
+            socket_timeout=deadline_s,
+            socket_connect_timeout=deadline_s,
+            retry=redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0),
+        )
         self._script = self._client.register_script(_SCRIPT)
         self._errors = (redis.RedisError, OSError)
         self._calls: set[asyncio.Task[Any]] = set()
@@ -138,7 +143,8 @@ class RedisState:
     async def _call(self, tenant: str, arguments: Sequence[str | float]) -> list[str]:
         keys = [f"{{baton}}:used:{tenant}", f"{{baton}}:slots:{tenant}", "{baton}:routers"]
         words = [self._router, self._ttl_s, *arguments]
-        return await self._in_time(lambda: self._script(keys=keys, args=words))
+        reply: list[str] = await self._in_time(lambda: self._script(keys=keys, args=words))
+        return reply
 
     async def _in_time(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """The call has a task of its own: whatever the client library makes of being cancelled concerns

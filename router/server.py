@@ -147,8 +147,9 @@ class _Protocol(HttpToolsProtocol):
         self._resuming = False
 
 
-def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A listening address of our own; port 0 takes a free one.
+def bind(host: str, port: int, flag: str = "--port", *, is_shared: bool = False) -> socket.socket:
+    """A listening address of our own, or one that others share: each connection is then given to one of them;
+    those of one that ends go to the others. Port 0 takes a free one.
 
     Raises:
         ConfigError: the address is in use, not ours, or not allowed.
@@ -158,6 +159,8 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
@@ -179,6 +182,7 @@ async def serve_http(
     stop: asyncio.Event,
     grace_s: float = 30.0,
     max_header_bytes: int = _Protocol.max_head_bytes,
+    shares_port: bool = False,
     on_listening: Callable[[str, int], None] | None = None,
     admin: tuple[str, int] | None = None,
     on_admin_listening: Callable[[str, int], None] | None = None,
@@ -192,7 +196,7 @@ async def serve_http(
     Raises:
         ConfigError: the address cannot be used.
     """
-    listeners = [bind(host, port)]
+    listeners = [bind(host, port, is_shared=shares_port)]
     if admin is not None:
         try:
             listeners.append(bind(*admin, flag="--admin-port"))

