@@ -2,7 +2,7 @@
 
 1. `take` admits from what is at hand. Only a request that finds too little waits for a lease, at most the
    deadline of the shared state; requests of one tenant wait for each other's.
-2. `run` leases for every tenant that is here, each `SYNC_S`.
+2. `run` leases for every tenant that is here, each `SYNC_S`, and lets other routers know of this one.
 3. A lease that fails means that the state is lost, for all tenants at once: nothing asks it any more but a
    check each `CHECK_S`. The log says so once, and once when it is back.
 """
@@ -56,8 +56,9 @@ class Sharing:
             await self.sync()
 
     async def sync(self) -> None:
-        """Lease for every tenant, or look whether the state is back."""
-        if self.book.is_lost and not await self._is_back():
+        """Lease for every tenant. Without any, say that this router is there, so that others count it; while
+        the state is away, look whether it is back."""
+        if (self.book.is_lost or not self.book.due()) and not await self._check():
             return
         for name in self.book.due():
             async with self._lock(name):
@@ -82,20 +83,28 @@ class Sharing:
         try:
             grant = await self._state.lease(ask)
         except SharedStateLost as error:
-            if not self.book.is_lost:
-                logger.warning("quotas are this router's own until the shared state is back: %s", error)
-                self._metrics.observe_shared_state(is_up=False)
-            self.book.lost(ask, self._clock.now())
+            self.book.unanswered(ask)
+            self._went_away(error)
+        except asyncio.CancelledError:
+            self.book.unanswered(ask)
+            raise
         else:
             self.book.granted(ask, grant, self._clock.now())
 
-    async def _is_back(self) -> bool:
+    async def _check(self) -> bool:
         try:
             num_routers = await self._state.check()
         except SharedStateLost as error:
-            logger.debug("the shared state is still away: %s", error)
+            self._went_away(error)
             return False
-        logger.warning("quotas are shared again, by %d routers", num_routers)
-        self._metrics.observe_shared_state(is_up=True)
+        if self.book.is_lost:
+            logger.warning("quotas are shared again, by %d routers", num_routers)
+            self._metrics.observe_shared_state(is_up=True)
         self.book.found(num_routers)
         return True
+
+    def _went_away(self, error: SharedStateLost) -> None:
+        if not self.book.is_lost:
+            logger.warning("quotas are this router's own until the shared state is back: %s", error)
+            self._metrics.observe_shared_state(is_up=False)
+        self.book.lost(self._clock.now())

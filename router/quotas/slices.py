@@ -223,14 +223,16 @@ class SliceBook:
         assert wait is not None, "it was covered"
         return wait
 
-    def lost(self, ask: LeaseAsk | None, now: float) -> None:
-        """The shared state is away; `ask` was not answered. What it would have brought back is forgotten,
-        since it may have arrived; a debt is not."""
-        if ask is not None and ask.tenant in self._sharers:
-            for limit in self._sharers[ask.tenant].slices:
-                bucket = ask.buckets.get(limit.value)
-                if bucket is not None and bucket.back < 0:
-                    self._sharers[ask.tenant].slice(limit).back += bucket.back
+    def unanswered(self, ask: LeaseAsk) -> None:
+        """What it would have brought back is forgotten, since it may have arrived; a debt is not."""
+        sharer = self._sharers.get(ask.tenant)
+        for limit, part in sharer.slices.items() if sharer is not None else ():
+            bucket = ask.buckets.get(limit.value)
+            if bucket is not None:
+                part.back += min(0.0, bucket.back)
+
+    def lost(self, now: float) -> None:
+        """The shared state is away."""
         if self.is_lost:
             return
         self.is_lost = True
@@ -244,8 +246,10 @@ class SliceBook:
                 part.denial = None
 
     def found(self, num_routers: int) -> None:
-        """The shared state is back. Nothing is at hand."""
+        """The shared state is there. If it was lost, nothing is at hand."""
         self._num_routers = max(1, num_routers)
+        if not self.is_lost:
+            return
         self.is_lost = False
         for sharer in self._sharers.values():
             sharer.slots, sharer.slots_denied_until = 0, 0.0

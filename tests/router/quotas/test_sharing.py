@@ -105,6 +105,39 @@ async def test_lost_and_found_are_told_once(fickle: Fickle, caplog: pytest.LogCa
     assert refused.limit is Limit.TOKENS
 
 
+async def test_a_request_that_is_given_up_while_it_waits_takes_nothing(fickle: Fickle) -> None:
+    sharing = make(fickle, ManualClock())
+    fickle.is_away = True
+    sharing.book.settle(await admitted(sharing, 500), 500, 0.0)
+    fickle.is_away = False
+    await fickle.check()
+    sharing.book.found(1)
+    fickle.gate.clear()
+    waiting = asyncio.create_task(admitted(sharing, 100))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    fickle.gate.set()
+    assert sharing.book.quiet()
+    await sharing.sync()  # what was used while the state was away is told with the next lease
+    memory = fickle.inner._memory  # type: ignore[attr-defined]
+    assert memory.meters["t", "tokens"].used == 500.0 + 300.0  # and a slice
+
+
+async def test_a_router_without_requests_is_counted(fickle: Fickle) -> None:
+    sharing = make(fickle, ManualClock())
+    other = MemoryState(fickle.inner._memory, RouterId("b"), 10.0)  # type: ignore[attr-defined]
+    await sharing.sync()
+    assert await other.check() == 2
+    await sharing.sync()
+    fickle.is_away = True
+    await sharing.sync()
+    assert is_up(sharing) == (0.0, 1.0)
+    limits = KeyLimits(requests_per_min=10)
+    verdicts = [await sharing.take("t", limits, Demand(0, 0)) for _ in range(6)]
+    assert [isinstance(verdict, Hold) for verdict in verdicts] == [True] * 5 + [False]  # its half
+
+
 async def test_a_stop_brings_everything_back(fickle: Fickle) -> None:
     sharing = make(fickle, ManualClock())
     hold = await admitted(sharing)
