@@ -3,7 +3,8 @@
 1. `shapes` gives a handful of steps: one row and many, short and long contexts, chunks of several lengths,
    small ones first, as far as the pool and the model's length allow.
 2. `measure` runs them, again and again while its time lasts; the fastest run of each counts, since whatever
-   else the machine does only adds time. A step that would not end in time is not begun.
+   else the machine does only adds time. A step that would not end in time is not begun. Where others of a
+   starting cluster use the cores too, it takes up to `_PATIENCE` times as long rather than learn too little.
 3. `fit_calibration` finds the model that explains them, or says why there is none and assumes one: that of an
    ordinary machine, as fast as what was measured. Steps that run later correct it either way.
 
@@ -27,6 +28,7 @@ from cluster.step_fit import StepModelFit
 from cluster.step_model import StepModel, StepWork, chunk_attention
 
 BUDGET_S: Final = 1.0
+_PATIENCE: Final = 4
 LONG_TOKENS: Final = 1024  # of the longest context
 MANY_ROWS: Final = 32
 _MAX_RUNS: Final = 3  # of one shape
@@ -96,7 +98,7 @@ def shapes(pool: Pool) -> list[Shape]:
 def measure(
     runner: Runner, pool: Pool, budget_s: float = BUDGET_S, clock: Callable[[], float] = time.perf_counter
 ) -> list[MeasuredStep]:
-    """The fastest run of every shape that fitted into `budget_s`."""
+    """The fastest run of every shape that fits into `budget_s`; the first few within a few times that."""
     began_s = clock()
     fastest: dict[Shape, float] = {}
     per_token_s = 0.0  # of the longest chunk so far
@@ -104,7 +106,8 @@ def measure(
         for shape in shapes(pool):
             least_s = min(fastest.values(), default=0.0)  # no step is shorter than the smallest one
             expected_s = fastest.get(shape, max(least_s, per_token_s * shape.work.num_tokens))
-            if clock() - began_s + expected_s > budget_s:
+            patience = _PATIENCE if len(fastest) < _MIN_SHAPES else 1
+            if clock() - began_s + expected_s > budget_s * patience:
                 continue
             seconds = runner.run(_plan(shape, pool)).compute_s
             fastest[shape] = min(seconds, fastest.get(shape, seconds))

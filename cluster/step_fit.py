@@ -30,6 +30,8 @@ _SMALLEST_ERROR = 0.005  # relative; below it a row weighs no more
 _SETTLED = 1e-4  # relative change of the predictions
 _ANCHOR_WEIGHT = 0.1  # of a prediction of the base model, against a step that ran
 _LARGE_RIDGE = 4096.0  # tokens, at most, around which anchors lie
+_LARGE_CONTEXT = 1e7  # keys, at most, in an anchor
+_LARGE_PAIRS = 1e12  # query-key pairs, at most, in an anchor
 
 
 class StepModelFit:
@@ -110,8 +112,8 @@ def _anchors(base: StepModel) -> _Array:
     """Predictions that pin each coefficient: both sides of the ridge, long contexts, long chunks."""
     ridge = min(max(base.ridge_tokens, 8.0), _LARGE_RIDGE)
     reading_s = base.fixed_s + base.floor_s
-    context = reading_s / base.per_context_s if base.per_context_s > 0 else 16_384.0
-    pairs = base.per_token_s * ridge / base.per_attention_s if base.per_attention_s > 0 else 1e6
+    context = _as_long_as(reading_s, base.per_context_s, _LARGE_CONTEXT)
+    pairs = _as_long_as(base.per_token_s * ridge, base.per_attention_s, _LARGE_PAIRS)
     works = [
         StepWork(1),
         StepWork(round(ridge / 2)),
@@ -121,6 +123,11 @@ def _anchors(base: StepModel) -> _Array:
         StepWork(round(2 * ridge), 0, pairs),
     ]
     return np.array([(w.num_tokens, w.context, w.attention, base.step_s(w)) for w in works], dtype=np.float64)
+
+
+def _as_long_as(seconds: float, each_s: float, most: float) -> float:
+    """How many of what takes `each_s` take so long; what costs nothing, or nearly, is shown by the most."""
+    return seconds / each_s if each_s * most > seconds else most
 
 
 def _scaled(model: StepModel, scale: float) -> StepModel:

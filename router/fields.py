@@ -25,7 +25,6 @@ from cluster.errors import InvalidRequest
 logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 8  # ignored fields that one header names
-_MAX_REMEMBERED = 256  # ignored fields that the log names
 _HEADER_TEXT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 _STRING, _BOOLEAN, _OBJECT = (str, "a string"), (bool, "a boolean"), (dict, "an object")
@@ -165,7 +164,8 @@ def _refuse_unless_neutral(name: str, value: Any, rule: Unsupported) -> None:
 
 
 class IgnoredFields:
-    """Tells of fields that had no effect: the client every time, the log once per field."""
+    """Tells of fields that had no effect: the client every time, the log once per field. A name that nobody
+    knows is the client's own text, so the log does not repeat it."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -180,9 +180,10 @@ class IgnoredFields:
                 [] if known else difflib.get_close_matches(printable, [*served, *ACCEPTED], n=1, cutoff=0.8)
             )
             suggestion = f" (did you mean {close[0]}?)" if close else ""
-            if printable not in self._logged and len(self._logged) < _MAX_REMEMBERED:
-                self._logged.add(printable)
-                logger.warning("request field `%s` has no effect here%s", printable, suggestion)
+            logged = f"`{name}`" if known else f"of an unknown name{suggestion}"
+            if logged not in self._logged:
+                self._logged.add(logged)
+                logger.warning("a request field %s has no effect here", logged)
             if len(shown) < _MAX_NAMED:
                 shown.append(f"{printable}{suggestion}")
         return ", ".join(shown)

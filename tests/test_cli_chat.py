@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -137,6 +138,15 @@ def test_errors_are_the_servers_own(server: WebServer, status: int, body: bytes,
         list(client.stream_chat(server.url, {"messages": []}))
 
 
+@pytest.fixture
+def heeded_sigint() -> Iterator[None]:
+    """Also where the suite runs in the background, whose processes are born ignoring it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_sigint")
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     server: WebServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,14 +135,14 @@ def test_b075_required_calls_across_the_hand_off(pair: LocalCluster) -> None:
     assert choice["finish_reason"] == "tool_calls"
     [call] = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "add"
-    assert set(json.loads(call["function"]["arguments"])) == {"a", "b"}
+    assert {"a", "b"} <= set(json.loads(call["function"]["arguments"]))
 
 
 def test_b075_the_grammar_goes_on_after_a_failover(oracle: LocalCluster, pair: LocalCluster) -> None:
     """The decode worker is killed in the middle of an answer: its successor is handed the tokens so far."""
-    name = {"type": "string", "minLength": 250, "maxLength": 260}
+    name = {"type": "string", "pattern": "^[a-z]{250,260}$"}  # a token each
     schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "name": name}}
-    request = body(40, 400, which=751, guided_json=schema, temperature=1.0, seed=9, ignore_eos=False)
+    request = body(40, 800, which=751, guided_json=schema, temperature=1.0, seed=9, ignore_eos=False)
     expected = alone(oracle, request)
     asks = {**request, **fresh(), "stream": True, "timings": True}
     raw, is_killed = b"", False
@@ -162,7 +162,7 @@ def test_b075_the_grammar_goes_on_after_a_failover(oracle: LocalCluster, pair: L
 def test_b077_choices_of_one_prompt_share_it(oracle: LocalCluster, pair: LocalCluster) -> None:
     """`n` answers: as from one engine, all different, and the prompt is computed once."""
     tokens = prompt(5 * BLOCK + 3, seed=77)
-    request = body(1, 9, temperature=1.0, seed=5, n=3, prompt=tokens)
+    request = body(1, 40, temperature=1.5, seed=5, n=3, prompt=tokens)
     expected = alone(oracle, request)
     assert len({tuple(ids) for ids, _, _, _ in expected[0]}) == 3
     cached = pair.metric("baton_prompt_tokens_cached_total")
@@ -170,7 +170,7 @@ def test_b077_choices_of_one_prompt_share_it(oracle: LocalCluster, pair: LocalCl
     assert essence(answer) == expected
     assert answer["usage"]["prompt_tokens"] == len(tokens)
     assert pair.metric("baton_prompt_tokens_cached_total") - cached >= 2 * 5 * BLOCK
-    alone_with_its_seed = asked(pair, body(1, 9, temperature=1.0, seed=5, prompt=tokens) | fresh())
+    alone_with_its_seed = asked(pair, body(1, 40, temperature=1.5, seed=5, prompt=tokens) | fresh())
     assert alone_with_its_seed[0][0] == expected[0][0]
 
 

@@ -213,8 +213,8 @@ def test_books_that_do_not_balance_are_seen() -> None:
 
 
 def test_a_lease_that_outlives_its_time_is_seen() -> None:
-    simulation, _, decode, piece = busy_cluster(in_place=False)
-    simulation.site.queue.now += 2 * inspection.LEASE_GRACE_S
+    _, _, decode, piece = busy_cluster(in_place=False)
+    decode.undisturbed_since = -2 * inspection.LEASE_GRACE_S
     inspection.check_lease_times(decode)
     lease = decode.core._intake._leases[piece.request, piece.attempt]
     lease.expires_s = decode.now() - 2 * inspection.LEASE_GRACE_S

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, PlacementName
 from tests.support.processes import LocalCluster as Processes
 
 
@@ -124,8 +124,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def local_cluster(model: str | Path = "demo", **settings: Any) -> Iterator[LocalCluster]:
-    """A cluster that serves, one compute thread per worker. `settings` are those of `ClusterConfig`."""
-    config = ClusterConfig(model=str(model), port=free_port(), threads_per_worker=1, **settings)
+def local_cluster(
+    model: str | Path = "demo", placement: PlacementName = "remote", **settings: Any
+) -> Iterator[LocalCluster]:
+    """A cluster that serves, one compute thread per worker. `settings` are those of `ClusterConfig`.
+
+    Unless told otherwise every prompt is computed by a prefill worker, so that KV moves in every test: the
+    elastic placement would keep most of these small ones where they decode.
+    """
+    config = ClusterConfig(
+        model=str(model), port=free_port(), threads_per_worker=1, placement=placement, **settings
+    )
     with Processes(config, start_timeout_s=120.0) as processes:
         yield LocalCluster(processes)
