@@ -8,7 +8,8 @@
 4. `due` names the tenants to lease for every now and then: slices are filled, places that nobody uses and
    slices of tenants that went away are brought back.
 5. The shared state is lost (`lost`): from then on each router admits from its own meters, with its part of
-   every limit (`limit / num_routers`). When it is back (`found`), what was used meanwhile is told to it.
+   every limit (`limit / num_routers`, at least 1). When it is back (`found`), what was used meanwhile is told
+   to it.
 
 Bound: over any t seconds, N routers together admit at most `per_min * (1 + t / 60 + SLICE * N)`; while the
 shared state is away also at most `per_min * (1 + t / 60)`, plus one `per_min` if it forgot what was used.
