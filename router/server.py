@@ -2,8 +2,9 @@
 
 1. The port is bound before anything else starts, so "in use" is one clear sentence.
 2. uvicorn serves the app until `stop` is set; signals are the launcher's business, not uvicorn's.
-3. Stopping: new requests get 503 at once; open ones may finish within the grace time, then end with an error
-   (an error event and `[DONE]` where a stream is open); then connections close.
+3. Stopping: new requests get 503 at once, or go to the routers that share the port; open ones may finish
+   within the grace time, then end with an error (an error event and `[DONE]` where a stream is open); then
+   connections close.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ _CLOSE_WITHIN_S = 2  # for connections to close after that
 
 
 class _Server(uvicorn.Server):
+    def leave_port(self) -> None:
+        """Take no more connections at the first address, and no more requests on those that are open: clients
+        come again and reach the routers that share it. What runs goes on."""
+        self.servers[0].close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -225,6 +233,8 @@ async def serve_http(
         if on_admin_listening is not None and len(listeners) > 1:
             on_admin_listening(*listeners[1].getsockname()[:2])
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if shares_port and server.started:
+            server.leave_port()
         finished = await in_flight.drain(grace_s, _END_WITHIN_S)
     finally:
         stopping.cancel()

@@ -1,9 +1,10 @@
-"""Two router processes on one port, with limits that they share through one Redis."""
+"""Router processes on one port, with limits that they share through one Redis."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -34,6 +35,14 @@ class Router:
     admin: httpx.AsyncClient
     workers: list[LiveWorker]
 
+    async def readiness(self) -> int | None:
+        """The status; None where it does not listen yet, or has just closed this connection."""
+        try:
+            return (await self.admin.get("/ready")).status_code
+        except httpx.TransportError:
+            assert self.process.returncode is None
+            return None
+
     async def kill(self) -> None:
         await self.host.close()
         if self.process.returncode is None:
@@ -42,12 +51,12 @@ class Router:
 
 
 @dataclass
-class Pair:
-    """`url` is that of both."""
+class Routers:
+    """`url` is that of all of them."""
 
     url: str
     redis: RedisWorld
-    routers: list[Router]
+    all: list[Router]
 
     async def ask(self, key: str, **fields: object) -> httpx.Response:
         """Over a connection of its own, so either may get it."""
@@ -58,7 +67,7 @@ class Pair:
 
     async def num_losses(self) -> float:
         """How often any of them gave Redis up."""
-        pages = [(await router.admin.get("/metrics")).text for router in self.routers]
+        pages = [(await router.admin.get("/metrics")).text for router in self.all]
         lines = [line for page in pages for line in page.splitlines()]
         return sum(
             float(line.split()[-1]) for line in lines if line.startswith("baton_shared_state_losses_total")
@@ -66,7 +75,7 @@ class Pair:
 
     async def num_answered(self, number: int) -> int:
         """Responses of one router to `/v1/completions`."""
-        page = await self.routers[number].admin.get("/metrics")
+        page = await self.all[number].admin.get("/metrics")
         lines = [line for line in page.text.splitlines() if line.startswith("baton_http_responses_total")]
         return sum(int(float(line.split()[-1])) for line in lines if '"/v1/completions"' in line)
 
@@ -92,80 +101,112 @@ async def start(directory: Path, number: int, port: int, redis: str, keys: Path)
     admin = httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{admin_port}", headers={"authorization": "Bearer sk-free"}, timeout=20.0
     )
-    host = Host(config.control_address)
+    router = Router(process, Host(config.control_address), admin, [])
     async with asyncio.timeout(START_S):
         while not Path(config.control_address.removeprefix("unix:")).exists():
             assert process.returncode is None
             await asyncio.sleep(0.02)
-        workers = [await host.start(make_register("p0", Role.PREFILL))]
-        workers.append(await host.start(make_register("d0", Role.DECODE)))
-        while True:
-            try:
-                if (await admin.get("/ready")).status_code == 200:
-                    break
-            except httpx.TransportError:
-                assert process.returncode is None
+        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+            router.workers.append(await router.host.start(make_register(name, role)))
+        while await router.readiness() != 200:
             await asyncio.sleep(0.02)
-    return Router(process, host, admin, workers)
+    return router
 
 
 @pytest_asyncio.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
     keys = tmp_path / "keys"
     keys.write_text(
         "\n".join(f"sha256:{sha256(key.encode()).hexdigest()} {rest}" for key, rest in KEYS.items())
     )
     port = free_port()
     with redis_world() as world:
-        starts = (start(tmp_path / str(number), number, port, world.url, keys) for number in range(2))
-        routers = await asyncio.gather(*starts)
-        yield Pair(f"http://127.0.0.1:{port}", world, routers)
-        for router in routers:
+        starts = (start(tmp_path / str(number), number, port, world.url, keys) for number in range(3))
+        routers = Routers(f"http://127.0.0.1:{port}", world, await asyncio.gather(*starts))
+        yield routers
+        for router in routers.all:
             await router.kill()
             await router.admin.aclose()
 
 
-async def test_one_port_one_limit_and_no_router_takes_the_others_streams(pair: Pair) -> None:
-    # Either answers, and both admit together what the key may have.
+class Stream:
+    """A reply under way, and the router that has it."""
+
+    def __init__(self, routers: Routers) -> None:
+        self._client = httpx.AsyncClient(base_url=routers.url, timeout=20.0)
+        self._routers = routers
+        self.seen = ""
+
+    async def begin(self, running: list[int]) -> int:
+        """Up to its first token; the rest waits for `end`. Returns which router it is."""
+        before = [await self._routers.num_answered(number) for number in running]
+        for number in running:
+            self._routers.all[number].workers[1].steps = False
+        body = {"prompt": "A stream", "max_tokens": 60, "temperature": 0, "stream": True}
+        headers = {"authorization": "Bearer sk-free"}
+        request = self._client.build_request("POST", "/v1/completions", json=body, headers=headers)
+        self._response = await self._client.send(request, stream=True)
+        self._lines = self._response.aiter_lines()
+        while not self.seen:
+            self.seen += _text(await anext(self._lines))
+        after = [await self._routers.num_answered(number) for number in running]
+        self._number = next(n for n, b, a in zip(running, before, after, strict=True) if a > b)
+        for number in set(running) - {self._number}:
+            self._go_on(number)
+        return self._number
+
+    async def end(self) -> None:
+        self._go_on(self._number)
+        async for line in self._lines:
+            self.seen += _text(line)
+        assert self.seen == expected_text("A stream", 60)[0]
+        await self._response.aclose()
+        await self._client.aclose()
+
+    def _go_on(self, number: int) -> None:
+        decode = self._routers.all[number].workers[1]
+        decode.steps = True
+        decode.wake.set()
+
+
+async def test_one_port_one_limit_and_no_router_takes_the_others_streams(routers: Routers) -> None:
+    # Each answers, and all admit together what the key may have.
     began = time.monotonic()
-    statuses = [(await pair.ask("sk-few")).status_code for _ in range(40)]
+    statuses = [(await routers.ask("sk-few")).status_code for _ in range(60)]
     most = 12 * (1 + (time.monotonic() - began) / 60)
     assert set(statuses) <= {200, 429}
-    if await pair.num_losses() == 0:  # else a busy machine let Redis answer late
+    if await routers.num_losses() == 0:  # else a busy machine let Redis answer late
         assert 12 <= statuses.count(200) <= most + 1
-    assert [await pair.num_answered(number) > 0 for number in range(2)] == [True, True]
+    assert [await routers.num_answered(number) > 0 for number in range(3)] == [True] * 3
     # Redis stands still: they go on, each with its part.
-    pair.redis.freeze()
+    routers.redis.freeze()
     try:
         for _ in range(6):
-            assert (await pair.ask("sk-free")).status_code == 200
-        assert {(await pair.ask("sk-few")).status_code for _ in range(4)} <= {200, 429}
+            assert (await routers.ask("sk-free")).status_code == 200
+        assert {(await routers.ask("sk-few")).status_code for _ in range(4)} <= {200, 429}
     finally:
-        pair.redis.thaw()
-    # One dies: what the other streams goes on, and it takes the clients that come.
-    text, _ = expected_text("A stream", 60)
-    before = [await pair.num_answered(number) for number in range(2)]
-    for router in pair.routers:
-        router.workers[1].steps = False
-    async with httpx.AsyncClient(base_url=pair.url, timeout=20.0) as client:
-        request = {"prompt": "A stream", "max_tokens": 60, "temperature": 0, "stream": True}
-        headers = {"authorization": "Bearer sk-free"}
-        seen = ""
-        async with client.stream("POST", "/v1/completions", json=request, headers=headers) as response:
-            lines = response.aiter_lines()
-            while not seen:
-                seen += _text(await anext(lines))
-            after = [await pair.num_answered(number) for number in range(2)]
-            holder = 0 if after[0] > before[0] else 1
-            await pair.routers[1 - holder].kill()
-            decode = pair.routers[holder].workers[1]
-            decode.steps = True
-            decode.wake.set()
-            async for line in lines:
-                seen += _text(line)
-    assert seen == text
+        routers.redis.thaw()
+    # B132: one is asked to end. Its stream is finished, clients that come reach the others.
+    stream = Stream(routers)
+    leaving = await stream.begin([0, 1, 2])
+    process = routers.all[leaving].process
+    process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(10):
+        while await routers.all[leaving].readiness() != 503:
+            await asyncio.sleep(0.01)
+    for _ in range(12):
+        assert (await routers.ask("sk-free")).status_code == 200
+    await stream.end()
+    assert await asyncio.wait_for(process.wait(), 10.0) == 0
+    # One dies: what another streams goes on, and it takes the clients that come.
+    others = sorted({0, 1, 2} - {leaving})
+    stream = Stream(routers)
+    holder = await stream.begin(others)
+    (victim,) = set(others) - {holder}
+    await routers.all[victim].kill()
+    await stream.end()
     for _ in range(5):
-        assert (await pair.ask("sk-free")).status_code == 200
+        assert (await routers.ask("sk-free")).status_code == 200
 
 
 def _text(line: str) -> str:
