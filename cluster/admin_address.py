@@ -2,7 +2,8 @@
 
 On loopback the HTTP server answers everything on its one port. One that listens to a network serves the API
 and the chat page there; what is for those who run the cluster moves to an address of its own, on loopback
-unless said otherwise.
+unless said otherwise. So it does where several routers share the port of the API: each has an admin port,
+from this one on.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ def is_loopback(host: str) -> bool:
 
 
 def admin_address(config: ClusterConfig) -> tuple[str, int] | None:
-    """(host, port), or None where the HTTP server answers for it.
+    """(host, port) of the first router, or None where the HTTP server answers for it.
 
     The port is `admin_port`, else the one after the HTTP server's (before it, if that was the last); 0 means
     any free one.
     """
     if config.admin_port is not None:
         return config.admin_host, config.admin_port
-    if is_loopback(config.host):
+    if is_loopback(config.host) and config.routers == 1:
         return None
     if config.port == 0:
         return config.admin_host, 0
-    return config.admin_host, config.port + 1 if config.port < MAX_PORT else config.port - 1
+    after, before = config.port + 1, config.port - config.routers
+    return config.admin_host, after if config.port + config.routers <= MAX_PORT else before

@@ -74,7 +74,8 @@ def _serve(config: Any) -> None:
     admin = admin_address(checked)
     asides = f"[dim]Logs: {checked.log_dir}   Stop: Ctrl-C[/]"
     if admin is not None:
-        asides = f"[dim]Cluster: http://{admin[0]}:{admin[1]}[/]\n{asides}"
+        others = "" if checked.routers == 1 else f" to port {admin[1] + checked.routers - 1}, one per router"
+        asides = f"[dim]Cluster: http://{admin[0]}:{admin[1]}{others}[/]\n{asides}"
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
     def ready_text(seconds: float) -> str:

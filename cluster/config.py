@@ -64,6 +64,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(description="its port (default: the HTTP server's own on loopback, else the port after it)"),
     ] = None
+    routers: Annotated[
+        int,
+        Meta(ge=1, le=16, description="router processes that share the HTTP port; each has an admin port"),
+    ] = 1
     prefill: Annotated[
         int, Meta(ge=0, le=256, description="prefill workers; 0: decode workers prefill for themselves")
     ] = 1
@@ -164,6 +168,24 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str | None,
         Meta(description="file with a line `sha256:…` per API key (default: no key is asked for)"),
     ] = None
+    key_requests_per_min: Annotated[
+        _AtLeastOne | None,
+        Meta(description="requests per minute of a key whose line does not say (default: no limit)"),
+    ] = None
+    key_tokens_per_min: Annotated[
+        _AtLeastOne | None,
+        Meta(description="its tokens per minute, prompt and answer together (default: no limit)"),
+    ] = None
+    key_concurrent: Annotated[
+        _AtLeastOne | None, Meta(description="its requests at once (default: no limit)")
+    ] = None
+    redis: Annotated[
+        str | None,
+        Meta(
+            description="Redis through which several routers share the limits of API keys, e.g. "
+            "redis://host:6379 (default: with several routers, one of our own on this machine)"
+        ),
+    ] = None
     overload_status: Annotated[
         OverloadStatus, Meta(description="HTTP status of what is refused because all workers are busy")
     ] = 503
@@ -221,7 +243,8 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every process is told. `cluster_token` never shows in a repr, so not in a log or traceback."""
+    """What every process is told. `cluster_token` never shows in a repr, so not in a log or traceback; nor
+    does the address of Redis, which may have a password."""
 
     cluster_token: str
     served_model_name: str
@@ -235,7 +258,8 @@ class _RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log: LogConfig = LogConfig()
 
     def __repr__(self) -> str:
-        shown = msgspec.structs.asdict(self) | {"cluster_token": "***"}
+        shown = msgspec.structs.asdict(self)
+        shown |= {name: "***" for name in ("cluster_token", "redis") if shown.get(name)}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
@@ -260,6 +284,9 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     request_chat_templates: RequestTemplates = "refuse"
     overload_status: OverloadStatus = 503
     api_keys_file: str | None = None
+    key_requests_per_min: int | None = None
+    key_tokens_per_min: int | None = None
+    key_concurrent: int | None = None
 
 
 class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag="router"):
@@ -269,6 +296,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     model_dir: str  # prepared model: config.json, tokenizer.json, tokenizer_config.json, ...
     host: str
     port: int  # 0: any free one
+    shares_port: bool = False  # with other routers of this machine, which take clients in turn
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None  # None: the HTTP server answers for metrics and cluster state too
     metric_names: MetricNames = "baton"
@@ -280,6 +308,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
     launcher_pid: int | None = None  # on this machine, for `/cluster`
+    redis: str | None = None  # None: nothing is shared with other routers
     requests: RequestConfig = RequestConfig()
 
 

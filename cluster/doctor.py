@@ -206,7 +206,9 @@ def _ports(config: ClusterConfig) -> list[Check]:
         return [Check("port", False, f"Baton {running} serves at {url} already", is_fatal=False)]
     addresses = [("port", (config.host, config.port), "--port")]
     if (admin := admin_address(config)) is not None:
-        addresses.append(("admin port", admin, "--admin-port"))
+        addresses += [
+            ("admin port", (admin[0], admin[1] + number), "--admin-port") for number in range(config.routers)
+        ]
     return [
         _attempt(name, partial(preflight.check_port, *address, flag), f"{address[0]}:{address[1]} is free")
         for name, address, flag in addresses

@@ -8,7 +8,8 @@
     ├── RequestError           the client's fault; HTTP 4xx
     │   ├── InvalidRequest       400, names the field
     │   ├── ContextLengthExceeded 400, both numbers
-    │   └── ModelNotFound        404
+    │   ├── ModelNotFound        404
+    │   └── RateLimited          429, with Retry-After
     ├── ServingError           ours; HTTP 5xx
     │   ├── Overloaded           503 with Retry-After
     │   ├── NotReady             503, names the phase
@@ -68,6 +69,21 @@ class ModelNotFound(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="model", code="model_not_found")
+
+
+class RateLimited(RequestError):
+    """The request's API key has used up what it may. `retry_after_s` None: it will never be served so;
+    `headers`: where its limits stand, for the response."""
+
+    status = 429
+    error_type = "rate_limit_error"
+
+    def __init__(
+        self, message: str, *, retry_after_s: float | None, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.retry_after_s = retry_after_s
+        self.headers = headers
 
 
 class ServingError(BatonError):

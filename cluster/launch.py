@@ -1,7 +1,7 @@
 """`baton serve` from its settings to its exit code.
 
 1. Check what would otherwise fail late: packages, port, model path. Nothing has started yet.
-2. Start Ray on the main thread while a process of its own prepares the model.
+2. Start a Redis where several routers need one, and Ray, while a process of its own prepares the model.
 3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over. SIGINT and
    SIGTERM stop it; SIGUSR1 (`baton restart`) replaces the workers one after the other.
 4. Whatever happened: kill the actors, leave Ray, end every process that is left, remove the directory. Should
@@ -43,6 +43,7 @@ from cluster.launch_plan import (
 from cluster.launch_prepare import Preparation, prepare_command
 from cluster.launch_processes import become_subreaper, children, end_children
 from cluster.launch_supervisor import Finish, Supervisor
+from cluster.redis_server import EmbeddedRedis, needs_own_redis
 from cluster.runtime_dir import RuntimeDir
 
 if TYPE_CHECKING:
@@ -61,18 +62,22 @@ def check(config: ClusterConfig) -> ClusterConfig:
         BatonError: a setting cannot work here, in one sentence.
     """
     preflight.check_own_packages()
+    preflight.check_key_limits(config)
+    preflight.check_redis(config)
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)
     port = config.port or _free_port(config.host)
     admin = admin_address(msgspec.structs.replace(config, port=port))
     if admin is not None:
-        preflight.check_port(*admin, flag="--admin-port")
+        admin = admin[0], admin[1] or _free_port(admin[0])
+        for number in range(config.routers):
+            preflight.check_port(admin[0], admin[1] + number, flag="--admin-port")
     state_dir = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     log_dir = Path(config.log_dir or f"{state_dir}/baton/logs/{port}").expanduser()
     return msgspec.structs.replace(
         config,
         port=port,
-        admin_port=None if admin is None else admin[1] or _free_port(admin[0]),
+        admin_port=None if admin is None else admin[1],
         served_model_name=config.served_model_name or model_name,
         log_dir=str(log_dir.absolute()),
     )
@@ -100,10 +105,16 @@ def serve(
         guard = Guard(runtime_dir.path)
         keep = children()
         board = BoardFile() if can_share() else None
+        redis = None
         try:
+            if needs_own_redis(config):
+                redis = EmbeddedRedis(runtime_dir.path)
+                config = msgspec.structs.replace(config, redis=redis.url)
             return _run(config, report, entries, command, runtime_dir, board, signals)
         finally:
             signals.on_signal = lambda: None  # the end is near and bounded: nothing may cut it short
+            if redis is not None:
+                redis.close()
             end_children(keep, END_GRACE_S)
             guard.close()
             if board is not None:
@@ -207,7 +218,7 @@ def _start_ray(
         site,
         ray_cpus=session.num_cpus,
         router_host=session.host,
-        router_control_port=_free_port(session.host),
+        router_control_ports=tuple(_free_port(session.host) for _ in range(config.routers)),
         core_board=None,  # which workers share a machine is Ray's choice
     )
     return session, plan_roles(config, joined, entries)

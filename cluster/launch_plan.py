@@ -24,7 +24,6 @@ from cluster.core_board import CoreShare, share_cores
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.messages import Role
 
-ROUTER: Final = "router-0"
 ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "router": "router.service:run",
@@ -72,7 +71,7 @@ class Site:
     core_board: str | None = None  # None: workers keep to their own threads
     ray_cpus: float | None = None  # CPUs of a Ray cluster that was joined; None: a Ray of our own
     router_host: str | None = None  # this machine's address in a joined cluster
-    router_control_port: int = 0
+    router_control_ports: tuple[int, ...] = (0,)  # of each router there
     launcher_pid: int | None = None
 
 
@@ -89,7 +88,7 @@ def private_ray_environment(auth_token_file: Path) -> dict[str, str]:
 def plan_roles(
     config: ClusterConfig, site: Site, entries: Mapping[str, str] = ENTRIES
 ) -> tuple[RoleSpec, ...]:
-    """The router first, then prefill, then decode workers.
+    """The routers first, then prefill, then decode workers.
 
     On one machine processes meet at unix sockets in the runtime directory, in a joined cluster over TCP.
     Workers that want more CPUs than a joined cluster has get equal fractions: slower, but placed.
@@ -99,15 +98,45 @@ def plan_roles(
     num_cpus = float(num_threads)
     if site.ray_cpus is not None and num_cpus * num_workers > site.ray_cpus:
         num_cpus = int(site.ray_cpus / num_workers * 1000) / 1000
-    control_address = (
-        f"unix:{site.runtime_dir}/{ROUTER}.sock"
-        if site.router_host is None
-        else f"tcp:{site.router_host}:{site.router_control_port}"
+    addresses = _control_addresses(config, site)
+    routers = tuple(
+        _router(config, site, number, address, entries["router"]) for number, address in enumerate(addresses)
     )
-    admin = admin_address(config)
-    router = RoleSpec(
-        name=ROUTER,
-        entry=entries["router"],
+    shares: Sequence[CoreShare] = ()
+    if site.core_board is not None:
+        shares = share_cores(site.core_board, num_workers, num_threads, site.num_cores)
+    workers = tuple(
+        RoleSpec(
+            name=f"{role.value}-{index}",
+            entry=entries[role.value],
+            config=_worker_config(
+                config, site, role, index, num_threads, shares[number] if shares else None, addresses
+            ),
+            num_cpus=num_cpus,
+            num_gpus=config.gpus_per_worker,
+            env=_environment(config, num_threads),
+        )
+        for number, (role, index) in enumerate(_workers(config))
+    )
+    return (*routers, *workers)
+
+
+def _control_addresses(config: ClusterConfig, site: Site) -> tuple[str, ...]:
+    """Where workers dial each router."""
+    if site.router_host is None:
+        return tuple(f"unix:{site.runtime_dir}/{_router_name(i)}.sock" for i in range(config.routers))
+    return tuple(f"tcp:{site.router_host}:{port}" for port in site.router_control_ports)
+
+
+def _router_name(number: int) -> str:
+    return f"router-{number}"
+
+
+def _router(config: ClusterConfig, site: Site, number: int, control_address: str, entry: str) -> RoleSpec:
+    name, admin = _router_name(number), admin_address(config)
+    return RoleSpec(
+        name=name,
+        entry=entry,
         config=RouterConfig(
             cluster_token=site.cluster_token,
             served_model_name=site.served_model_name,
@@ -118,13 +147,14 @@ def plan_roles(
             slo_ttft_s=config.slo_ttft_ms / 1e3,
             slo_tpot_s=config.slo_tpot_ms / 1e3,
             slo_gap_s=_seconds(config.slo_gap_ms),
-            log=_log(config, site, ROUTER),
-            router=RouterId(ROUTER),
+            log=_log(config, site, name),
+            router=RouterId(name),
             model_dir="",  # known once the model is prepared
             host=config.host,
             port=config.port,
+            shares_port=config.routers > 1,
             admin_host=config.admin_host,
-            admin_port=None if admin is None else admin[1],
+            admin_port=None if admin is None else admin[1] and admin[1] + number,
             metric_names=config.metric_names,
             otlp_endpoint=config.otlp_endpoint,
             control_address=control_address,
@@ -134,6 +164,7 @@ def plan_roles(
             max_attempts=config.max_attempts,
             recovery_wait_s=config.recovery_wait_s,
             launcher_pid=site.launcher_pid,
+            redis=config.redis,
             requests=RequestConfig(
                 **{name: getattr(config, name) for name in RequestConfig.__struct_fields__}
             ),
@@ -142,23 +173,6 @@ def plan_roles(
         num_gpus=0.0,
         env=_environment(config, 1),
     )
-    shares: Sequence[CoreShare] = ()
-    if site.core_board is not None:
-        shares = share_cores(site.core_board, num_workers, num_threads, site.num_cores)
-    workers = tuple(
-        RoleSpec(
-            name=f"{role.value}-{index}",
-            entry=entries[role.value],
-            config=_worker_config(
-                config, site, role, index, num_threads, shares[number] if shares else None, control_address
-            ),
-            num_cpus=num_cpus,
-            num_gpus=config.gpus_per_worker,
-            env=_environment(config, num_threads),
-        )
-        for number, (role, index) in enumerate(_workers(config))
-    )
-    return (router, *workers)
 
 
 def _workers(config: ClusterConfig) -> list[tuple[Role, int]]:
@@ -174,7 +188,7 @@ def _worker_config(
     index: int,
     num_threads: int,
     core_share: CoreShare | None,
-    control_address: str,
+    router_addresses: tuple[str, ...],
 ) -> WorkerConfig:
     name = f"{role.value}-{index}"
     is_decode = role is Role.DECODE
@@ -196,7 +210,7 @@ def _worker_config(
         worker=WorkerId(name),
         role=role,
         epoch=Epoch(1),
-        router_addresses=(control_address,),
+        router_addresses=router_addresses,
         model=config.model,
         kv_address=kv_address if is_decode else None,
         runtime_dir=site.runtime_dir,

@@ -35,6 +35,7 @@ LATENCY_BUCKETS_S = (
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0),
 )
 TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, *LATENCY_BUCKETS_S)
+QUOTA_LIMITS = ("requests", "tokens", "concurrent")
 TOKEN_BUCKETS = tuple(float(4**power) for power in range(10))  # 1 ... 262144
 
 
@@ -45,6 +46,7 @@ class Outcome(Enum):
     LENGTH = "length"
     CLIENT_LEFT = "client_left"
     INVALID = "invalid"  # the client's fault, nothing was queued
+    RATE_LIMITED = "rate_limited"  # its API key had used up a limit
     OVERLOADED = "overloaded"
     NOT_READY = "not_ready"
     DEADLINE = "deadline_exceeded"
@@ -112,6 +114,12 @@ class Metrics:
         self._attempts = counter("request_attempts", "Attempts over all requests, first ones included")
         self._slo = counter("slo_requests", "Requests by whether they met a target", ("slo", "outcome"))
         self._goodput = counter("goodput_requests", "Requests that met both targets")
+        self._quota_refused = counter("quota_refused", "Requests refused by a limit of their key", ("limit",))
+        for limit in QUOTA_LIMITS:
+            self._quota_refused.labels(limit)
+        self._shared_up = gauge("shared_state_up", "0 while what routers share (Redis) is away")
+        self._shared_losses = counter("shared_state_losses", "Times that it went away")
+        self._shared_up.set(1)
         self._decisions = counter("route_decisions", "Where requests went", ("policy", "outcome", "reason"))
         self._rejected = counter("admission_rejected", "Requests that found no place", ("reason",))
         target = gauge("slo_target_seconds", "The targets of requests that ask for nothing else", ("slo",))
@@ -197,13 +205,22 @@ class Metrics:
     def observe_token_gap(self, seconds: float) -> None:
         self._itl.observe(seconds)
 
+    def observe_quota_refused(self, limit: str) -> None:
+        """`limit`: one of `QUOTA_LIMITS`."""
+        self._quota_refused.labels(limit).inc()
+
+    def observe_shared_state(self, *, is_up: bool) -> None:
+        """It is there, or it went away just now."""
+        self._shared_up.set(is_up)
+        self._shared_losses.inc(not is_up)
+
     def observe_http(self, route: str, status: int) -> None:
         """`route` must come from the route table ("other" when nothing matched)."""
         self._http.labels(route, str(status)).inc()
 
     def _observe_slo(self, record: RequestRecord) -> None:
         """A client that left or asked for nonsense says nothing of us; every other request counts."""
-        if record.outcome in (Outcome.CLIENT_LEFT, Outcome.INVALID):
+        if record.outcome in (Outcome.CLIENT_LEFT, Outcome.INVALID, Outcome.RATE_LIMITED):
             return
         is_whole = record.outcome in (Outcome.STOP, Outcome.LENGTH)
         is_good = is_whole and self._targets.both_met(record.ttft_s, record.tpot_s)

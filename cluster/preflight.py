@@ -2,7 +2,7 @@
 
 1. `check_own_packages` runs first in every process: our import names are common words (Hugging Face ships a
    `kernels`), and a foreign package in their place fails in ways nobody would guess.
-2. The launcher then checks what would otherwise fail late: port and model path.
+2. The launcher then checks what would otherwise fail late: ports, model path, limits that would limit nobody.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Final
 
 import cluster
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
+from cluster.redis_server import PACKAGE, needs_own_redis
+from cluster.redis_state import check_address
 
 DISTRIBUTION: Final = "baton-serve"
 PACKAGES: Final = ("cluster", "kernels", "prefill_worker", "decode_worker", "router", "bench")
@@ -67,6 +70,36 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
                 raise ConfigError(
                     f"cannot listen on {host} port {port}: {error.strerror}; choose another with {flag}"
                 ) from error
+
+
+def check_key_limits(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: limits for API keys, and no keys: nobody would be limited.
+    """
+    for name in ("key_requests_per_min", "key_tokens_per_min", "key_concurrent"):
+        if config.api_keys_file is None and getattr(config, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"`{flag}` limits API keys, and there are none: name their file with --api-keys-file"
+            )
+
+
+def check_redis(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: routers are to share limits through a Redis, and what it takes is not installed.
+    """
+    needed = ["redis"] if config.redis is not None else []
+    if needs_own_redis(config):
+        needed = ["redis", PACKAGE]
+    for name in needed:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"routers share the limits of API keys through Redis: pip install {name.replace('_', '-')}"
+            )
+    if config.redis is not None:
+        check_address(config.redis)
 
 
 def check_model(model: str) -> str:

@@ -89,5 +89,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     deadline_s: float | None = None  # seconds after arrival until the request is worthless
     slo: RequestSlo = RequestSlo()
-    priority: int = 0  # lower goes earlier among those that wait for a place
+    priority: int = 0  # lower goes earlier among those of its tenant that wait for a place
+    tenant: str = ""  # whose requests take turns with others' while they wait; empty: nobody's in particular
+    share: float = 1.0  # of that tenant, beside the others'
     affinity: str = ""  # what requests that belong together have in common; empty: nothing known

@@ -1,7 +1,11 @@
 """Who may use the API: keys known by their digests, from a file that may change while the router runs.
 
-1. The file has a line `sha256:<hex>` per key (`printf %s KEY | sha256sum` makes one), empty lines and `#`
-   comments. The keys themselves are nowhere on disk.
+1. The file has a line per key, empty lines and `#` comments:
+
+       sha256:<hex>  name=team-a requests-per-min=60 tokens-per-min=100000 concurrent=8 share=2
+
+   The keys themselves are nowhere on disk (`printf %s KEY | sha256sum` makes the digest). What a line does
+   not say is as the flags say; `none` is no limit. Keys of one name are one tenant, with one set of limits.
 2. With a file, every path needs `Authorization: Bearer KEY`, also those that do not exist; only the few that
    say whether the process lives are open. Without one, nothing does.
 3. A presented key is hashed and compared with every digest, in constant time.
@@ -15,6 +19,7 @@ import hmac
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,62 +27,90 @@ from cluster.clock import Clock
 from cluster.errors import ConfigError
 from router.asgi import Receive, Scope, Send, send_bytes
 from router.openai_errors import error_body, error_headers, http_error
+from router.quotas.limits import KeyLimits, parse_settings
 
 logger = logging.getLogger(__name__)
 
+API_KEY = "baton.api_key"  # key of the scope: the `ApiKey` that was presented; absent where none is asked for
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
-_LINE = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _LOOK_AGAIN_S = 1.0
 _MAX_KEY_BYTES = 4096
 _MISSING = "Send an API key as `Authorization: Bearer KEY`."
 _UNKNOWN = "The API key is not known here."
 
 
-def read_digests(path: Path) -> tuple[bytes, ...]:
-    """Raises:
-    ConfigError: the file cannot be read, has no key, or a line that is no digest.
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One line of the file."""
+
+    digest: bytes
+    tenant: str
+    limits: KeyLimits
+
+
+def read_keys(path: Path, defaults: KeyLimits) -> tuple[ApiKey, ...]:
+    """
+    Raises:
+        ConfigError: the file cannot be read, has no key, or a line that is none.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
-    digests = []
+    keys: dict[bytes, ApiKey] = {}
+    tenants: dict[str, KeyLimits] = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = _LINE.fullmatch(text)
+        written, *settings = text.split()
+        match = _DIGEST.fullmatch(written)
         if match is None:
             raise ConfigError(
-                f"{path} line {number} is not `sha256:` and 64 hexadecimal digits: write the digest of the "
-                "key, as `printf %s KEY | sha256sum` makes it"
+                f"{path} line {number} does not begin with `sha256:` and 64 hexadecimal digits: write the "
+                "digest of the key, as `printf %s KEY | sha256sum` makes it"
             )
-        digests.append(bytes.fromhex(match[1]))
-    if not digests:
+        digest = bytes.fromhex(match[1])
+        try:
+            key = ApiKey(digest, *parse_settings(settings, f"key-{digest.hex()[:12]}", defaults))
+        except ConfigError as error:
+            raise ConfigError(f"{path} line {number}: {error}") from error
+        if keys.setdefault(digest, key) != key:
+            raise ConfigError(f"{path} line {number}: this key is there already, with other settings")
+        if tenants.setdefault(key.tenant, key.limits) != key.limits:
+            raise ConfigError(
+                f"{path} line {number}: `{key.tenant}` has other limits further up; keys of one name share "
+                "their limits, so all of its lines must say the same"
+            )
+    if not keys:
         raise ConfigError(f"{path} has no API key: nobody could use the server")
-    return tuple(dict.fromkeys(digests))
+    return tuple(keys.values())
 
 
 class KeyRing:
     """The keys of one file, as they are now."""
 
-    def __init__(self, path: Path, clock: Clock) -> None:
-        """Raises:
-        ConfigError: see `read_digests`.
+    def __init__(self, path: Path, clock: Clock, defaults: KeyLimits | None = None) -> None:
+        """`defaults`: limits of keys that have none of their own.
+
+        Raises:
+            ConfigError: see `read_keys`.
         """
         self._path = path
         self._clock = clock
-        self._digests = read_digests(path)
+        self._defaults = defaults or KeyLimits()
+        self._keys = read_keys(path, self._defaults)
         self._stamp = self._read_stamp()
         self._look_at = clock.now() + _LOOK_AGAIN_S
 
-    def knows(self, key: bytes) -> bool:
-        """Whether it is one of the keys. Takes as long for one that is as for one that is not."""
+    def find(self, key: bytes) -> ApiKey | None:
+        """Which of the keys it is, if any. Takes as long for one that is there as for one that is not."""
         self._look_again()
         presented = sha256(key).digest()
-        found = False
-        for digest in self._digests:
-            found |= hmac.compare_digest(digest, presented)
+        found = None
+        for known in self._keys:
+            found = known if hmac.compare_digest(known.digest, presented) else found
         return found
 
     def _look_again(self) -> None:
@@ -90,11 +123,11 @@ class KeyRing:
             return
         self._stamp = stamp
         try:
-            self._digests = read_digests(self._path)
+            self._keys = read_keys(self._path, self._defaults)
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error)
         else:
-            logger.info("%d API keys from %s", len(self._digests), self._path)
+            logger.info("%d API keys from %s", len(self._keys), self._path)
 
     def _read_stamp(self) -> tuple[int, int, int] | None:
         try:
@@ -113,11 +146,13 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            key = presented_key(scope)
-            if key is None or not self._keys.knows(key):
-                error = http_error(401, _MISSING if key is None else _UNKNOWN)
+            presented = presented_key(scope)
+            key = None if presented is None else self._keys.find(presented)
+            if key is None:
+                error = http_error(401, _MISSING if presented is None else _UNKNOWN)
                 await send_bytes(send, error.status, error_headers(error), error_body(error))
                 return
+            scope[API_KEY] = key
         await self._app(scope, receive, send)
 
 

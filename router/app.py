@@ -38,6 +38,8 @@ from router.openai_errors import PublicError, error_body, error_headers, http_er
 from router.page import PAGE_PATHS, PageSource, page_routes
 from router.page_feed import PageFeed
 from router.public_side import PrivateRoutes
+from router.quotas.gate import QuotaGate
+from router.quotas.sharing import Sharing
 from router.tokenize import TextAnswer, detokenize, tokenize
 from router.tool_formats import FORMATS, format_of
 from router.vocabulary import GrammarsAhead
@@ -65,13 +67,14 @@ def create_app(
     clock: Clock | None = None,
     launcher_pid: int | None = None,
     feed: PageFeed | None = None,
+    sharing: Sharing | None = None,
 ) -> FastAPI:
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains.
 
     Raises:
         ConfigError: the file with API keys cannot be used.
     """
-    limits = limits or GatewayLimits()
+    limits, clock = limits or GatewayLimits(), clock or MonotonicClock()
     name = limits.tool_format
     gateway = Gateway(
         intake=intake,
@@ -79,9 +82,10 @@ def create_app(
         tokenizer=tokenizer,
         model=model,
         metrics=metrics,
-        clock=clock or MonotonicClock(),
+        clock=clock,
         limits=limits,
         in_flight=InFlight(),
+        quotas=QuotaGate(clock, metrics, sharing),
         grammars=GrammarsAhead(tokenizer),
         tool_format=format_of(tokenizer.chat_template) if name == "auto" else FORMATS[name],
     )
@@ -94,6 +98,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.in_flight = gateway.in_flight
+    app.state.quotas = gateway.quotas
     page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
     app.router.routes.extend(page_routes(page))
     for path, endpoint in (
@@ -107,7 +112,8 @@ def create_app(
     _add_error_handlers(app, gateway)
     app.add_middleware(PrivateRoutes)
     if limits.api_keys_file is not None:
-        app.add_middleware(KeyCheck, keys=KeyRing(Path(limits.api_keys_file).expanduser(), gateway.clock))
+        keys = KeyRing(Path(limits.api_keys_file).expanduser(), clock, limits.key_limits)
+        app.add_middleware(KeyCheck, keys=keys)
     app.add_middleware(Envelope, metrics=metrics)
     return app
 

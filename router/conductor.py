@@ -73,6 +73,7 @@ from router.conductor_io import (
 from router.config import ConductorConfig
 from router.deadlines import Deadlines
 from router.delivery import Failed, RequestSummary, StaleReason
+from router.fair_lines import Turn
 from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress
 from router.outcome import rejection, worker_lost
 from router.output_lengths import OutputLengths
@@ -212,7 +213,7 @@ class Conductor:
             live.hashes = tuple(hash_blocks(live.spec.token_ids, block_size, register.fingerprint, salt))
         decision = self._policy.place(self.workers.view(), self._placement_request(live, now), now)
         if isinstance(decision, Placement):
-            self._queue.remove(live.request)
+            self._queue.placed(live.request, self._turn(live))
             self._wait(live, now + self._legs.reserve(live, decision, now).wait_s)
             return None
         if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
@@ -233,7 +234,7 @@ class Conductor:
         """It finds no place. One that had one is told why it lost that."""
         if live.cause is None:
             self._legs.stats.rejected(reject.reason.value)
-        retry_after_s = max(self._queue.retry_after_s(now), live.retry_after_s)
+        retry_after_s = max(self._queue.retry_after_s(now, live.spec.tenant), live.retry_after_s)
         self._fail(live, live.cause or rejection(reject, live.spec, retry_after_s), now)
 
     def _enqueue(self, live: LiveRequest, now: float) -> None:
@@ -241,20 +242,30 @@ class Conductor:
             self._wait(live, live.wait_until)
             return
         if live.cause is None:  # those that had a place go before newcomers
-            wait_s = None if live.is_recovering else self._queue.expected_wait_s(now)
+            wait_s = None if live.is_recovering else self._queue.expected_wait_s(now, live.spec.tenant)
             late_s = 0.0 if wait_s is None else wait_s - (live.wait_until - now)
             if late_s > 0:
                 self._reject(live, Reject(RejectReason.QUEUE_TOO_SLOW, retry_after_s=late_s), now)
                 return
             if self._queue.is_full:
-                self._reject(live, Reject(RejectReason.QUEUE_FULL), now)
-                return
-        self._queue.add(live.request, live.order, now)
+                displaced = self._queue.displaced_by(live.spec.tenant, live.spec.share)
+                refused = live if displaced is None else self._requests[displaced]
+                self._reject(refused, Reject(RejectReason.QUEUE_FULL), now)
+                if displaced is None:
+                    return
+        self._queue.add(live.request, live.order, now, self._turn(live))
         self._wait(live, live.wait_until)
 
+    def _turn(self, live: LiveRequest) -> Turn:
+        """Whose turn it takes, and how much of it: nothing the second time."""
+        spec = live.spec
+        output = min(spec.sampling.max_tokens, self._lengths.expect(len(spec.token_ids)))
+        work = len(spec.token_ids) + output if live.num_reserves == 0 else 0.0
+        return Turn(spec.tenant, spec.share, work)
+
     def _drain_queue(self, now: float) -> None:
-        """Place those that wait, oldest first; see `router.admission` for who may pass whom. One that is as
-        large as one that has just found no room is not tried."""
+        """Place those that wait, each tenant in its turn; see `router.admission` for who may pass whom. One
+        that is as large as one that has just found no room is not tried."""
         self._has_room = False
         too_large: LiveRequest | None = None
         for request in self._queue.candidates():

@@ -81,6 +81,7 @@ class ConductorDriver:
         heartbeat_interval_s: float,
         watchers: Sequence[Callable[[Lifecycle | Ended], None]] = (),
     ) -> None:
+        self._router = router
         self._watchers = watchers
         self._conductor = conductor
         self._judge = judge
@@ -250,7 +251,7 @@ class ConductorDriver:
         self._num_warm_ups += 1
         num_tokens = min(2 * self._block_size + 1, (self.max_model_len() or 1) - WARM_UP_TOKENS)
         spec = RequestSpec(
-            request=RequestId(f"warm-up-{self._num_warm_ups}"),
+            request=RequestId(f"warm-up-{self._router}-{self._num_warm_ups}"),
             token_ids=tuple(position % 8 for position in range(max(1, num_tokens))),
             sampling=SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0),
             cache_salt="warm-up",

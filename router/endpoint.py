@@ -2,7 +2,8 @@
 
 1. The body is read within its limit, parsed strictly, checked against the model, and turned into a `Job`;
    what takes long (a long prompt, a schema to compile) on a thread, so that other streams go on.
-2. Every answer is submitted to the conductor, further ones to a long prompt once it is computed
+2. Its key's limits are checked before the body is read, and again with what it will use (`router.quotas`).
+   Every answer is submitted to the conductor, further ones to a long prompt once it is computed
    (`router.forks`). If one is refused, none runs on.
 3. Streamed (`router.stream`) or collected. Both ends watch each other: a client that leaves ends the
    generations, a failure becomes an HTTP error or an error event.
@@ -13,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from cluster.errors import DeadlineExceeded, NotReady
 from cluster.ids import RequestId
 from cluster.metrics import RequestRecord
 from cluster.request import RequestSpec
+from router.api_keys import API_KEY, ApiKey
 from router.asgi import (
     BODY_WRITER,
     JSON_TYPE,
@@ -43,10 +46,11 @@ from router.constraint import SPELLINGS
 from router.delivery import RequestStream
 from router.forks import FollowingStream, SharedPrompt
 from router.gateway import REQUEST_ID, Gateway
-from router.generation import Generation, outcome_of, total_usage
+from router.generation import Generation, charge_of, outcome_of, total_usage
 from router.job import Job, JobBuilder
 from router.openai_errors import PublicError, error_body, error_headers, http_error
 from router.output import ChoiceOutput
+from router.quotas.gate import Admission, demand_of
 from router.reply import Choice, ChoicePlan, ReplyFormat
 from router.sampling_seeds import seed_of_choice
 from router.schema import ChatRequest, CompletionRequest, field_names, parse_json, parse_request
@@ -132,24 +136,45 @@ class GenerationEndpoint:
         gateway = self.gateway
         if not is_json(header(scope, b"content-type")):
             raise UnsupportedMediaType
+        key: ApiKey | None = scope.get(API_KEY)
+        with self._recording_failures(arrived_s):
+            gateway.quotas.look(key)
         body = await read_body(scope, receive, gateway.limits.max_body_bytes)
         reply_id = f"{self.route.id_prefix}-{uuid.uuid4().hex}"
-        try:
+        with self._recording_failures(arrived_s):
             if gateway.in_flight.draining:
                 raise NotReady("The server is shutting down.", retry_after_s=1.0)
             job = await self._read_job(body, header(scope, b"x-session-id"))
-            generations = self._submit(replace(job, slo=slo_of(scope)), reply_id, arrived_s)
-        except Exception as error:
-            e2e_s = gateway.clock.now() - arrived_s
-            gateway.metrics.observe_request(RequestRecord(outcome_of(error), 0, 0, 0, 0, e2e_s))
-            raise
+            admission = await gateway.quotas.take(key, demand_of(job))
+            try:
+                generations = self._submit(replace(job, slo=slo_of(scope)), reply_id, arrived_s, key)
+            except Exception:
+                admission.settle(None)
+                raise
+        try:
+            await self._reply(scope, receive, send, reply_id, job, generations, admission, arrived_s)
+        finally:
+            admission.settle(charge_of(generations))
+
+    async def _reply(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        reply_id: str,
+        job: Job,
+        generations: Sequence[Generation],
+        admission: Admission,
+        arrived_s: float,
+    ) -> None:
+        gateway = self.gateway
         plans = [generation.plan for generation in generations]
         wire = self.route.wire(gateway, reply_id, int(time.time()), job, plans)
         ignored = gateway.ignored_fields.tell(job.ignored, self.route.served())
 
         def headers() -> HeaderList:
             spent_ms = max(0, round((gateway.clock.now() - arrived_s) * 1000))
-            items: HeaderList = [(b"openai-processing-ms", str(spent_ms).encode())]
+            items: HeaderList = [(b"openai-processing-ms", str(spent_ms).encode()), *admission.headers()]
             return [*items, (b"x-baton-ignored", ignored.encode())] if ignored else items
 
         with gateway.in_flight.hold(generations):
@@ -182,11 +207,21 @@ class GenerationEndpoint:
         self.gateway.check_model(raw.get("model"))
         return self.route.job(self.gateway.job_builder(), raw)
 
-    def _submit(self, job: Job, reply_id: str, arrived_s: float) -> list[Generation]:
+    @contextmanager
+    def _recording_failures(self, arrived_s: float) -> Iterator[None]:
+        """A request that ends in here was none for the cluster, but is one for the metrics."""
+        try:
+            yield
+        except Exception as error:
+            e2e_s = self.gateway.clock.now() - arrived_s
+            self.gateway.metrics.observe_request(RequestRecord(outcome_of(error), 0, 0, 0, 0, e2e_s))
+            raise
+
+    def _submit(self, job: Job, reply_id: str, arrived_s: float, key: ApiKey | None) -> list[Generation]:
         generations: list[Generation] = []
         try:
             for prompt in range(len(job.prompts)):
-                self._submit_prompt(job, prompt, reply_id, arrived_s, generations)
+                self._submit_prompt(job, prompt, reply_id, arrived_s, key, generations)
         except Exception as error:
             for generation in generations:
                 generation.end(error)
@@ -195,7 +230,13 @@ class GenerationEndpoint:
         return generations
 
     def _submit_prompt(
-        self, job: Job, number: int, reply_id: str, arrived_s: float, generations: list[Generation]
+        self,
+        job: Job,
+        number: int,
+        reply_id: str,
+        arrived_s: float,
+        key: ApiKey | None,
+        generations: list[Generation],
     ) -> None:
         """All answers to one prompt; they are appended to `generations`, each when it is accepted."""
         gateway = self.gateway
@@ -213,6 +254,8 @@ class GenerationEndpoint:
                 cache_salt=job.cache_salt,
                 deadline_s=gateway.limits.request_deadline_s,
                 priority=job.priority,
+                tenant="" if key is None else key.tenant,
+                share=1.0 if key is None else key.limits.share,
                 affinity=job.affinity,
                 slo=job.slo,
             )

@@ -17,6 +17,7 @@ from router.job import JobBuilder
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo
 from router.openai_errors import PublicError, public_error
+from router.quotas.gate import QuotaGate
 from router.tool_formats import ToolFormat
 from router.vocabulary import GrammarsAhead
 
@@ -35,6 +36,7 @@ class Gateway:
     clock: Clock
     limits: GatewayLimits
     in_flight: InFlight
+    quotas: QuotaGate
     grammars: GrammarsAhead
     tool_format: ToolFormat
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)

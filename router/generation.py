@@ -21,6 +21,7 @@ from cluster.errors import (
     InvalidRequest,
     NotReady,
     Overloaded,
+    RateLimited,
     RequestError,
     WorkerLost,
 )
@@ -34,12 +35,16 @@ from router.reply import Choice, ChoicePlan, Usage
 
 _OUTCOMES: tuple[tuple[type[BaseException], Outcome], ...] = (
     (ClientLeft, Outcome.CLIENT_LEFT),
+    (RateLimited, Outcome.RATE_LIMITED),
     (RequestError, Outcome.INVALID),
     (Overloaded, Outcome.OVERLOADED),
     (NotReady, Outcome.NOT_READY),
     (DeadlineExceeded, Outcome.DEADLINE),
     (WorkerLost, Outcome.WORKER_LOST),
 )
+
+
+_BY_CLIENTS = (Outcome.STOP, Outcome.LENGTH, Outcome.CLIENT_LEFT, Outcome.INVALID)
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -76,6 +81,11 @@ class Generation:
         self._ended_by: Exception | None = None
         self._outcome: Outcome | None = None
         self._closed = False
+
+    @property
+    def is_clients(self) -> bool:
+        """Over, and by what the client wanted or did: not failed by us."""
+        return self._outcome in _BY_CLIENTS
 
     @property
     def last_progress_s(self) -> float:
@@ -212,6 +222,14 @@ def total_usage(generations: Sequence[Generation]) -> Usage:
         sum(usage.num_generated_tokens for usage in usages),
         sum(usage.num_cached_tokens for usage in usages),
     )
+
+
+def charge_of(generations: Sequence[Generation]) -> int | None:
+    """Tokens that a reply which is over has cost its client; None if we failed it before its first token."""
+    usage = total_usage(generations)
+    if usage.num_generated_tokens == 0 and not any(item.is_clients for item in generations):
+        return None
+    return usage.num_prompt_tokens + usage.num_generated_tokens
 
 
 class InFlight:

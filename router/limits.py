@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.config import OverloadStatus, RequestConfig, ToolFormatName
+from router.quotas.limits import KeyLimits
 from router.stream import Patience
 
 
@@ -55,6 +56,7 @@ class GatewayLimits:
     overload_status: OverloadStatus = 503
     tool_format: ToolFormatName = "auto"
     api_keys_file: str | None = None  # None: no key is asked for
+    key_limits: KeyLimits = field(default_factory=KeyLimits)  # of keys that have none of their own
     patience: Patience = field(default_factory=Patience)
     request: RequestLimits = field(default_factory=RequestLimits)
 
@@ -66,5 +68,8 @@ class GatewayLimits:
             overload_status=config.overload_status,
             tool_format=config.tool_format,
             api_keys_file=config.api_keys_file,
+            key_limits=KeyLimits(
+                config.key_requests_per_min, config.key_tokens_per_min, config.key_concurrent
+            ),
             request=RequestLimits.of(config),
         )

@@ -20,6 +20,7 @@ from cluster.errors import (
     DeadlineExceeded,
     NotReady,
     Overloaded,
+    RateLimited,
     RequestError,
     ServingError,
     WorkerLost,
@@ -41,6 +42,7 @@ class PublicError:
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 _HTTP_CODES = {
@@ -52,7 +54,7 @@ _HTTP_CODES = {
     431: "headers_too_large",
 }
 _HTTP_TYPES = {401: "authentication_error", 404: "not_found_error"}
-_REFUSED_FOR_NOW = frozenset({"overloaded", "not_ready", "deadline_exceeded"})
+_REFUSED_FOR_NOW = frozenset({"overloaded", "not_ready", "deadline_exceeded", "rate_limit_exceeded"})
 
 
 def http_error(status: int, message: str) -> PublicError:
@@ -63,6 +65,15 @@ def http_error(status: int, message: str) -> PublicError:
 
 def public_error(error: BaseException, request_id: str) -> PublicError:
     """The client's view of `error`; logs what the client may not see."""
+    if isinstance(error, RateLimited):
+        return PublicError(
+            error.status,
+            error.message,
+            error.error_type,
+            code=error.code,
+            retry_after_s=error.retry_after_s,
+            headers=error.headers,
+        )
     if isinstance(error, RequestError):
         return PublicError(error.status, error.message, error.error_type, error.param, error.code)
     if isinstance(error, Overloaded | NotReady | DeadlineExceeded):
@@ -101,7 +112,7 @@ def error_body(error: PublicError) -> bytes:
 def error_headers(error: PublicError) -> HeaderList:
     """Content type, and when to come back if that is known: whole seconds for HTTP, milliseconds for SDKs.
     Gateways before this one read why a request was refused."""
-    headers: HeaderList = [JSON_TYPE]
+    headers: HeaderList = [JSON_TYPE, *error.headers]
     if error.code in _REFUSED_FOR_NOW:
         headers.append((b"x-baton-dropped-reason", error.code.encode()))
     if error.status == 401:

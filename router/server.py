@@ -2,8 +2,9 @@
 
 1. The port is bound before anything else starts, so "in use" is one clear sentence.
 2. uvicorn serves the app until `stop` is set; signals are the launcher's business, not uvicorn's.
-3. Stopping: new requests get 503 at once; open ones may finish within the grace time, then end with an error
-   (an error event and `[DONE]` where a stream is open); then connections close.
+3. Stopping: new requests get 503 at once, or go to the routers that share the port; open ones may finish
+   within the grace time, then end with an error (an error event and `[DONE]` where a stream is open); then
+   connections close.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ _CLOSE_WITHIN_S = 2  # for connections to close after that
 
 
 class _Server(uvicorn.Server):
+    def leave_port(self) -> None:
+        """Take no more connections at the first address, and no more requests on those that are open: clients
+        come again and reach the routers that share it. What runs goes on."""
+        self.servers[0].close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -167,8 +175,9 @@ class _Protocol(HttpToolsProtocol):
         self._resuming = False
 
 
-def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A listening address of our own; port 0 takes a free one.
+def bind(host: str, port: int, flag: str = "--port", *, is_shared: bool = False) -> socket.socket:
+    """A listening address of our own, or one that others share: each connection is then given to one of them;
+    those of one that ends go to the others. Port 0 takes a free one.
 
     Raises:
         ConfigError: the address is in use, not ours, or not allowed.
@@ -178,6 +187,8 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
@@ -199,6 +210,7 @@ async def serve_http(
     stop: asyncio.Event,
     grace_s: float = 30.0,
     max_header_bytes: int = _Protocol.max_head_bytes,
+    shares_port: bool = False,
     on_listening: Callable[[str, int], None] | None = None,
     admin: tuple[str, int] | None = None,
     on_admin_listening: Callable[[str, int], None] | None = None,
@@ -212,7 +224,7 @@ async def serve_http(
     Raises:
         ConfigError: the address cannot be used.
     """
-    listeners = [bind(host, port)]
+    listeners = [bind(host, port, is_shared=shares_port)]
     if admin is not None:
         try:
             listeners.append(bind(*admin, flag="--admin-port"))
@@ -241,6 +253,8 @@ async def serve_http(
         if on_admin_listening is not None and len(listeners) > 1:
             on_admin_listening(*listeners[1].getsockname()[:2])
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if shares_port and server.started:
+            server.leave_port()
         finished = await in_flight.drain(grace_s, _END_WITHIN_S)
     finally:
         stopping.cancel()

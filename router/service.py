@@ -16,15 +16,18 @@ import logging
 import math
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster.clock import Clock, MonotonicClock
 from cluster.config import RouterConfig
 from cluster.errors import InternalError, ModelError
+from cluster.ids import RouterId
 from cluster.latency_targets import LatencyTargets
-from cluster.metrics import new_metrics
+from cluster.metrics import Metrics, new_metrics
 from cluster.preflight import DISTRIBUTION
+from cluster.redis_state import RedisState
 from cluster.slo_classes import Targets
 from cluster.tokenizer import Tokenizer
 from cluster.tokenizer_config import read_json
@@ -38,11 +41,15 @@ from router.driver import ConductorDriver
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo, read_sampling_defaults
 from router.page_feed import PageFeed
+from router.quotas.sharing import Sharing
 from router.readiness import ReadinessJudge
 from router.server import serve_http
 from router.traces import RequestTraces, otlp_exporter
 
 logger = logging.getLogger(__name__)
+
+SHARED_TTL_S = 10.0  # a router that shared state has not heard of for so long has ended
+SHARED_DEADLINE_S = 0.05  # of a call; a request waits for one at most
 
 
 async def run(
@@ -91,29 +98,34 @@ async def run(
         asyncio.create_task(_end(driver.broken, driver, ending)),
         asyncio.create_task(_announce((driver.became_ready, listening), on_ready)),
     ]
+    version = _version()
+    metrics = new_metrics(
+        version,
+        config.served_model_name,
+        targets,
+        policy=config.placement,
+        block_size=config.block_size,
+        vllm_names=config.metric_names == "baton+vllm",
+    )
+    sharing = _sharing(config, clock, metrics)
+    if sharing is not None:
+        watches.append(asyncio.create_task(sharing.run()))
     try:
         tokenizer = await asyncio.to_thread(_load_tokenizer, Path(config.model_dir))
         model = _model_info(config, tokenizer)
-        version = _version()
         limits = GatewayLimits.of(config.requests)
         app = create_app(
             driver,
             driver,
             tokenizer,
             model,
-            new_metrics(
-                version,
-                model.name,
-                targets,
-                policy=config.placement,
-                block_size=config.block_size,
-                vllm_names=config.metric_names == "baton+vllm",
-            ),
+            metrics,
             version=version,
             limits=limits,
             clock=clock,
             launcher_pid=config.launcher_pid,
             feed=feed,
+            sharing=sharing,
         )
 
         sys.setswitchinterval(SWITCH_S)
@@ -132,6 +144,7 @@ async def run(
             stop=ending,
             grace_s=config.drain_grace_s,
             max_header_bytes=limits.max_header_bytes,
+            shares_port=config.shares_port,
             on_listening=on_listening,
             admin=None if config.admin_port is None else (config.admin_host, config.admin_port),
             on_admin_listening=lambda host, port: logger.info("admin on %s port %d", host, port),
@@ -144,6 +157,8 @@ async def run(
         await asyncio.gather(*watches, return_exceptions=True)
         driver.close()
         await listener.close()
+        if sharing is not None:
+            await sharing.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
     if driver.broken.is_set():
@@ -169,6 +184,15 @@ def _traces(config: RouterConfig, clock: Clock, conductor: Conductor) -> Request
         return None
     exporter = otlp_exporter(config.otlp_endpoint)
     return RequestTraces(exporter, config.served_model_name, _version(), clock, conductor.summary)
+
+
+def _sharing(config: RouterConfig, clock: Clock, metrics: Metrics) -> Sharing | None:
+    """Under a name that no other router has, nor this one's next life: what it held ends with it."""
+    if config.redis is None:
+        return None
+    name = RouterId(f"{config.router}-{uuid.uuid4().hex[:12]}")
+    state = RedisState(config.redis, name, ttl_s=SHARED_TTL_S, deadline_s=SHARED_DEADLINE_S)
+    return Sharing(state, clock, metrics)
 
 
 def _version() -> str:

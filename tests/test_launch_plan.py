@@ -30,7 +30,7 @@ SITE = Site(
     cluster_token="t" * 32,
     num_cores=2,
 )
-JOINED = dataclasses.replace(SITE, ray_cpus=4.0, router_host="10.0.0.9", router_control_port=4711)
+JOINED = dataclasses.replace(SITE, ray_cpus=4.0, router_host="10.0.0.9", router_control_ports=(4711,))
 
 
 def test_one_of_each_on_two_cores() -> None:
@@ -50,6 +50,25 @@ def test_one_of_each_on_two_cores() -> None:
     assert (decode.config.max_chunk_tokens, decode.config.kv_bytes) == (512, 512 << 20)
     assert prefill.env["OMP_NUM_THREADS"] == decode.env["OMP_NUM_THREADS"] == "1"
     assert (router.num_cpus, prefill.num_cpus, decode.num_cpus) == (0, 1, 1)
+
+
+def test_several_routers_share_a_port_and_every_worker_dials_all_of_them() -> None:
+    config = ClusterConfig(routers=3, port=8000, redis="redis://:secret@host")
+    for site in (SITE, dataclasses.replace(JOINED, router_control_ports=(1, 2, 3))):
+        specs = plan_roles(config, site)
+        routers = [spec.config for spec in specs if isinstance(spec.config, RouterConfig)]
+        workers = [spec.config for spec in specs if isinstance(spec.config, WorkerConfig)]
+        assert [router.router for router in routers] == ["router-0", "router-1", "router-2"]
+        assert [(router.port, router.shares_port) for router in routers] == [(8000, True)] * 3
+        assert [router.admin_port for router in routers] == [8001, 8002, 8003]
+        addresses = tuple(router.control_address for router in routers)
+        assert len(set(addresses)) == 3
+        assert {worker.router_addresses for worker in workers} == {addresses}
+        assert {router.redis for router in routers} == {config.redis}
+        assert "secret" not in repr(specs)
+    (alone,) = (spec.config for spec in plan_roles(ClusterConfig(), SITE) if spec.is_router)
+    assert isinstance(alone, RouterConfig)
+    assert (alone.shares_port, alone.admin_port, alone.redis) == (False, None, None)
 
 
 @given(

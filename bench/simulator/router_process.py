@@ -2,7 +2,8 @@
 
 1. A worker's first message is `Register`: refused, or welcomed and fed as `WorkerJoined`
    (`router.worker_links`).
-2. Every event goes to `Conductor.handle`, its actions out in order (`router.driver`).
+2. A request takes what it may use of its tenant's limits, or its client comes again when it is told to.
+   Every event goes to `Conductor.handle`, its actions out in order (`router.driver`).
 3. A worker that says nothing for too long gets a second look, then it is given up and its stream fenced.
 """
 
@@ -31,6 +32,8 @@ from router.conductor_io import (
     WorkerGone,
     WorkerJoined,
 )
+from router.quotas.book import Hold, QuotaBook, Wait
+from router.quotas.limits import Demand
 from router.registration import refusal
 from router.silence import judge
 from router.worker_links import FENCE_S
@@ -68,6 +71,8 @@ class RouterProcess(Process):
         self.slot = slot
         self.conductor = Conductor(site.scenario.conductor)
         self.clients: dict[RequestId, Client] = {}
+        self.quotas = QuotaBook()
+        self._holds: dict[RequestId, Hold] = {}
         self._site = site
         self._links: dict[WorkerId, _Link] = {}
         self._epochs: dict[WorkerId, Epoch] = {}
@@ -83,9 +88,17 @@ class RouterProcess(Process):
             self._is_warm = self.conductor.workers.view().has_ready(Role.DECODE)
         return self.is_alive and self._is_warm
 
-    def submit(self, client: Client, spec: RequestSpec) -> None:
+    def submit(self, client: Client, spec: RequestSpec) -> float | None:
+        """None, or after how long the client may come again."""
+        demand = Demand(len(spec.token_ids), spec.sampling.max_tokens)
+        verdict = self.quotas.take(spec.tenant, self._site.scenario.limits, demand, self.now())
+        if isinstance(verdict, Wait):
+            self._site.counters["rate limited"] += 1
+            return verdict.retry_after_s
+        self._holds[spec.request] = verdict
         self.clients[spec.request] = client
         self.feed(Submitted(spec))
+        return None
 
     def feed(self, event: Event) -> None:
         """As `ConductorDriver.feed`."""
@@ -106,10 +119,15 @@ class RouterProcess(Process):
                         case Lifecycle():
                             self.clients[action.request].lifecycle(action)
                         case Ended(request, _):
-                            self.clients.pop(request).ended()
+                            client = self.clients.pop(request)
+                            self._settle(request, len(client.spec.token_ids) + client.num_tokens)
+                            client.ended()
         finally:
             self._is_feeding = False
         self.arm()
+
+    def _settle(self, request: RequestId, num_tokens: int) -> None:
+        self.quotas.settle(self._holds.pop(request), num_tokens, self.now())
 
     def next_deadline(self) -> float | None:
         return self.conductor.next_deadline()

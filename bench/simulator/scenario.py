@@ -13,6 +13,7 @@ from cluster.slo_classes import Targets
 from decode_worker.core import DecodeConfig
 from prefill_worker.core import PrefillConfig
 from router.config import ConductorConfig, PolicyConfig
+from router.quotas.limits import KeyLimits
 
 BLOCK_BYTES = 64
 
@@ -46,6 +47,7 @@ class Scenario:
     token_s: float = 0.0002
     restart_s: float = 0.3  # from a worker's death to its next epoch
     fault_every: int | None = None
+    limits: KeyLimits = KeyLimits()  # noqa: RUF009 -- frozen; of each of the tenants, on each router
 
 
 def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
@@ -95,6 +97,7 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
         block_s=rng.choice([0.0001, 0.001, 0.01]),
         restart_s=rng.choice([0.1, 0.5, 2.0]),
         fault_every=rng.choice([300, 800, 800, 2000]) if faults else None,
+        limits=KeyLimits(tokens_per_min=1500, concurrent=2) if seed % 4 == 1 else KeyLimits(),
     )
 
 

@@ -33,6 +33,9 @@ def test_loopback(host: str, expected: bool) -> None:
         ({"host": "0.0.0.0", "port": 0}, ("127.0.0.1", 0)),
         ({"host": "0.0.0.0", "admin_host": "10.0.0.5", "admin_port": 9000}, ("10.0.0.5", 9000)),
         ({"admin_port": 9000}, ("127.0.0.1", 9000)),
+        ({"routers": 2}, ("127.0.0.1", 8001)),
+        ({"routers": 3, "port": 65533}, ("127.0.0.1", 65530)),
+        ({"routers": 2, "admin_host": "10.0.0.5", "admin_port": 9000}, ("10.0.0.5", 9000)),
     ],
 )
 def test_the_address(settings: dict[str, object], expected: tuple[str, int] | None) -> None:
@@ -42,6 +45,10 @@ def test_the_address(settings: dict[str, object], expected: tuple[str, int] | No
     router = plan_roles(config, site)[0].config
     assert isinstance(router, RouterConfig)
     assert router.admin_port == (None if expected is None else expected[1])
+    routers = [role.config for role in plan_roles(config, site) if isinstance(role.config, RouterConfig)]
+    if expected is not None:
+        ports = [router.admin_port for router in routers]
+        assert ports == [expected[1] + number for number in range(config.routers)]
 
 
 def test_a_taken_admin_port_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from cluster.clock import ManualClock
 from cluster.errors import ConfigError
-from router.api_keys import OPEN_PATHS, KeyRing, presented_key, read_digests
+from router.api_keys import OPEN_PATHS, KeyRing, presented_key, read_keys
 from router.limits import GatewayLimits
+from router.quotas.limits import KeyLimits
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
 
 KEY = "sk-one-é".encode()
@@ -137,26 +138,30 @@ def test_the_openai_package_with_and_without(locked: RunningGateway) -> None:
 # ---- the ring ------------------------------------------------------------------------------------
 
 
+def knows(ring: KeyRing, key: bytes) -> bool:
+    return ring.find(key) is not None
+
+
 def test_keys_change_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, clock = tmp_path / "keys", ManualClock()
     path.write_text(line(KEY))
     ring = KeyRing(path, clock)
-    assert (ring.knows(KEY), ring.knows(OTHER)) == (True, False)
+    assert (knows(ring, KEY), knows(ring, OTHER)) == (True, False)
     path.write_text(f"{line(OTHER)}\n")
-    assert (ring.knows(KEY), ring.knows(OTHER)) == (True, False)  # it was looked at a moment ago
+    assert (knows(ring, KEY), knows(ring, OTHER)) == (True, False)  # it was looked at a moment ago
     clock.advance(1.0)
-    assert (ring.knows(KEY), ring.knows(OTHER)) == (False, True)
+    assert (knows(ring, KEY), knows(ring, OTHER)) == (False, True)
     for broken in ("nonsense\n\n", "# none"):
         path.write_text(broken)
         clock.advance(1.0)
-        assert ring.knows(OTHER)
+        assert knows(ring, OTHER)
     path.unlink()
     clock.advance(1.0)
-    assert ring.knows(OTHER)
+    assert knows(ring, OTHER)
     assert caplog.text.count("stay as they were") == 3
     path.write_text(f"{line(KEY)} # back")
     clock.advance(1.0)
-    assert (ring.knows(KEY), ring.knows(OTHER)) == (True, False)
+    assert (knows(ring, KEY), knows(ring, OTHER)) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -166,16 +171,36 @@ def test_keys_change_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("# only this", "no API key"),
         ("sk-plain", "line 1"),
         (f"\n{line(KEY)[:-1]}", "line 2"),
+        (f"{line(KEY)}x", "line 1"),
+        (f"{line(KEY)} sk-plain", "line 1: what follows"),
+        (f"{line(KEY)} share=2\n{line(KEY)}", "line 2: this key is there already"),
+        (f"{line(KEY)} name=a share=2\n{line(OTHER)} name=a", "line 2: `a` has other limits"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ConfigError, match=reason) as refused:
-        read_digests(path)
+        read_keys(path, KeyLimits())
     assert "sk-plain" not in str(refused.value)
     with pytest.raises(ConfigError, match="cannot read"):
-        read_digests(tmp_path / "nothing")
+        read_keys(tmp_path / "nothing", KeyLimits())
+
+
+def test_lines_have_names_and_limits(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    settings = "name=team-a requests-per-min=60 tokens-per-min=none"
+    path.write_text(f"{line(KEY)} {settings}  # old\n{line(OTHER)}\t{settings}\n{line(b'x')} share=3\n")
+    ring = KeyRing(path, ManualClock(), KeyLimits(tokens_per_min=500, concurrent=2))
+    found = [ring.find(key) for key in (KEY, OTHER, b"x")]
+    assert [key.tenant for key in found if key] == [
+        "team-a",
+        "team-a",
+        f"key-{sha256(b'x').hexdigest()[:12]}",
+    ]
+    limits = [key.limits for key in found if key]
+    assert limits[0] == limits[1] == KeyLimits(60, None, 2)
+    assert limits[2] == KeyLimits(None, 500, 2, 3)
 
 
 def test_what_counts_as_a_presented_key() -> None:

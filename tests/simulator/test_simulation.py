@@ -39,6 +39,18 @@ def test_with_faults_every_rule_holds(first: int) -> None:
         assert sum(report.outcomes.values()) == 60
 
 
+@pytest.mark.parametrize("num_decode", [1, 3])
+def test_several_routers_share_their_workers(num_decode: int) -> None:
+    """Each sees the whole capacity of a worker, which decides by itself; none ends another's streams."""
+    for seed in range(4):
+        for faults in (False, True):
+            scenario = draw(seed, num_requests=60, faults=faults)
+            report = Simulation(replace(scenario, num_routers=3, num_decode=num_decode)).run()
+            assert report.violation is None, f"seed {seed}: {report.violation}"
+            if not faults:
+                assert report.outcomes[EXACT] + report.outcomes[STOPPED] == 60
+
+
 def test_the_rare_things_happen() -> None:
     outcomes, faults, counters = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(14):
@@ -48,7 +60,15 @@ def test_the_rare_things_happen() -> None:
         faults.update(report.faults)
         counters.update(report.counters)
     assert outcomes[EXACT] + outcomes[STOPPED] > 0.7 * sum(outcomes.values())
-    for name in ("preemptions", "drained", "found hung", "refused", "stale messages", "pieces"):
+    for name in (
+        "rate limited",
+        "preemptions",
+        "drained",
+        "found hung",
+        "refused",
+        "stale messages",
+        "pieces",
+    ):
         assert counters[name] > 0, name
     assert len(faults) >= 15
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from prometheus_client import CollectorRegistry
 
+from cluster.clock import Clock
 from cluster.metrics import Metrics
 from cluster.tokenizer import Tokenizer
 from router.app import create_app
@@ -78,6 +79,7 @@ def running_gateway(
     limits: GatewayLimits | None = None,
     model: ModelInfo | None = None,
     grace_s: float = 5.0,
+    clock: Clock | None = None,
 ) -> Iterator[RunningGateway]:
     """Serve until the block ends; fails if the server does not stop."""
     cluster = cluster or ScriptedCluster()
@@ -89,7 +91,14 @@ def running_gateway(
         stop = asyncio.Event()
         metrics = Metrics(CollectorRegistry(), version="test", model=MODEL)
         app = create_app(
-            cluster, cluster, tokenizer, model or model_info(), metrics, version="test", limits=limits
+            cluster,
+            cluster,
+            tokenizer,
+            model or model_info(),
+            metrics,
+            version="test",
+            limits=limits,
+            clock=clock,
         )
 
         def on_listening(host: str, port: int) -> None:
