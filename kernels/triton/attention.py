@@ -5,9 +5,9 @@
 2. Otherwise sequences with several queries are cut into tiles that fold their partitions as they go, and
    those with one query are taken as decode rows beside them.
 
-In `Mode.EXACT` all of it has one tile shape and each partition is a sum of its own, so a row's bits do not tell
-which way it went, nor how many splits there were. In `Mode.FAST` a split folds its partitions before they are
-combined, and decode rows have a smaller tile.
+In `Mode.EXACT` all of it has one tile shape and each partition is a sum of its own, so a row's bits do not
+tell which way it went, nor how many splits there were. In `Mode.FAST` a split folds its partitions before
+they are combined, and decode rows have a smaller tile.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class _Call:
     """One call's tensors, and the launches it may need."""
 
     def __init__(
-        self, q: Tensor, pool: Tensor, layer: int, meta: AttentionMeta, scale: float, tiles: Tiles, mode: Mode,
+        self, q: Tensor, pool: Tensor, layer: int, meta: AttentionMeta, scale: float, tiles: Tiles,
+        mode: Mode,
         num_splits: int | None,
     ) -> None:  # fmt: skip
         self.out = torch.empty_like(q)
@@ -129,11 +130,13 @@ class _Call:
     ) -> None:  # fmt: skip
         pool, meta = self._pool, self._meta
         launch(
-            attention_kernel, (num_tiles, self._num_kv_heads, splits), self._q, pool[0, self._layer], self.out,
+            attention_kernel, (num_tiles, self._num_kv_heads, splits), self._q, pool[0, self._layer],
+            self.out,
             *partials, meta.query_starts, meta.context_lens, meta.block_tables, meta.context_lens.shape[0],
             num_tiles, splits, self._scale, pool.stride(0), pool.stride(2), pool.stride(3), pool.stride(4),
             meta.block_tables.stride(0), self._num_heads, most_partials,
-            GROUP=self._group, BLOCK_SIZE=pool.shape[3], HEAD_DIM=self._head_dim, DIM=self._dim, ROWS=tile.rows,
+            GROUP=self._group, BLOCK_SIZE=pool.shape[3], HEAD_DIM=self._head_dim, DIM=self._dim,
+            ROWS=tile.rows,
             QUERIES=queries, PARTITION=PARTITION_SIZE, PICK=pick, KEEP=keep,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

@@ -8,6 +8,7 @@ choice follows from shapes and dtypes that a model has, not from the batch.
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,7 +25,8 @@ from kernels.triton.tiles import INTERPRETER, Mode, Tiles, tiles_for
 
 
 class TritonBackend:
-    """Kernels on one CUDA device, which becomes the process's current one; in Triton's interpreter, on the CPU.
+    """Kernels on one CUDA device, which becomes the process's current one; in Triton's interpreter, on the
+    CPU.
 
     Weights stay rows as published, so a tied head is the embedding's own memory.
     """
@@ -55,15 +57,9 @@ class TritonBackend:
 
     @property
     def packed_layout(self) -> str:
-        """The weights' own layout. What else decides bits (mode, tiles, triton's version) is in `numerics`."""
-        return "rows"
-
-    @property
-    def numerics(self) -> str:
-        """Names everything of this backend that may change the last bit of a result."""
-        import triton
-
-        return f"triton {triton.__version__} {self.mode.value} tiles {self.tiles.name}"
+        """Rows as published; the name tells what else decides bits, so that workers whose bits could differ
+        have different fingerprints."""
+        return f"rows-triton{triton.__version__}-{self.mode.value}-{self.tiles.name}"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         return weight.contiguous()

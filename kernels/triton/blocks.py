@@ -1,8 +1,8 @@
 """KV blocks into a buffer for the wire and back: layout and dtype change on the way.
 
-A pool of one layout and dtype may feed a pool of another: a staging buffer is made in the receiver's dtype, and
-with heads first where ranks of other tensor-parallel sizes take a range of heads each, so that what a rank
-gets lies together.
+A pool of one layout and dtype may feed a pool of another: a staging buffer is made in the receiver's dtype,
+and with heads first where ranks of other tensor-parallel sizes take a range of heads each, so that what a
+rank gets lies together.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _move(
     if pool.dtype is staging.dtype:  # bytes as they are, also of dtypes that are not computed with
         pool, staging = _as_integers(pool), _as_integers(staging)
     launch(
-        move_blocks_kernel, (len(block_ids), cdiv(num_rows, rows)), pool, staging, ids, len(block_ids), num_rows,
+        move_blocks_kernel, (len(block_ids), cdiv(num_rows, rows)), pool, staging, ids, len(block_ids),
+        num_rows,
         layers.start, heads.start, len(layers), len(heads), block_size, row_size, pool.stride(0),
         pool.stride(1), pool.stride(2), pool.stride(3),
         GATHER=gather, HEADS_FIRST=layout is StagingLayout.HEADS_FIRST, ROWS=rows, BLOCK=block,

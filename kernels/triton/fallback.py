@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 class Fallbacks:
-    """One backend's memory of what went to the reference. A kernel that does not compile is not tried again."""
+    """One backend's memory of what went to the reference. A kernel that does not compile is not tried
+    again."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()

@@ -1,8 +1,8 @@
 """A forward pass of few launches: what the operations one by one compute, bit for bit.
 
 1. Embedding rows are the residual stream.
-2. Per layer: residual addition and norm in one kernel, q, k and v in one product, rotation and KV write in one
-   kernel, attention, output product, addition and norm, gate and up in one product, their SiLU·mul, down.
+2. Per layer: residual addition and norm in one kernel, q, k and v in one product, rotation and KV write in
+   one kernel, attention, output product, addition and norm, gate and up in one product, their SiLU·mul, down.
 3. The last addition and norm are computed for all rows, logits for the rows that ask for them.
 
 A call that a fused kernel does not take goes through the backend's single operations, which fall back on
@@ -25,7 +25,8 @@ class TritonForward:
     """`kernels.ops.FusedForward`. Its results are tensors of their own."""
 
     def __init__(
-        self, backend: Backend, fallbacks: Fallbacks, shape: DecoderShape, weights: DecoderWeights, cos: Tensor,
+        self, backend: Backend, fallbacks: Fallbacks, shape: DecoderShape, weights: DecoderWeights,
+        cos: Tensor,
         sin: Tensor,
     ) -> None:  # fmt: skip
         self._ops, self._fallbacks = backend, fallbacks
@@ -100,8 +101,6 @@ class TritonForward:
         return self._fallbacks.run(
             "rotary and KV write",
             why_not,
-            lambda: rowwise.rotary_write(
-                q, k, v, batch.positions, cos, sin, pool, index, batch.slot_mapping
-            ),
+            lambda: rowwise.rotary_write(q, k, v, batch.positions, cos, sin, pool, index, batch.slot_mapping),
             apart,
         )

@@ -18,13 +18,15 @@ from triton.runtime import interpreter as triton_interpreter
 
 
 def why_not() -> str | None:
-    """None, or what keeps this pair of packages from interpreting: triton before 3.7 turns arrays into numbers
-    in a way that NumPy 2.4 refuses."""
+    """None, or what keeps this pair of packages from interpreting: triton before 3.7 turns arrays into
+    numbers in a way that NumPy 2.4 refuses."""
     import triton
 
     versions = [tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, np)]
     if versions[0] < (3, 7) and versions[1] >= (2, 4):
-        return f"triton {triton.__version__} cannot interpret with NumPy {np.__version__}: use NumPy below 2.4"
+        return (
+            f"triton {triton.__version__} cannot interpret with NumPy {np.__version__}: use NumPy below 2.4"
+        )
     return None
 
 

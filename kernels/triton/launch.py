@@ -19,7 +19,12 @@ class KernelError(Exception):
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, num_stages: int = 2, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **constants: Any,
 ) -> None:
     """Run `kernel` over `grid` on the current device; nothing happens for an empty grid.
 

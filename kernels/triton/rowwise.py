@@ -80,7 +80,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [num_tokens, heads, head_dim], positions [num_tokens], cos, sin fp32 [max_positions, head_dim // 2]."""
+    """x [num_tokens, heads, head_dim], positions [num_tokens], cos, sin fp32 [max_positions, head_dim //
+    2]."""
     num_tokens, num_heads, head_dim = x.shape
     _check_angles(positions, cos, sin, num_tokens, head_dim)
     x = head_rows(x)

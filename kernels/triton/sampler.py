@@ -1,7 +1,7 @@
 """Choosing a step's tokens on the device: the engine's definition, bit for bit.
 
-1. Rows whose requests ask for nothing but temperature, top-k, top-p and min-p are read where they lie; others,
-   and rows with bad numbers, are copied and edited (`kernels.triton.sampling_edits`).
+1. Rows whose requests ask for nothing but temperature, top-k, top-p and min-p are read where they lie;
+   others, and rows with bad numbers, are copied and edited (`kernels.triton.sampling_edits`).
 2. Greedy rows take their largest score. For the others kernels find what top-k and top-p leave, and draw.
 3. Tokens come to the host in one copy; log-probabilities of rows that ask are computed from few numbers.
 """
@@ -61,7 +61,11 @@ class TritonSampler:
         self._choose(logits, plain, plain, requests, positions, best[plain], peaks[plain], tokens)
         if apart:
             scores = mend(logits[apart])
-            edit(scores, [requests[row] for row in apart], [self._follow(requests[row], scores) for row in apart])
+            edit(
+                scores,
+                [requests[row] for row in apart],
+                [self._follow(requests[row], scores) for row in apart],
+            )
             found = scores.argmax(dim=1)
             ends = torch.stack([found.double(), scores.gather(1, found[:, None])[:, 0].double()])
             places = list(range(len(apart)))
@@ -101,10 +105,16 @@ class TritonSampler:
             else:
                 choices.append(
                     Choice(
-                        place=place, row=row, peak=float(peak),
-                        temperature=min(params.temperature, LARGEST), top_k=params.top_k, top_p=params.top_p,
-                        min_p=min(params.min_p, 1.0), seed=params.seed, position=positions[row],
-                    )  # fmt: skip
+                        place=place,
+                        row=row,
+                        peak=float(peak),
+                        temperature=min(params.temperature, LARGEST),
+                        top_k=params.top_k,
+                        top_p=params.top_p,
+                        min_p=min(params.min_p, 1.0),
+                        seed=params.seed,
+                        position=positions[row],
+                    )
                 )
         if choices:
             tokens[[choice.row for choice in choices]] = draw(scores, choices).cpu().numpy()

@@ -67,7 +67,8 @@ class Seen:
 
 
 def edit(scores: Tensor, requests: Sequence[SamplingRequest], seen: Sequence[Seen | None]) -> None:
-    """Apply steps 1 to 3 to `scores` [rows, vocab], mended copies, in place. `seen`: of rows with penalties."""
+    """Apply steps 1 to 3 to `scores` [rows, vocab], mended copies, in place. `seen`: of rows with
+    penalties."""
     _penalize(scores, requests, seen)
     for row, request in zip(scores, requests, strict=True):
         for ids, biases in _rounds(request.params.logit_bias, len(row)):
@@ -90,7 +91,9 @@ def _penalizes(params: SamplingParameters) -> bool:
 
 def _masks(params: SamplingParameters, num_generated: int) -> bool:
     ends = bool(params.eos_token_ids or params.stop_token_ids)
-    return bool(params.allowed_token_ids or params.bad_words_ids or (num_generated < params.min_tokens and ends))
+    return bool(
+        params.allowed_token_ids or params.bad_words_ids or (num_generated < params.min_tokens and ends)
+    )
 
 
 def _penalize(scores: Tensor, requests: Sequence[SamplingRequest], seen: Sequence[Seen | None]) -> None:

@@ -16,7 +16,8 @@ from kernels.triton.jit.sampling import draw_kernel, select_kernel, sum_parts_ke
 from kernels.triton.launch import cdiv, launch, next_power_of_2
 
 MAX_VOCABULARY = 1 << 19  # sums of so many weights are exact in fp64
-_BLOCK = 1024
+_BLOCK = 512
+_NUM_WARPS = 8
 _LEVELS = 9
 _SMALLEST_SHARE = 1e-300  # of a nucleus: it holds an id at least
 
@@ -65,7 +66,7 @@ class _Rows:
 
     @property
     def shape(self) -> dict[str, int]:
-        return {"BLOCK": _BLOCK, "PARTS": next_power_of_2(self.num_parts)}
+        return {"BLOCK": _BLOCK, "PARTS": next_power_of_2(self.num_parts), "num_warps": _NUM_WARPS}
 
 
 class _Selection:
@@ -87,7 +88,8 @@ def _select(rows: _Rows, first: _Selection | None, by_weight: bool) -> _Selectio
     earlier = first or made  # not read without FIRST
     for level in range(_LEVELS):
         launch(
-            select_kernel, (rows.num_rows, rows.num_parts), rows.scores, rows.places, rows.peaks, rows.inverses,
+            select_kernel, (rows.num_rows, rows.num_parts), rows.scores, rows.places, rows.peaks,
+            rows.inverses,
             rows.counts, rows.shares, made.sums, made.prefixes, made.above, made.ties, earlier.prefixes,
             earlier.above, earlier.ties, rows.num_rows, rows.num_parts, rows.size, rows.scores.stride(0),
             LEVEL=level, BY_WEIGHT=by_weight, FIRST=first is not None, **rows.shape,
@@ -95,7 +97,9 @@ def _select(rows: _Rows, first: _Selection | None, by_weight: bool) -> _Selectio
     return made
 
 
-def _sum_parts(rows: _Rows, first: _Selection | None, second: _Selection | None) -> tuple[Tensor, list[Tensor]]:
+def _sum_parts(
+    rows: _Rows, first: _Selection | None, second: _Selection | None
+) -> tuple[Tensor, list[Tensor]]:
     """(weight left in each part, the kernels' arguments between `least` and it)."""
     a, b = first or second or _Selection(rows), second or first or _Selection(rows)
     state = [
@@ -103,7 +107,8 @@ def _sum_parts(rows: _Rows, first: _Selection | None, second: _Selection | None)
     ]  # fmt: skip
     part_sums = torch.empty(rows.num_rows, rows.num_parts, dtype=torch.int64, device=rows.scores.device)
     launch(
-        sum_parts_kernel, (rows.num_rows, rows.num_parts), rows.scores, rows.places, rows.peaks, rows.inverses,
+        sum_parts_kernel, (rows.num_rows, rows.num_parts), rows.scores, rows.places, rows.peaks,
+        rows.inverses,
         rows.least, *state, part_sums, rows.num_rows, rows.num_parts, rows.size, rows.scores.stride(0),
         FIRST=first is not None, SECOND=second is not None, **rows.shape,
     )  # fmt: skip
@@ -119,7 +124,8 @@ def draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     tokens = torch.empty(rows.num_rows, dtype=torch.int64, device=scores.device)
     launch(
         draw_kernel, (rows.num_rows,), scores, rows.places, rows.peaks, rows.inverses, rows.least, *state,
-        part_sums, rows.seeds, rows.positions, tokens, rows.num_rows, rows.num_parts, rows.size, scores.stride(0),
+        part_sums, rows.seeds, rows.positions, tokens, rows.num_rows, rows.num_parts, rows.size,
+        scores.stride(0),
         FIRST=first is not None, SECOND=second is not None, **rows.shape,
     )  # fmt: skip
     return tokens

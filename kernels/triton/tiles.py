@@ -45,9 +45,7 @@ class GemmTile:
     def split_k(self, out_features: int, in_features: int) -> int:
         """Into how many parts the sum over `in_features` is cut: by the weight's shape alone."""
         across, splits = -(-out_features // self.columns), 1
-        while (
-            2 * splits * across <= self.most_programs and in_features // (2 * splits) >= self.least_depth
-        ):
+        while 2 * splits * across <= self.most_programs and in_features // (2 * splits) >= self.least_depth:
             splits *= 2
         return splits
 

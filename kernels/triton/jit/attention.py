@@ -9,8 +9,8 @@ depend on nothing else, and partitions are folded in order:
     M' = max(M, m),   L' = L 2^(M - M') + l 2^(m - M'),   O' = O 2^(M - M') + o 2^(m - M')
 
 So it does not matter which program computes a partition: a prefill tile folds as it goes, a decode row's
-partitions may be spread over programs whose results `combine_kernel` folds in the same order. (Online softmax:
-Milakov & Gimelshein 2018; split KV: Dao et al. 2023.)
+partitions may be spread over programs whose results `combine_kernel` folds in the same order. (Online
+softmax: Milakov & Gimelshein 2018; split KV: Dao et al. 2023.)
 
 The query heads of one KV head share a tile of ROWS rows: row r is head r % GROUP of query r // GROUP. A GROUP
 that does not divide the tile leaves its last rows empty.
@@ -26,8 +26,8 @@ def attend_partition(
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     PARTITION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(m, l, o) of keys [first_key, first_key + PARTITION). q [ROWS, DIM], positions [ROWS] (-1: no query there).
-    Without MASKED every row sees every key, and the arithmetic is the same."""
+    """(m, l, o) of keys [first_key, first_key + PARTITION). q [ROWS, DIM], positions [ROWS] (-1: no query
+    there). Without MASKED every row sees every key, and the arithmetic is the same."""
     keys = first_key + tl.arange(0, PARTITION)
     columns = tl.arange(0, DIM)
     in_head = columns < HEAD_DIM
@@ -79,8 +79,8 @@ def find_sequence(query_starts, num_seqs, token, guess):
 
 @triton.jit
 def find_tile(query_starts, num_seqs, tile, QUERIES: tl.constexpr):
-    """(sequence, tile within it): sequence s owns tiles from query_starts[s] // QUERIES + s on, enough for its
-    queries; it may have one more, which is empty."""
+    """(sequence, tile within it): sequence s owns tiles from query_starts[s] // QUERIES + s on, enough for
+    its queries; it may have one more, which is empty."""
     low = num_seqs * 0
     high = low + num_seqs
     while high - low > 1:
@@ -98,15 +98,18 @@ def attention_kernel(
     num_tiles, num_splits, scale, stride_block, stride_kv, stride_slot, stride_head, stride_table, num_heads,
     most_partials,
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, QUERIES: tl.constexpr, PARTITION: tl.constexpr, PICK: tl.constexpr, KEEP: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, PARTITION: tl.constexpr, PICK: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads, splits). q, out [num_tokens, num_heads, HEAD_DIM]; `keys_values` points at a layer of
-    block 0, [2, BLOCK_SIZE, KV heads, HEAD_DIM]; tables [num_seqs, stride_table]; `scale` includes log2 e.
+    """Grid (tiles, KV heads, splits). q, out [num_tokens, num_heads, HEAD_DIM]; `keys_values` points at a
+    layer of block 0, [2, BLOCK_SIZE, KV heads, HEAD_DIM]; tables [num_seqs, stride_table]; `scale` includes
+    log2 e.
 
-    PICK: "tile": QUERIES positions of a sequence, "long": the same, but of sequences with several queries only;
-    "token": one token; "single": one sequence, if it has one query only.
-    KEEP: "all": fold and write `out` (one split); "each": write every partition's (m, l, o); "fold": fold those
-    of this split and write one (m, l, o). Partials: [tiles, num_heads, most_partials(, HEAD_DIM)] fp32."""
+    PICK: "tile": QUERIES positions of a sequence, "long": the same, but of sequences with several queries
+    only; "token": one token; "single": one sequence, if it has one query only.
+    KEEP: "all": fold and write `out` (one split); "each": write every partition's (m, l, o); "fold": fold
+    those of this split and write one (m, l, o). Partials: [tiles, num_heads, most_partials(, HEAD_DIM)]
+    fp32."""
     kv_head, split = tl.program_id(1), tl.program_id(2)
     tile = num_tiles - 1 - tl.program_id(0)  # long ones first
     if PICK == "token":
@@ -193,7 +196,9 @@ def attention_kernel(
             tl.store(partial_max + partials + split, running_max, mask=valid)
             tl.store(partial_sum + partials + split, running_sum, mask=valid)
             tl.store(
-                partial_out + (partials + split)[:, None] * HEAD_DIM + columns[None, :], accumulator, mask=inside
+                partial_out + (partials + split)[:, None] * HEAD_DIM + columns[None, :],
+                accumulator,
+                mask=inside,
             )
 
 
@@ -201,11 +206,12 @@ def attention_kernel(
 def combine_kernel(
     out, partial_max, partial_sum, partial_out, query_starts, context_lens, num_seqs, num_splits, num_heads,
     most_partials,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTITION: tl.constexpr, PICK: tl.constexpr, KEEP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTITION: tl.constexpr, PICK: tl.constexpr,
+    KEEP: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Folds the partials of decode rows in order. Grid (tiles, num_heads); all as in `attention_kernel`. AT_ONCE
-    partials are asked for together; past the last they count as empty, which changes nothing."""
+    """Folds the partials of decode rows in order. Grid (tiles, num_heads); all as in `attention_kernel`.
+    AT_ONCE partials are asked for together; past the last they count as empty, which changes nothing."""
     tile, head = tl.program_id(0), tl.program_id(1)
     if PICK == "token":
         sequence = find_sequence(query_starts, num_seqs, tile, tile)

@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def move_blocks_kernel(
-    pool, staging, block_ids, num_blocks, num_rows, first_layer, first_head, num_layers, num_heads, block_size,
+    pool, staging, block_ids, num_blocks, num_rows, first_layer, first_head, num_layers, num_heads,
+    block_size,
     row_size, stride_block, stride_layer, stride_kv, stride_slot,
     GATHER: tl.constexpr, HEADS_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

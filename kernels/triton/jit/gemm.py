@@ -3,7 +3,8 @@
     y[m, n] = Σ_parts (Σ_{k in part} x[m, k] · w[n, k]) + b[n]
 
 A part is `part_depth` long, by the weight's shape. With many rows a program adds its parts one after another;
-with few, each part has a program of its own and `add_parts_kernel` adds them in the same order: the same bits.
+with few, each part has a program of its own and `add_parts_kernel` adds them in the same order: the same
+bits.
 """
 
 import triton
@@ -15,8 +16,8 @@ def sum_part(
     x_rows, w_rows, first_k, end_k, valid_rows, valid_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Σ over k in [first_k, end_k). x_rows [ROWS, 1], w_rows [1, COLUMNS]: pointers to rows. WHOLE: the part is a
-    multiple of DEPTH."""
+    """Σ over k in [first_k, end_k). x_rows [ROWS, 1], w_rows [1, COLUMNS]: pointers to rows. WHOLE: the part
+    is a multiple of DEPTH."""
     depth = tl.arange(0, DEPTH)
     accumulator = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(first_k, end_k, DEPTH):
@@ -35,12 +36,13 @@ def sum_part(
 @triton.jit(do_not_specialize=["num_rows", "row_tiles"])
 def gemm_kernel(
     x, weight, bias, y, parts, num_rows, row_tiles, out_features, in_features, part_depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles · column tiles, parts if APART else 1). x [num_rows, in_features], weight [out_features,
-    in_features], y [num_rows, out_features], all contiguous. APART: sums go to `parts` fp32 [parts, num_rows,
-    out_features], y and bias are left to `add_parts_kernel`."""
+    """Grid (row tiles · column tiles, parts if APART else 1). x [num_rows, in_features], weight
+    [out_features, in_features], y [num_rows, out_features], all contiguous. APART: sums go to `parts` fp32
+    [parts, num_rows, out_features], y and bias are left to `add_parts_kernel`."""
     # rows go first, eight tiles at a time: programs that run together share columns of the weight
     index = tl.program_id(0)
     column_tiles = tl.cdiv(out_features, COLUMNS)

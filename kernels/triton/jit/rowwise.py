@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def normalize(wide, weight, size, eps, dtype: tl.constexpr):
-    """y = (x · rsqrt(Σ x² / size + eps)) · w, rounded to `dtype` before and after the weight. wide [R, B] fp32, zeros
-    past `size`; weight [B]."""
+    """y = (x · rsqrt(Σ x² / size + eps)) · w, rounded to `dtype` before and after the weight. wide [R, B]
+    fp32, zeros past `size`; weight [B]."""
     mean_square = tl.sum(wide * wide, axis=1) / size
     inverse = tl.rsqrt(mean_square + eps)
     rounded = (wide * inverse[:, None]).to(dtype).to(tl.float32)
@@ -31,7 +31,8 @@ def rms_norm_kernel(x, weight, y, num_rows, size, eps, ROWS: tl.constexpr, BLOCK
 def add_rms_norm_kernel(
     x, residual, weight, y, total, num_rows, size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """total = x + residual, rounded; y = its norm. Grid (ceil(num_rows / ROWS),); all contiguous [num_rows, size]."""
+    """total = x + residual, rounded; y = its norm. Grid (ceil(num_rows / ROWS),); all contiguous [num_rows,
+    size]."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < size)[None, :]
@@ -47,8 +48,8 @@ def add_rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def silu_mul_kernel(gate_up, y, num_rows, size, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """y = g / (1 + e^-g) · u, silu rounded to fp32 only. Grid (ceil(num_rows / ROWS), ceil(size / BLOCK)); gate_up
-    [num_rows, 2·size], rows `stride` apart; y [num_rows, size]."""
+    """y = g / (1 + e^-g) · u, silu rounded to fp32 only. Grid (ceil(num_rows / ROWS), ceil(size / BLOCK));
+    gate_up [num_rows, 2·size], rows `stride` apart; y [num_rows, size]."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < size)[None, :]
@@ -97,7 +98,9 @@ def copy_heads(x, y, num_heads, size, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rotary_kernel(x, positions, cos, sin, y, num_heads, half, stride_x, HEADS: tl.constexpr, HALF: tl.constexpr):
+def rotary_kernel(
+    x, positions, cos, sin, y, num_heads, half, stride_x, HEADS: tl.constexpr, HALF: tl.constexpr
+):
     """Grid (num_tokens,). x [num_tokens, num_heads, 2·half], tokens `stride_x` apart; y contiguous."""
     token = tl.program_id(0).to(tl.int64)
     c, s = load_angles(cos, sin, tl.load(positions + token), half, tl.arange(0, HALF) < half)
@@ -109,8 +112,8 @@ def write_kv_kernel(
     k, v, pool, slots, stride_k, stride_v, block_size, stride_block, stride_kv, num_heads, size,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """pool[slot] = k, v. Grid (num_tokens,). k, v [num_tokens, num_heads, size]; `pool` points at a layer of block 0:
-    [2, block_size, num_heads, size], blocks `stride_block` apart."""
+    """pool[slot] = k, v. Grid (num_tokens,). k, v [num_tokens, num_heads, size]; `pool` points at a layer of
+    block 0: [2, block_size, num_heads, size], blocks `stride_block` apart."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     target = pool + (slot // block_size) * stride_block + (slot % block_size) * num_heads * size
@@ -120,15 +123,18 @@ def write_kv_kernel(
 
 @triton.jit
 def rotary_write_kernel(
-    q, k, v, q_out, positions, slots, cos, sin, pool, stride_q, stride_k, stride_v, num_heads, num_kv_heads, half,
+    q, k, v, q_out, positions, slots, cos, sin, pool, stride_q, stride_k, stride_v, num_heads, num_kv_heads,
+    half,
     block_size, stride_block, stride_kv,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`rotary_kernel` of q to q_out and of k into the pool, and v into the pool as `write_kv_kernel`, in one launch.
-    Grid (num_tokens,). q [num_tokens, num_heads, 2·half], k, v [num_tokens, num_kv_heads, 2·half]."""
+    """`rotary_kernel` of q to q_out and of k into the pool, and v into the pool as `write_kv_kernel`, in one
+    launch. Grid (num_tokens,). q [num_tokens, num_heads, 2·half], k, v [num_tokens, num_kv_heads, 2·half]."""
     token = tl.program_id(0).to(tl.int64)
     c, s = load_angles(cos, sin, tl.load(positions + token), half, tl.arange(0, HALF) < half)
-    rotate_heads(q + token * stride_q, q_out + token * num_heads * 2 * half, c, s, num_heads, half, HEADS, HALF)
+    rotate_heads(
+        q + token * stride_q, q_out + token * num_heads * 2 * half, c, s, num_heads, half, HEADS, HALF
+    )
     slot = tl.load(slots + token).to(tl.int64)
     target = pool + (slot // block_size) * stride_block + (slot % block_size) * num_kv_heads * 2 * half
     rotate_heads(k + token * stride_k, target, c, s, num_kv_heads, half, KV_HEADS, HALF)

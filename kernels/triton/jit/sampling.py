@@ -1,11 +1,12 @@
 """Choosing tokens without sorting a vocabulary; every sum is of whole numbers, so in any order the same.
 
 A score's weight is e^((score - peak) / temperature), a polynomial of single operations on a grid of 2^-34
-(`weigh`): as an integer it is at most 2^34. A score's key is its place among all floats, as a number below 2^32.
+(`weigh`): as an integer it is at most 2^34. A score's key is its place among all floats, as a number below
+2^32.
 
-What is left of a row is said by a key T and a count of ties: ids above T, and the first so many at T. T is the
-largest key at which those at or above it still reach a goal (`select_kernel`: a number of ids for top-k, a share
-of the weight for top-p), found four bits at a time: each pass sums what lies at or above 16 keys.
+What is left of a row is said by a key T and a count of ties: ids above T, and the first so many at T. T is
+the largest key at which those at or above it still reach a goal (`select_kernel`: a number of ids for top-k,
+a share of the weight for top-p), found four bits at a time: each pass sums what lies at or above 16 keys.
 
 Arrays of a row's state, `num_rows` = R, a row's parts = C:
     sums [8, R, 16] int64, prefixes [9, R] int64, above [R] int64, ties [R, C] int64; all zero at first.
@@ -107,7 +108,8 @@ def load_row(
     scores, rows, peaks, inverses, row, part, size, stride, FIRST: tl.constexpr, first_prefixes, first_above,
     first_ties, first_counts, num_rows, num_parts, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """(keys, weights, whether left) of a part of a row; with FIRST, of what an earlier selection by count left."""
+    """(keys, weights, whether left) of a part of a row; with FIRST, of what an earlier selection by count
+    left."""
     ids = part * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(rows + row).to(tl.int64)
     values = tl.load(scores + source * stride + ids, mask=ids < size, other=float("-inf"))
@@ -116,7 +118,9 @@ def load_row(
     if FIRST:
         threshold = tl.load(first_prefixes + 8 * num_rows + row)
         allowed = tl.load(first_counts + row) - tl.load(first_above + row)
-        kept = among_kept(keys, kept, first_ties + row * num_parts, part, num_parts, threshold, allowed, PARTS)
+        kept = among_kept(
+            keys, kept, first_ties + row * num_parts, part, num_parts, threshold, allowed, PARTS
+        )
     weights = weigh(values, tl.load(peaks + row), tl.load(inverses + row))
     return keys, weights, kept
 
@@ -125,13 +129,15 @@ def load_row(
 def select_kernel(
     scores, rows, peaks, inverses, counts, shares, sums, prefixes, above, ties, first_prefixes, first_above,
     first_ties, num_rows, num_parts, size, stride,
-    LEVEL: tl.constexpr, BY_WEIGHT: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    LEVEL: tl.constexpr, BY_WEIGHT: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One pass, grid (R, C). `rows` [R] are rows of `scores`, `stride` apart. LEVEL 0 to 7 sum for four bits of T each;
-    LEVEL 8 knows T, sums what is above it and counts the ties of each part."""
+    """One pass, grid (R, C). `rows` [R] are rows of `scores`, `stride` apart. LEVEL 0 to 7 sum for four bits
+    of T each; LEVEL 8 knows T, sums what is above it and counts the ties of each part."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, weights, kept = load_row(
-        scores, rows, peaks, inverses, row, part, size, stride, FIRST, first_prefixes, first_above, first_ties,
+        scores, rows, peaks, inverses, row, part, size, stride, FIRST, first_prefixes, first_above,
+        first_ties,
         counts, num_rows, num_parts, BLOCK, PARTS,
     )  # fmt: skip
     measure = kept.to(tl.int64)
@@ -143,11 +149,10 @@ def select_kernel(
         if part == 0:
             tl.store(prefixes + LEVEL * num_rows + row, prefix)
     if LEVEL < 8:
-        step = prefix * 0 + (1 << (28 - 4 * LEVEL))
-        for digit in range(16):
-            threshold = prefix + digit * step
-            total = tl.sum(tl.where(keys >= threshold, measure, 0), axis=0)
-            tl.atomic_add(sums + (LEVEL * num_rows + row) * 16 + digit, total)
+        digits = tl.arange(0, 16)
+        thresholds = prefix + digits.to(tl.int64) * (1 << (28 - 4 * LEVEL))
+        reaching = tl.where(keys[:, None] >= thresholds[None, :], measure[:, None], 0)
+        tl.atomic_add(sums + (LEVEL * num_rows + row) * 16 + digits, tl.sum(reaching, axis=0))
     else:
         tl.atomic_add(above + row, tl.sum(tl.where(keys > prefix, measure, 0), axis=0))
         tl.store(ties + row * num_parts + part, tl.sum((kept & (keys == prefix)).to(tl.int64), axis=0))
@@ -161,7 +166,8 @@ def final_weights(
 ):  # fmt: skip
     """Weights of a part after top-k (FIRST), top-p (SECOND) and min-p; 0: not left."""
     keys, weights, kept = load_row(
-        scores, rows, peaks, inverses, row, part, size, stride, FIRST, first_prefixes, first_above, first_ties,
+        scores, rows, peaks, inverses, row, part, size, stride, FIRST, first_prefixes, first_above,
+        first_ties,
         counts, num_rows, num_parts, BLOCK, PARTS,
     )  # fmt: skip
     if SECOND:
@@ -191,7 +197,8 @@ def sum_parts_kernel(
 
 @triton.jit
 def uniform(seed, position):
-    """In [0, 1), 53 bits: Philox4x32-10 (Salmon et al., SC'11); key = seed, counter = position, as int64 bits."""
+    """In [0, 1), 53 bits: Philox4x32-10 (Salmon et al., SC'11); key = seed, counter = position, as int64
+    bits."""
     mask = 0xFFFFFFFF
     c0, c1 = position & mask, (position >> 32) & mask
     c2, c3 = position * 0, position * 0
@@ -202,9 +209,10 @@ def uniform(seed, position):
         high_0, high_2 = c0 >> 16, c2 >> 16
         first_0, first_2 = low_0 * 0xD2511F53, low_2 * 0xCD9E8D57
         second_0, second_2 = high_0 * 0xD2511F53 + (first_0 >> 16), high_2 * 0xCD9E8D57 + (first_2 >> 16)
-        low_word_0, low_word_2 = ((second_0 << 16) | (first_0 & 0xFFFF)) & mask, (
-            (second_2 << 16) | (first_2 & 0xFFFF)
-        ) & mask
+        low_word_0, low_word_2 = (
+            ((second_0 << 16) | (first_0 & 0xFFFF)) & mask,
+            ((second_2 << 16) | (first_2 & 0xFFFF)) & mask,
+        )
         c0 = (second_2 >> 16) ^ c1 ^ k0
         c2 = (second_0 >> 16) ^ c3 ^ k1
         c1 = low_word_2
@@ -220,8 +228,8 @@ def draw_kernel(
     first_above, first_ties, part_sums, seeds, positions, tokens, num_rows, num_parts, size, stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """tokens [R]: the id whose share of the running sum, in id order, holds u · total. Grid (R,). Where that product
-    rounds to the total, the last id with any weight."""
+    """tokens [R]: the id whose share of the running sum, in id order, holds u · total. Grid (R,). Where that
+    product rounds to the total, the last id with any weight."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, PARTS)
     in_parts = tl.load(part_sums + row * num_parts + parts, mask=parts < num_parts, other=0)
@@ -248,8 +256,9 @@ def draw_kernel(
 def penalize_kernel(
     scores, rows, ids, counts, repetitions, frequencies, presences, num_entries, stride, BLOCK: tl.constexpr
 ):
-    """s > 0 ? s / repetition : s · repetition of each id seen; of those generated, minus frequency · count, minus
-    presence. Grid (ceil(num_entries / BLOCK),). An entry is a row, an id, and how often it was generated."""
+    """s > 0 ? s / repetition : s · repetition of each id seen; of those generated, minus frequency · count,
+    minus presence. Grid (ceil(num_entries / BLOCK),). An entry is a row, an id, and how often it was
+    generated."""
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = entries < num_entries
     row = tl.load(rows + entries, mask=exists, other=0).to(tl.int64)
