@@ -146,8 +146,8 @@ def compile_case(case: Case, capability: int) -> Compiled:
     registers, stack = _resources(made.asm["cubin"], Path(triton.__file__).parent)
     shared = int(made.metadata.shared)
     most = SHARED_BYTES.get(capability)
-    error = f"{shared} bytes of shared memory, of {most}" if most is not None and shared > most else None
-    return Compiled(case.label, error, registers, stack, shared, cores)
+    too_much = f"{shared} bytes of shared memory, of {most}" if most is not None and shared > most else None
+    return Compiled(case.label, too_much, registers, stack, shared, cores)
 
 
 def _resources(cubin: bytes, triton_directory: Path) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.ops import ChosenTokens, SamplingRequest, StepResult, TokenDetail
@@ -68,8 +69,8 @@ class TritonSampler:
             )
             found = scores.argmax(dim=1)
             ends = torch.stack([found.double(), scores.gather(1, found[:, None])[:, 0].double()])
-            places = list(range(len(apart)))
-            self._choose(scores, places, apart, requests, positions, *ends.cpu().numpy(), tokens)
+            best, peaks = ends.cpu().numpy()
+            self._choose(scores, range(len(apart)), apart, requests, positions, best, peaks, tokens)
         if len(self._seen) > 2 * num_rows + _SPARE_ENTRIES:
             current = {id(request) for request in requests}
             self._seen = {key: value for key, value in self._seen.items() if key in current}
@@ -91,7 +92,8 @@ class TritonSampler:
 
     def _choose(
         self, scores: Tensor, places: Sequence[int], rows: Sequence[int], requests: Sequence[SamplingRequest],
-        positions: Sequence[int], best: np.ndarray, peaks: np.ndarray, tokens: np.ndarray,
+        positions: Sequence[int], best: NDArray[np.float64], peaks: NDArray[np.float64],
+        tokens: NDArray[np.int64],
     ) -> None:  # fmt: skip
         """Fill in `tokens[rows]`; row i of these lies at `places[i]` of `scores`."""
         choices = []

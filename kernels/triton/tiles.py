@@ -85,7 +85,7 @@ HOPPER = Tiles(
     num_processors=132,
     attention=AttentionTile(rows=64, num_warps=4, num_stages=2),
     attention_wide=AttentionTile(rows=64, num_warps=8, num_stages=1),
-    attention_fp32=AttentionTile(rows=16, num_warps=4, num_stages=1),
+    attention_fp32=AttentionTile(rows=16, num_warps=8, num_stages=1),
     attention_fast=AttentionTile(rows=16, num_warps=4, num_stages=3),
     gemm=GemmTile(64, 128, 64, num_warps=4, num_stages=4, most_programs=264, least_depth=512),
     gemm_fp32=GemmTile(32, 64, 32, num_warps=4, num_stages=2, most_programs=264, least_depth=512),
@@ -95,7 +95,7 @@ AMPERE = Tiles(
     num_processors=108,
     attention=AttentionTile(rows=32, num_warps=4, num_stages=1),
     attention_wide=AttentionTile(rows=16, num_warps=4, num_stages=1),
-    attention_fp32=AttentionTile(rows=16, num_warps=4, num_stages=1),
+    attention_fp32=AttentionTile(rows=16, num_warps=8, num_stages=1),
     attention_fast=AttentionTile(rows=16, num_warps=4, num_stages=1),
     gemm=GemmTile(64, 128, 32, num_warps=4, num_stages=3, most_programs=216, least_depth=512),
     gemm_fp32=GemmTile(32, 64, 32, num_warps=4, num_stages=2, most_programs=216, least_depth=512),
@@ -107,8 +107,8 @@ INTERPRETER = Tiles(
     attention_wide=AttentionTile(rows=16, num_warps=1, num_stages=1),
     attention_fp32=AttentionTile(rows=16, num_warps=1, num_stages=1),
     attention_fast=AttentionTile(rows=16, num_warps=1, num_stages=1),
-    gemm=GemmTile(16, 32, 32, num_warps=1, num_stages=1, most_programs=8, least_depth=64),
-    gemm_fp32=GemmTile(16, 32, 32, num_warps=1, num_stages=1, most_programs=8, least_depth=64),
+    gemm=GemmTile(16, 64, 64, num_warps=1, num_stages=1, most_programs=8, least_depth=64),
+    gemm_fp32=GemmTile(16, 64, 64, num_warps=1, num_stages=1, most_programs=8, least_depth=64),
 )
 
 

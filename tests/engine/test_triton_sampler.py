@@ -58,11 +58,10 @@ def assert_equal(choose, logits, specs, positions):
 
 
 CASES = [
-    ("normal", 600),  # two parts of a row
-    ("ties", 130),
-    ("constant", 33),
+    ("normal", 530),  # two parts of a row
+    ("ties", 60),
     ("masked", 65),
-    ("bad numbers", 900),
+    ("bad numbers", 400),
     ("far apart", 7),
     ("flat", 1),
 ]
@@ -70,10 +69,11 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "size"), CASES, ids=str)
 def test_equal_to_the_definition(choose, kind, size):
-    logits = make_rows(kind, len(RULES), size, seed=size)
+    rules = RULES if kind == "normal" else [RULES[1], RULES[3], RULES[6]]
+    logits = make_rows(kind, len(rules), size, seed=size)
     output = [(7 * i) % size for i in range(40)]
-    specs = [spec([0, size - 1], output, seed=i, **rule) for i, rule in enumerate(RULES)]
-    assert_equal(choose, logits, specs, range(len(RULES)))
+    specs = [spec([0, size - 1], output, seed=i, **rule) for i, rule in enumerate(rules)]
+    assert_equal(choose, logits, specs, range(len(rules)))
 
 
 def test_a_nucleus_that_ends_among_equals(choose):

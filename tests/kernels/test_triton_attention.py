@@ -1,4 +1,4 @@
-"""Triton's paged attention: right against fp64, and one set of bits per position, however a row is computed."""
+"""Triton's paged attention: right against fp64, one set of bits per position, however a row is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend: what it says where it cannot run, and that what no kernel takes is computed by the reference."""
+"""The backend: what it says where it cannot run, and that the reference computes what no kernel takes."""
 
 from __future__ import annotations
 
