@@ -55,7 +55,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def random_weights(spec: ModelSpec, dtype: torch.dtype, backend: Backend) -> DecoderWeights:
-    """Normal values of a size that keeps activations near 1; norms near 1, biases where the model has them."""
+    """Normal values that keep activations near 1; norms near 1, biases where the model has them."""
     device = backend.device
     generator = torch.Generator(device).manual_seed(5)
 

@@ -28,13 +28,17 @@ _PARTIALS_AT_ONCE = 4
 _LEAST_DIM = 16  # of a matrix product
 
 
-def why_not_attention(q: Tensor, pool: Tensor, tiles: Tiles, most_head_dim: int) -> str | None:
+def why_not_attention(q: Tensor, pool: Tensor, tiles: Tiles, mode: Mode, most_head_dim: int) -> str | None:
     """What about these shapes no kernel takes."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = pool.shape[4]
-    least_rows = min(tiles.attention.rows, tiles.attention_wide.rows, tiles.attention_fp32.rows)
-    if num_heads // num_kv_heads > least_rows:
-        return f"{num_heads // num_kv_heads} query heads per KV head, of at most {least_rows}"
+    group = num_heads // num_kv_heads
+    rows = min(
+        tiles.attention_for(head_dim, q.element_size(), group, mode, is_decode).rows
+        for is_decode in (True, False)
+    )
+    if group > rows:
+        return f"{group} query heads per KV head, of at most {rows}"
     if head_dim > most_head_dim:
         return f"head_dim {head_dim}, of at most {most_head_dim}"
     return None
@@ -84,7 +88,7 @@ class _Call:
         self._group = self._num_heads // self._num_kv_heads
 
     def prefill(self, pick: str) -> None:
-        tile = self._tiles.attention_for(self._head_dim, self._q.element_size(), self._mode, is_decode=False)
+        tile = self._tile(is_decode=False)
         queries = tile.rows // self._group
         num_seqs = self._meta.context_lens.shape[0]
         num_tiles = self._num_tokens // queries + num_seqs
@@ -92,7 +96,7 @@ class _Call:
         self._launch(tile, num_tiles, 1, queries, pick, "all", (none, none, none), 0)
 
     def decode(self, num_rows: int, pick: str) -> None:
-        tile = self._tiles.attention_for(self._head_dim, self._q.element_size(), self._mode, is_decode=True)
+        tile = self._tile(is_decode=True)
         most_keys = self._meta.block_tables.shape[1] * self._pool.shape[3]
         most_partitions = max(1, cdiv(most_keys, PARTITION_SIZE))
         splits = self._num_splits or self._splits(num_rows, most_partitions)
@@ -119,6 +123,11 @@ class _Call:
     def _splits(self, num_rows: int, most_partitions: int) -> int:
         wanted = cdiv(_PROGRAMS_PER_PROCESSOR * self._tiles.num_processors, num_rows * self._num_kv_heads)
         return min(wanted, most_partitions)
+
+    def _tile(self, *, is_decode: bool) -> AttentionTile:
+        return self._tiles.attention_for(
+            self._head_dim, self._q.element_size(), self._group, self._mode, is_decode
+        )
 
     @property
     def _dim(self) -> int:

@@ -135,7 +135,8 @@ class TritonBackend:
         check_pool(pool, layer)
         return self.fallbacks.run(
             "paged_attention",
-            why_not_dtype(q, pool) or attention.why_not_attention(q, pool, self.tiles, MOST_HEAD_DIM),
+            why_not_dtype(q, pool)
+            or attention.why_not_attention(q, pool, self.tiles, self.mode, MOST_HEAD_DIM),
             lambda: attention.paged_attention(q, pool, layer, meta, scale, self.tiles, self.mode),
             lambda: self._reference.paged_attention(q, pool, layer, meta, scale),
         )

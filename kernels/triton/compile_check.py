@@ -82,7 +82,7 @@ def cases(capability: int) -> Iterator[Case]:
             (Mode.EXACT, "token", "each"),
             (Mode.FAST, "token", "fold"),
         ):
-            tile = tiles.attention_for(dim, item_bytes, mode, is_decode=pick == "token")
+            tile = tiles.attention_for(dim, item_bytes, group, mode, is_decode=pick == "token")
             queries = 1 if pick == "token" else tile.rows // group
             constants = {**base, "ROWS": tile.rows, "QUERIES": queries, "PICK": pick, "KEEP": keep}
             label = f"attention {dtype} group {group} head_dim {dim} {mode.value} {pick} {keep}"

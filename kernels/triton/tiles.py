@@ -68,13 +68,17 @@ class Tiles:
     gemm: GemmTile
     gemm_fp32: GemmTile
 
-    def attention_for(self, head_dim: int, item_bytes: int, mode: Mode, is_decode: bool) -> AttentionTile:
-        """In exact mode decode and prefill share one tile: other tiles may be other instructions."""
+    def attention_for(
+        self, head_dim: int, item_bytes: int, group: int, mode: Mode, is_decode: bool
+    ) -> AttentionTile:
+        """`group`: query heads per KV head. In exact mode decode and prefill share one tile: another tile may
+        be another instruction."""
         if item_bytes == 4:
             return self.attention_fp32
         if head_dim > 128:
             return self.attention_wide
-        return self.attention_fast if mode is Mode.FAST and is_decode else self.attention
+        small = mode is Mode.FAST and is_decode and group <= self.attention_fast.rows
+        return self.attention_fast if small else self.attention
 
     def gemm_for(self, item_bytes: int) -> GemmTile:
         return self.gemm_fp32 if item_bytes == 4 else self.gemm

@@ -103,7 +103,8 @@ def test_exact_tables_have_one_tile_for_prefill_and_decode():
         for head_dim in (64, 128, 256):
             for item_bytes in (2, 4):
                 kinds = {
-                    table.attention_for(head_dim, item_bytes, Mode.EXACT, decode) for decode in (True, False)
+                    table.attention_for(head_dim, item_bytes, 4, Mode.EXACT, decode)
+                    for decode in (True, False)
                 }
                 assert len(kinds) == 1
     assert tiles.tiles_for((9, 0)) is tiles.HOPPER
