@@ -142,8 +142,8 @@ class Paged:
         order = torch.randperm(sum(counts) + 1, generator=generator)
         self.lengths, self.block_size, self.device = list(lengths), block_size, device
         self.scale = head_dim**-0.5
-        pool = torch.full((len(order), 1, 2, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
-        self.pool = pool.to(device)
+        shape = (len(order), 1, 2, block_size, heads[1], head_dim)
+        self.pool = torch.full(shape, torch.nan, dtype=dtype, device=device)
         self.queries, self.tables = [], []
         for length, count in zip(lengths, counts, strict=True):
             blocks, order = order[:count].to(device), order[count:]

@@ -80,10 +80,11 @@ def cases(capability: int) -> Iterator[Case]:
         for mode, pick, keep in (
             (Mode.EXACT, "long", "all"),
             (Mode.EXACT, "token", "each"),
+            (Mode.EXACT, "single", "all"),
             (Mode.FAST, "token", "fold"),
         ):
-            tile = tiles.attention_for(dim, item_bytes, group, mode, is_decode=pick == "token")
-            queries = 1 if pick == "token" else tile.rows // group
+            tile = tiles.attention_for(dim, item_bytes, group, mode, is_decode=pick != "long")
+            queries = tile.rows // group if pick == "long" else 1
             constants = {**base, "ROWS": tile.rows, "QUERIES": queries, "PICK": pick, "KEEP": keep}
             label = f"attention {dtype} group {group} head_dim {dim} {mode.value} {pick} {keep}"
             yield Case(label, attention.attention_kernel, constants, tile.num_warps, tile.num_stages, dtype)
