@@ -1,8 +1,8 @@
 """Part (c), the engine: decode steps and prefill of models of named shapes, end to end through the runner.
 
-A step is timed by the wall from the plan to the tokens on the host: packing, the forward pass, sampling. Beside
-it stands what the device alone needs for the forward pass, replayed from a graph: what lies between the two is
-launches, sampling and the host, which no graph and no overlap hides yet. The roofline is that of
+A step is timed by the wall from the plan to the tokens on the host: packing, the forward pass, sampling.
+Beside it stands what the device alone needs for the forward pass, replayed from a graph: what lies between
+the two is launches, sampling and the host, which no graph and no overlap hides yet. The roofline is that of
 `bench.roofline` with this run's ceilings.
 """
 

@@ -144,7 +144,7 @@ class TritonBackend:
     def fuse(
         self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor
     ) -> FusedForward | None:
-        return TritonForward(self, self.fallbacks, shape, weights, cos, sin)
+        return TritonForward(self, self.tiles, self.mode, self.fallbacks, shape, weights, cos, sin)
 
     def make_sampler(self) -> FusedSampler | None:
         return TritonSampler(self.device)

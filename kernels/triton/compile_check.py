@@ -35,7 +35,12 @@ _POINTERS = {  # by parameter; "T" is the model's type
 }
 _FLOATS = {"eps", "scale"}
 _UNKNOWN = {"num_rows", "num_seqs", "num_tiles", "num_splits", "row_tiles", "num_parts", "num_entries"}
-_UNKNOWN |= {"num_blocks", "most_partials", "stride_table"}  # not specialised: they change from step to step
+_UNKNOWN |= {
+    "level",
+    "num_blocks",
+    "most_partials",
+    "stride_table",
+}  # not specialised: they change from step to step
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +113,10 @@ def cases(capability: int) -> Iterator[Case]:
         types = (("staging", "fp32"),)
         yield Case(f"{kind} blocks", blocks.move_blocks_kernel, {**move, "GATHER": gather}, types=types)
     parts = {"BLOCK": 512, "PARTS": 256}
-    for level, by_weight, first in ((3, False, False), (3, True, True), (8, True, True)):
-        select = {**parts, "LEVEL": level, "BY_WEIGHT": by_weight, "FIRST": first}
-        yield Case(f"select level {level}", sampling.select_kernel, select, num_warps=8)
+    for last, by_weight, first in ((False, False, False), (False, True, True), (True, True, True)):
+        select = {**parts, "LAST": last, "BY_WEIGHT": by_weight, "FIRST": first}
+        kind = f"{'weight' if by_weight else 'count'}{', ties' if last else ''}"
+        yield Case(f"select by {kind}", sampling.select_kernel, select, num_warps=8)
     left = {**parts, "FIRST": True, "SECOND": True}
     yield Case("sum_parts", sampling.sum_parts_kernel, left, num_warps=8)
     yield Case("draw", sampling.draw_kernel, left, num_warps=8)

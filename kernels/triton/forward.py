@@ -17,25 +17,40 @@ from torch.nn import functional
 
 from kernels.ops import Backend, DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
 from kernels.triton import rowwise
+from kernels.triton.ahead import compile_attention, compile_products
+from kernels.triton.attention import why_not_attention
+from kernels.triton.availability import interpreting
 from kernels.triton.checks import MOST_COLUMNS, MOST_HEAD_DIM, why_not_dtype
 from kernels.triton.fallback import Fallbacks
+from kernels.triton.tiles import Mode, Tiles
 
 
 class TritonForward:
     """`kernels.ops.FusedForward`. Its results are tensors of their own."""
 
     def __init__(
-        self, backend: Backend, fallbacks: Fallbacks, shape: DecoderShape, weights: DecoderWeights,
+        self,
+        backend: Backend,
+        tiles: Tiles,
+        mode: Mode,
+        fallbacks: Fallbacks,
+        shape: DecoderShape,
+        weights: DecoderWeights,
         cos: Tensor,
         sin: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """`tiles`, `mode` and `fallbacks` are those of `backend`."""
         self._ops, self._fallbacks = backend, fallbacks
+        self._tiles, self._mode = tiles, mode
         self._shape, self._weights = shape, weights
         self._cos, self._sin = cos, sin
         self._scale = shape.head_dim**-0.5
+        self._is_compiled = interpreting()
         self._sizes = [count * shape.head_dim for count in (shape.num_heads, *(shape.num_kv_heads,) * 2)]
 
     def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult:
+        if not self._is_compiled:
+            self.compile_ahead(pool)
         ops, eps = self._ops, self._shape.rms_norm_eps
         residual = functional.embedding(batch.tokens, self._weights.embedding)
         update: Tensor | None = None
@@ -50,6 +65,35 @@ class TritonForward:
         last = ops.rms_norm(hidden[batch.logit_rows], self._weights.final_norm, eps)
         logits = ops.linear_fp32(last, self._weights.lm_head)
         return StepResult(hidden, logits, logits.argmax(dim=-1))
+
+    def compile_ahead(self, pool: Tensor) -> None:
+        """What later batches may need of kernels that come in variants."""
+        self._is_compiled = True
+        tiles, mode, weights = self._tiles, self._mode, self._weights
+        dtype, layers = weights.embedding.dtype, weights.layers[:1]
+        products = [(weights.lm_head, None, torch.float32)]
+        for layer in layers:
+            products += [
+                (layer.qkv, layer.qkv_bias, dtype),
+                (layer.output, layer.output_bias, dtype),
+                (layer.gate_up, layer.gate_up_bias, dtype),
+                (layer.down, layer.down_bias, dtype),
+            ]
+        q = weights.embedding.new_empty(0, self._shape.num_heads, self._shape.head_dim)
+        why_not = why_not_dtype(q, pool) or why_not_attention(q, pool, tiles, mode, MOST_HEAD_DIM)
+        self._fallbacks.run(
+            "paged_attention",
+            why_not,
+            lambda: compile_attention(self._shape, dtype, pool, tiles, mode),
+            lambda: None,
+        )
+        if mode is Mode.EXACT:
+            self._fallbacks.run(
+                "linear",
+                why_not_dtype(weights.embedding),
+                lambda: compile_products(products, tiles),
+                lambda: None,
+            )
 
     def _add_norm(self, update: Tensor | None, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of the new residual, the new residual)."""

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.ops import ChosenTokens, SamplingRequest, StepResult, TokenDetail
+from kernels.triton.ahead import compile_sampling
+from kernels.triton.availability import interpreting
 from kernels.triton.sampling_edits import LARGEST, Seen, edit, is_neutral, mend, needs_seen
 from kernels.triton.selection import MAX_VOCABULARY, Choice, draw, top, total_weight
 
@@ -32,6 +34,7 @@ class TritonSampler:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_compiled = interpreting()
         self._seen: dict[int, Seen] = {}  # by the id of the request, which the entry keeps alive
 
     def __call__(
@@ -49,6 +52,9 @@ class TritonSampler:
             raise ValueError(f"a vocabulary of {logits.shape[1]}, of at most {self.largest_vocabulary}")
         if num_rows == 0:
             return ChosenTokens([], [], 0)
+        if not self._is_compiled:
+            self._is_compiled = True
+            compile_sampling(logits.shape[1], logits.device)
         ends = torch.stack([result.best.double(), logits.gather(1, result.best[:, None])[:, 0].double()])
         best, peaks = ends.cpu().numpy()
         broken = np.isnan(peaks) | (peaks == np.inf)

@@ -92,7 +92,8 @@ def _select(rows: _Rows, first: _Selection | None, by_weight: bool) -> _Selectio
             rows.inverses,
             rows.counts, rows.shares, made.sums, made.prefixes, made.above, made.ties, earlier.prefixes,
             earlier.above, earlier.ties, rows.num_rows, rows.num_parts, rows.size, rows.scores.stride(0),
-            LEVEL=level, BY_WEIGHT=by_weight, FIRST=first is not None, **rows.shape,
+            level,
+            LAST=level == _LEVELS - 1, BY_WEIGHT=by_weight, FIRST=first is not None, **rows.shape,
         )  # fmt: skip
     return made
 

@@ -109,3 +109,19 @@ def test_exact_tables_have_one_tile_for_prefill_and_decode():
                 assert len(kinds) == 1
     assert tiles.tiles_for((9, 0)) is tiles.HOPPER
     assert tiles.tiles_for((8, 9)) is tiles.AMPERE
+
+
+@in_interpreter
+def test_what_is_compiled_ahead_runs_and_writes_nothing():
+    """The calls that make a GPU compile every variant, made here."""
+    ahead = require("kernels.triton.ahead")
+    from kernels.ops import DecoderShape
+
+    shape = DecoderShape(32, 40, num_heads=3, num_kv_heads=1, head_dim=16, rms_norm_eps=1e-5)
+    pool = random(2, 1, 2, 4, 1, 16)
+    before = pool.clone()
+    for mode in Mode:
+        ahead.compile_attention(shape, torch.float32, pool, tiles.INTERPRETER, mode)
+    assert torch.equal(pool, before)
+    ahead.compile_products([(random(8, 200), random(8), torch.float32)], tiles.INTERPRETER)
+    ahead.compile_sampling(9, torch.device("cpu"))

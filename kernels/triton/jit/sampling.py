@@ -90,17 +90,18 @@ def goal_of(row, num_rows, counts, shares, sums, BY_WEIGHT: tl.constexpr):
 
 @triton.jit
 def prefix_of(row, num_rows, level, counts, shares, sums, prefixes, BY_WEIGHT: tl.constexpr):
-    """Bits of T found before this level."""
-    prefix = tl.load(prefixes + (level - 1) * num_rows + row)
+    """Bits of T found before this level, none before level 0."""
+    found = level > 0
+    prefix = tl.load(prefixes + (level - 1) * num_rows + row, mask=found, other=0)
     digits = tl.arange(0, 16)
-    reached = tl.load(sums + ((level - 1) * num_rows + row) * 16 + digits)
+    reached = tl.load(sums + ((level - 1) * num_rows + row) * 16 + digits, mask=found, other=0)
     goal = goal_of(row, num_rows, counts, shares, sums, BY_WEIGHT)
     if BY_WEIGHT:
         enough = reached.to(tl.float64) >= goal
     else:
         enough = reached >= goal
     digit = tl.sum(enough.to(tl.int64), axis=0) - 1
-    return prefix + (digit << (32 - 4 * level))
+    return tl.where(found, prefix + (digit << (32 - 4 * level)), 0)
 
 
 @triton.jit
@@ -125,15 +126,15 @@ def load_row(
     return keys, weights, kept
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "level"])
 def select_kernel(
     scores, rows, peaks, inverses, counts, shares, sums, prefixes, above, ties, first_prefixes, first_above,
-    first_ties, num_rows, num_parts, size, stride,
-    LEVEL: tl.constexpr, BY_WEIGHT: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    first_ties, num_rows, num_parts, size, stride, level,
+    LAST: tl.constexpr, BY_WEIGHT: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One pass, grid (R, C). `rows` [R] are rows of `scores`, `stride` apart. LEVEL 0 to 7 sum for four bits
-    of T each; LEVEL 8 knows T, sums what is above it and counts the ties of each part."""
+    """One pass, grid (R, C). `rows` [R] are rows of `scores`, `stride` apart. Levels 0 to 7 sum for four bits
+    of T each; level 8, the LAST, knows T, sums what is above it and counts the ties of each part."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, weights, kept = load_row(
         scores, rows, peaks, inverses, row, part, size, stride, FIRST, first_prefixes, first_above,
@@ -143,19 +144,17 @@ def select_kernel(
     measure = kept.to(tl.int64)
     if BY_WEIGHT:
         measure = tl.where(kept, weights, 0)
-    prefix = row * 0
-    if LEVEL > 0:
-        prefix = prefix_of(row, num_rows, LEVEL, counts, shares, sums, prefixes, BY_WEIGHT)
-        if part == 0:
-            tl.store(prefixes + LEVEL * num_rows + row, prefix)
-    if LEVEL < 8:
-        digits = tl.arange(0, 16)
-        thresholds = prefix + digits.to(tl.int64) * (1 << (28 - 4 * LEVEL))
-        reaching = tl.where(keys[:, None] >= thresholds[None, :], measure[:, None], 0)
-        tl.atomic_add(sums + (LEVEL * num_rows + row) * 16 + digits, tl.sum(reaching, axis=0))
-    else:
+    prefix = prefix_of(row, num_rows, level, counts, shares, sums, prefixes, BY_WEIGHT)
+    if part == 0:
+        tl.store(prefixes + level * num_rows + row, prefix)
+    if LAST:
         tl.atomic_add(above + row, tl.sum(tl.where(keys > prefix, measure, 0), axis=0))
         tl.store(ties + row * num_parts + part, tl.sum((kept & (keys == prefix)).to(tl.int64), axis=0))
+    else:
+        digits = tl.arange(0, 16)
+        thresholds = prefix + (digits.to(tl.int64) << (28 - 4 * level))
+        reaching = tl.where(keys[:, None] >= thresholds[None, :], measure[:, None], 0)
+        tl.atomic_add(sums + (level * num_rows + row) * 16 + digits, tl.sum(reaching, axis=0))
 
 
 @triton.jit
