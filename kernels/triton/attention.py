@@ -23,7 +23,7 @@ from kernels.triton.jit.attention import attention_kernel, combine_kernel
 from kernels.triton.launch import cdiv, launch, next_power_of_2
 from kernels.triton.tiles import AttentionTile, Mode, Tiles
 
-_PROGRAMS_PER_PROCESSOR = 4  # decode rows are split until about so many run
+_PROGRAMS_PER_PROCESSOR = 2  # decode rows are split until about so many run
 _PARTIALS_AT_ONCE = 4
 _LEAST_DIM = 16  # of a matrix product
 

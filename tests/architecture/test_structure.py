@@ -30,7 +30,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "rich": ("cluster/cli", "cluster/progress.py", "bench/load/progress.py", "bench/simulator/cli"),
     "httptools": ("router/server.py", "bench/load/client/http_stream.py", "bench/load/mock/connection.py"),
     "yaml": ("cluster/config",),
-    "triton": ("kernels/triton/", "bench/gpu_check/"),
+    "triton": ("kernels/triton/",),
 }
 # `baton bench` and `baton simulate` are verbs of the one command line; they are imported only when called.
 COMMAND_LINE_MOUNTS = {

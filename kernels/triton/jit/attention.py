@@ -105,8 +105,8 @@ def attention_kernel(
     layer of block 0, [2, BLOCK_SIZE, KV heads, HEAD_DIM]; tables [num_seqs, stride_table]; `scale` includes
     log2 e.
 
-    PICK: "tile": QUERIES positions of a sequence, "long": the same, but of sequences with several queries
-    only; "token": one token; "single": one sequence, if it has one query only.
+    PICK, what a tile is: "long": QUERIES positions of a sequence that has several; "token": one token;
+    "single": one sequence, if it has one query only.
     KEEP: "all": fold and write `out` (one split); "each": write every partition's (m, l, o); "fold": fold
     those of this split and write one (m, l, o). Partials: [tiles, num_heads, most_partials(, HEAD_DIM)]
     fp32."""
@@ -127,7 +127,7 @@ def attention_kernel(
     present = first_query < num_queries
     if PICK == "single":
         present = num_queries == 1
-    if PICK == "long":
+    elif PICK == "long":
         present = present & (num_queries > 1)
     if present:
         context_len = tl.load(context_lens + sequence)

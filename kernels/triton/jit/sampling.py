@@ -1,8 +1,7 @@
 """Choosing tokens without sorting a vocabulary; every sum is of whole numbers, so in any order the same.
 
 A score's weight is e^((score - peak) / temperature), a polynomial of single operations on a grid of 2^-34
-(`weigh`): as an integer it is at most 2^34. A score's key is its place among all floats, as a number below
-2^32.
+(`weigh`): as an integer it is at most 2^34. A score's key is its place among all floats, below 2^32.
 
 What is left of a row is said by a key T and a count of ties: ids above T, and the first so many at T. T is
 the largest key at which those at or above it still reach a goal (`select_kernel`: a number of ids for top-k,
@@ -15,7 +14,6 @@ Arrays of a row's state, `num_rows` = R, a row's parts = C:
 import triton
 import triton.language as tl
 
-ONE = tl.constexpr(1 << 34)  # the weight of the largest score
 GRID = tl.constexpr(2.0**-34)
 
 
@@ -138,8 +136,7 @@ def select_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, weights, kept = load_row(
         scores, rows, peaks, inverses, row, part, size, stride, FIRST, first_prefixes, first_above,
-        first_ties,
-        counts, num_rows, num_parts, BLOCK, PARTS,
+        first_ties, counts, num_rows, num_parts, BLOCK, PARTS,
     )  # fmt: skip
     measure = kept.to(tl.int64)
     if BY_WEIGHT:
@@ -166,8 +163,7 @@ def final_weights(
     """Weights of a part after top-k (FIRST), top-p (SECOND) and min-p; 0: not left."""
     keys, weights, kept = load_row(
         scores, rows, peaks, inverses, row, part, size, stride, FIRST, first_prefixes, first_above,
-        first_ties,
-        counts, num_rows, num_parts, BLOCK, PARTS,
+        first_ties, counts, num_rows, num_parts, BLOCK, PARTS,
     )  # fmt: skip
     if SECOND:
         threshold = tl.load(prefixes + 8 * num_rows + row)
