@@ -1,8 +1,8 @@
 """`python -m bench.gpu_check`: is the GPU path right on this machine, and how fast?
 
 1. Each part runs in a process of its own, within what is left of `--seconds`: (a) every kernel against the
-   reference, (b) invariance, (c) rates of kernels and of the engine. A part that fails or dies is told, and
-   the next one begins.
+   reference, (b) invariance, (c) rates of kernels and of the engine. A part that fails or dies is told
+   with what it had found, and the next one begins.
 2. A text table is printed, and with `--out` everything is written as JSON.
 
 `--interpret` runs the same flow on a CPU, in Triton's interpreter, on tiny shapes. Transfers between
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.gpu_check.report import Part, Report, render, render_lines
+from bench.gpu_check.report import Head, Line, Part, Report, render, render_lines
 
 PART_NAMES = ("correctness", "invariance", "kernels", "engine")
 NOT_COVERED = "not in this check: (d) prefill and decode over `cuda_ipc`, (e) an `nccl` edge"
@@ -80,14 +80,16 @@ def _device_or_exit() -> str:
 def _write_part(name: str, path: Path) -> None:
     from bench.gpu_check.parts import run_part
 
-    path.write_bytes(msgspec.json.encode(run_part(name)))
+    with path.open("w", encoding="utf-8") as out:
+        run_part(name, out)
 
 
 def _run_in_process(name: str, deadline_s: float, *, interpret: bool) -> Part:
-    """The part's result; of a process that did not end well, what it said last."""
+    """The part's result; of a process that did not end well, what it had found and what it said last."""
     started_s = time.monotonic()
+    error = None
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "part.json"
+        path = Path(directory) / "part.jsonl"
         command = [sys.executable, "-m", "bench.gpu_check", "--part", name, "--out", str(path)]
         command += ["--interpret"] if interpret else []
         try:
@@ -102,12 +104,22 @@ def _run_in_process(name: str, deadline_s: float, *, interpret: bool) -> Part:
         except subprocess.TimeoutExpired:
             error = f"stopped after {time.monotonic() - started_s:.0f} s: no time was left"
         else:
-            if result.returncode == 0:
-                return msgspec.json.decode(path.read_bytes(), type=Part)
-            said = result.stderr.strip().splitlines() or ["it said nothing"]
             sys.stderr.write(result.stderr)
-            error = f"ended with status {result.returncode}: {said[-1]}"
-    return Part(name=name, title=name, error=error, seconds=time.monotonic() - started_s)
+            if result.returncode != 0:
+                said = result.stderr.strip().splitlines() or ["it said nothing"]
+                error = f"ended with status {result.returncode}: {said[-1]}"
+        head, lines = _read(path, name)
+    seconds = time.monotonic() - started_s
+    return Part(name=name, title=head.title, note=head.note, lines=lines, error=error, seconds=seconds)
+
+
+def _read(path: Path, name: str) -> tuple[Head, tuple[Line, ...]]:
+    """What a process has written; of one that was stopped, the last line may be cut short and is left out."""
+    written = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    if not written:
+        return Head(name, ""), ()
+    head = msgspec.json.decode(written[0], type=Head)
+    return head, tuple(msgspec.json.decode(line, type=Line) for line in written[1:])
 
 
 def _versions() -> dict[str, str]:

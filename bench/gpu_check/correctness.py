@@ -30,8 +30,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 class Sizes:
     widths: tuple[int, ...]  # of rows
     num_tokens: int
-    heads: tuple[tuple[int, int], ...]
-    head_dims: tuple[int, ...]
+    heads: tuple[tuple[int, int, int], ...]  # query heads, KV heads, head_dim
     lengths: tuple[int, ...]  # of sequences
     products: tuple[tuple[int, int, int], ...]  # rows, in, out
     vocabulary: int
@@ -40,32 +39,38 @@ class Sizes:
 REAL = Sizes(
     widths=(4096, 576, 1023, 7),
     num_tokens=77,
-    heads=((32, 8), (9, 3), (8, 8), (16, 1)),
-    head_dims=(128, 64, 80, 256),
+    heads=((32, 8, 128), (9, 3, 64), (8, 8, 80), (16, 1, 256)),
     lengths=(1, 63, 64, 129, 1000),
     products=((1, 4096, 6144), (77, 576, 960), (300, 1023, 517), (5, 14336, 4096), (129, 7, 3)),
     vocabulary=128_256,
 )
+FEWER = Sizes(  # of dtypes that no model is served in on a GPU
+    widths=(576,),
+    num_tokens=77,
+    heads=((9, 3, 64),),
+    lengths=(1, 63, 64, 129, 1000),
+    products=((77, 576, 960), (5, 1023, 517)),
+    vocabulary=0,
+)
 TINY = Sizes(
     widths=(40, 7),
     num_tokens=5,
-    heads=((3, 1),),
-    head_dims=(16, 24),
+    heads=((3, 1, 24), (4, 4, 16)),
     lengths=(1, 17, 130),
     products=((1, 130, 40), (18, 33, 7)),
     vocabulary=300,
 )
 
 
-def run(backend: TritonBackend, dtypes: list[torch.dtype], sizes: Sizes) -> Iterator[Line]:
-    for dtype in dtypes:
-        check = _Check(backend, dtype, sizes)
+def run(backend: TritonBackend, sizes: dict[torch.dtype, Sizes]) -> Iterator[Line]:
+    for dtype, of_dtype in sizes.items():
+        check = _Check(backend, dtype, of_dtype)
         yield from check.row_wise()
         yield from check.heads()
         yield from check.attention()
         yield from check.products()
         yield from check.moves()
-    yield tokens(backend, sizes.vocabulary)
+    yield tokens(backend, max(of_dtype.vocabulary for of_dtype in sizes.values()))
 
 
 class _Check:
@@ -113,47 +118,42 @@ class _Check:
 
     def heads(self) -> Iterator[Line]:
         reference, num_tokens, device = self._reference, self._sizes.num_tokens, self._ops.device
-        for num_heads, num_kv_heads in self._sizes.heads:
-            for head_dim in self._sizes.head_dims:
-                q, k, v = (
-                    self._random(num_tokens, n, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads)
-                )
-                positions = torch.randint(0, 200, (num_tokens,), device=device)
-                angles = torch.rand(200, head_dim // 2, device=device) * 6
-                cos, sin = angles.cos(), angles.sin()
-                slots = torch.randperm(64 * 4, device=device)[:num_tokens]
-                pools = [self._random(4, 2, 2, 64, num_kv_heads, head_dim).zero_() for _ in range(2)]
+        for num_heads, num_kv_heads, head_dim in self._sizes.heads:
+            counts = (num_heads, num_kv_heads, num_kv_heads)
+            q, k, v = (self._random(num_tokens, count, head_dim) for count in counts)
+            positions = torch.randint(0, 200, (num_tokens,), device=device)
+            angles = torch.rand(200, head_dim // 2, device=device) * 6
+            turn = (positions, angles.cos(), angles.sin())
+            slots = torch.randperm(64 * 4, device=device)[:num_tokens]
+            pools = [self._random(4, 2, 2, 64, num_kv_heads, head_dim).zero_() for _ in range(2)]
 
-                def fused(q=q, k=k, v=v, p=positions, c=cos, s=sin, pool=pools[0], slots=slots) -> Tensor:
-                    rotated = rowwise.rotary_write(q, k, v, p, c, s, pool, 1, slots)
-                    return torch.cat([rotated.flatten(), pool.flatten()])
+            def fused(q=q, k=k, v=v, turn=turn, pool=pools[0], slots=slots) -> Tensor:  # type: ignore[no-untyped-def]
+                rotated = rowwise.rotary_write(q, k, v, *turn, pool, 1, slots)
+                return torch.cat([rotated.flatten(), pool.flatten()])
 
-                def apart(q=q, k=k, v=v, p=positions, c=cos, s=sin, pool=pools[1], slots=slots) -> Tensor:
-                    reference.write_kv(reference.rotary(k, p, c, s), v, pool, 1, slots)
-                    return torch.cat([reference.rotary(q, p, c, s).flatten(), pool.flatten()])
+            def apart(q=q, k=k, v=v, turn=turn, pool=pools[1], slots=slots) -> Tensor:  # type: ignore[no-untyped-def]
+                reference.write_kv(reference.rotary(k, *turn), v, pool, 1, slots)
+                return torch.cat([reference.rotary(q, *turn).flatten(), pool.flatten()])
 
-                yield self._compare(
-                    f"rotary and KV write {num_heads}/{num_kv_heads} x {head_dim}", fused, apart
-                )
+            yield self._compare(f"rotary and KV write {num_heads}/{num_kv_heads} x {head_dim}", fused, apart)
 
     def attention(self) -> Iterator[Line]:
         lengths = self._sizes.lengths
+        mixed = [(i, length - min(length, 1 + 20 * (i % 2)), length) for i, length in enumerate(lengths)]
         kinds = {
             "prefill": [(i, 0, length) for i, length in enumerate(lengths)],
             "decode": [(i, length - 1, length) for i, length in enumerate(lengths)],
-            "chunks and decode": [
-                (i, length - min(length, 1 + 20 * (i % 2)), length) for i, length in enumerate(lengths)
-            ],
+            "chunks and decode": mixed,
         }
-        for heads in self._sizes.heads:
-            for head_dim in self._sizes.head_dims:
-                world = Paged(lengths, heads, head_dim, self._dtype, self._ops.device)
-                for kind, spans in kinds.items():
-                    yield self._compare(
-                        f"attention {kind} {heads[0]}/{heads[1]} x {head_dim}",
-                        lambda w=world, s=spans: torch.cat(w.attend(self._ops, s)),
-                        lambda w=world, s=spans: torch.cat(w.attend(self._reference, s)),
-                    )
+        for num_heads, num_kv_heads, head_dim in self._sizes.heads:
+            heads = (num_heads, num_kv_heads)
+            world = Paged(lengths, heads, head_dim, self._dtype, self._ops.device)
+            for kind, spans in kinds.items():
+                yield self._compare(
+                    f"attention {kind} {num_heads}/{num_kv_heads} x {head_dim}",
+                    lambda w=world, s=spans: torch.cat(w.attend(self._ops, s)),
+                    lambda w=world, s=spans: torch.cat(w.attend(self._reference, s)),
+                )
 
     def products(self) -> Iterator[Line]:
         for num_rows, in_features, out_features in self._sizes.products:

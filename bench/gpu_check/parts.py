@@ -5,13 +5,14 @@ Importing this imports kernels, so what decides how they run (the interpreter) m
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
+import msgspec
 import torch
 
 from bench.gpu_check import correctness, engine_speed, invariance, kernel_speed
-from bench.gpu_check.report import Line, Part
+from bench.gpu_check.report import Head, Line
 from bench.gpu_check.timing import Ceilings, Clock, measure_ceilings
 from cluster.engine.model_spec import Dtype
 from kernels.triton.availability import interpreting
@@ -30,24 +31,28 @@ def device_name() -> str:
     return f"{torch.cuda.get_device_name()} ({gib:.0f} GiB, capability {major}.{minor})"
 
 
-def run_part(name: str) -> Part:
-    """Run it here; whatever goes wrong comes out as an exception."""
+def run_part(name: str, out: TextIO) -> None:
+    """Run it here and write each line as it is found; whatever goes wrong comes out as an exception."""
+
+    def write(value: Head | Line) -> None:
+        out.write(msgspec.json.encode(value).decode() + "\n")
+        out.flush()
+
     title, make = PARTS[name]
-    started_s = time.perf_counter()
     with torch.inference_mode():
         note, lines = make()
-        found = tuple(lines)
-    return Part(name=name, title=title, lines=found, note=note, seconds=time.perf_counter() - started_s)
+        write(Head(title, note))
+        for line in lines:
+            write(line)
 
 
 def _correctness() -> tuple[str, Iterator[Line]]:
     if interpreting():
-        dtypes = [torch.float32, torch.float16]
-        return "bf16 is left out: the interpreter computes it wrong", correctness.run(
-            TritonBackend(), dtypes, correctness.TINY
-        )
-    dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    return "", correctness.run(TritonBackend(), dtypes, correctness.REAL)
+        sizes = {torch.float32: correctness.TINY, torch.float16: correctness.TINY}
+        note = "bf16 is left out: the interpreter computes it wrong"
+        return note, correctness.run(TritonBackend(), sizes)
+    others = {torch.float32: correctness.FEWER, torch.float16: correctness.FEWER}
+    return "", correctness.run(TritonBackend(), {torch.bfloat16: correctness.REAL, **others})
 
 
 def _invariance() -> tuple[str, Iterator[Line]]:

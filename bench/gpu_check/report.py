@@ -16,8 +16,15 @@ class Line(msgspec.Struct, frozen=True):
     holds: bool | None = None
 
 
+class Head(msgspec.Struct, frozen=True):
+    """What the process of a part writes first; its lines follow, one JSON value each."""
+
+    title: str
+    note: str
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """`error`: how the part ended, if not well; what it had found before is lost with its process."""
+    """`error`: how the part ended, if not well; `lines` are what it had found by then."""
 
     name: str
     title: str

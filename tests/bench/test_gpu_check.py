@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from bench.gpu_check.__main__ import PART_NAMES, _run_in_process
-from bench.gpu_check.report import Line, Part, Report, render, render_lines
+from bench.gpu_check.__main__ import PART_NAMES, _read, _run_in_process
+from bench.gpu_check.report import Head, Line, Part, Report, render, render_lines
 from tests.kernels.triton_support import DEVICE, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +68,15 @@ def test_a_part_that_is_late_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_pat
     part = _run_in_process("kernels", time.monotonic() - 1, interpret=True)
     assert part.error is not None
     assert part.error.endswith("no time was left")
+
+
+def test_what_a_part_had_found_is_kept(tmp_path: Path) -> None:
+    found = [Line("x", {"us": 1}), Line("y", {}, holds=False)]
+    written = [msgspec.json.encode(value).decode() for value in (Head("A", "note"), *found)]
+    path = tmp_path / "part.jsonl"
+    path.write_text("\n".join(written) + "\n" + written[1][:7])
+    assert _read(path, "a") == (Head("A", "note"), tuple(found))
+    assert _read(tmp_path / "none", "a") == (Head("a", ""), ())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
