@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from cluster.engine.batch import SampleSpec
 from cluster.engine.sampler import sample
 from cluster.engine.token_choice import TokenChooser
 from cluster.sampling import SamplingParams
-from kernels.ops import StepResult
+from kernels.ops import Backend, StepResult
 from kernels.reference import ReferenceBackend
 from kernels.triton import blocks, rowwise
 from kernels.triton.backend import TritonBackend
@@ -67,7 +69,6 @@ def run(backend: TritonBackend, sizes: dict[torch.dtype, Sizes]) -> Iterator[Lin
         check = _Check(backend, dtype, of_dtype)
         yield from check.row_wise()
         yield from check.heads()
-        yield from check.attention()
         yield from check.products()
         yield from check.moves()
     yield tokens(backend, max(of_dtype.vocabulary for of_dtype in sizes.values()))
@@ -92,85 +93,86 @@ class _Check:
         return Line(name, cells, holds=share <= 1.0)
 
     def row_wise(self) -> Iterator[Line]:
-        ops, reference, num_tokens = self._ops, self._reference, self._sizes.num_tokens
         for width in self._sizes.widths:
-            x, residual, weight = (
-                self._random(num_tokens, width),
-                self._random(num_tokens, width),
-            )
-            self._random(width)
-            yield self._compare(
-                f"rms_norm of {width}",
-                lambda x=x, w=weight: ops.rms_norm(x, w, 1e-5),
-                lambda x=x, w=weight: reference.rms_norm(x, w, 1e-5),
-            )
-            yield self._compare(
-                f"residual and norm of {width}",
-                lambda x=x, r=residual, w=weight: torch.cat(rowwise.add_rms_norm(x, r, w, 1e-5)),
-                lambda x=x, r=residual, w=weight: torch.cat([reference.rms_norm(r + x, w, 1e-5), r + x]),
-            )
-            gate_up = self._random(num_tokens, 2 * width) * 4
-            yield self._compare(
-                f"silu_mul of {width}",
-                lambda g=gate_up: ops.silu_mul(g),
-                lambda g=gate_up: reference.silu_mul(g),
-            )
+            yield from self._rows_of(width)
+
+    def _rows_of(self, width: int) -> Iterator[Line]:
+        ops, reference, num_tokens = self._ops, self._reference, self._sizes.num_tokens
+        x, residual = self._random(num_tokens, width), self._random(num_tokens, width)
+        weight, gate_up = self._random(width), self._random(num_tokens, 2 * width) * 4
+        yield self._compare(
+            f"rms_norm of {width}",
+            lambda: ops.rms_norm(x, weight, 1e-5),
+            lambda: reference.rms_norm(x, weight, 1e-5),
+        )
+        yield self._compare(
+            f"residual and norm of {width}",
+            lambda: torch.cat(rowwise.add_rms_norm(x, residual, weight, 1e-5)),
+            lambda: torch.cat([reference.rms_norm(residual + x, weight, 1e-5), residual + x]),
+        )
+        yield self._compare(
+            f"silu_mul of {width}", lambda: ops.silu_mul(gate_up), lambda: reference.silu_mul(gate_up)
+        )
 
     def heads(self) -> Iterator[Line]:
-        reference, num_tokens, device = self._reference, self._sizes.num_tokens, self._ops.device
         for num_heads, num_kv_heads, head_dim in self._sizes.heads:
-            counts = (num_heads, num_kv_heads, num_kv_heads)
-            q, k, v = (self._random(num_tokens, count, head_dim) for count in counts)
-            positions = torch.randint(0, 200, (num_tokens,), device=device)
-            angles = torch.rand(200, head_dim // 2, device=device) * 6
-            turn = (positions, angles.cos(), angles.sin())
-            slots = torch.randperm(64 * 4, device=device)[:num_tokens]
-            pools = [self._random(4, 2, 2, 64, num_kv_heads, head_dim).zero_() for _ in range(2)]
+            yield self._rotary_and_write(num_heads, num_kv_heads, head_dim)
+            yield from self._attention(num_heads, num_kv_heads, head_dim)
 
-            def fused(q=q, k=k, v=v, turn=turn, pool=pools[0], slots=slots) -> Tensor:  # type: ignore[no-untyped-def]
-                rotated = rowwise.rotary_write(q, k, v, *turn, pool, 1, slots)
-                return torch.cat([rotated.flatten(), pool.flatten()])
+    def _rotary_and_write(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Line:
+        reference, num_tokens, device = self._reference, self._sizes.num_tokens, self._ops.device
+        counts = (num_heads, num_kv_heads, num_kv_heads)
+        q, k, v = (self._random(num_tokens, count, head_dim) for count in counts)
+        positions = torch.randint(0, 200, (num_tokens,), device=device)
+        angles = torch.rand(200, head_dim // 2, device=device) * 6
+        cos, sin = angles.cos(), angles.sin()
+        slots = torch.randperm(64 * 4, device=device)[:num_tokens]
+        pools = [self._random(4, 2, 2, 64, num_kv_heads, head_dim).zero_() for _ in range(2)]
 
-            def apart(q=q, k=k, v=v, turn=turn, pool=pools[1], slots=slots) -> Tensor:  # type: ignore[no-untyped-def]
-                reference.write_kv(reference.rotary(k, *turn), v, pool, 1, slots)
-                return torch.cat([reference.rotary(q, *turn).flatten(), pool.flatten()])
+        def fused() -> Tensor:
+            rotated = rowwise.rotary_write(q, k, v, positions, cos, sin, pools[0], 1, slots)
+            return torch.cat([rotated.flatten(), pools[0].flatten()])
 
-            yield self._compare(f"rotary and KV write {num_heads}/{num_kv_heads} x {head_dim}", fused, apart)
+        def apart() -> Tensor:
+            reference.write_kv(reference.rotary(k, positions, cos, sin), v, pools[1], 1, slots)
+            return torch.cat([reference.rotary(q, positions, cos, sin).flatten(), pools[1].flatten()])
 
-    def attention(self) -> Iterator[Line]:
+        return self._compare(f"rotary and KV write {num_heads}/{num_kv_heads} x {head_dim}", fused, apart)
+
+    def _attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[Line]:
         lengths = self._sizes.lengths
+        world = Paged(lengths, (num_heads, num_kv_heads), head_dim, self._dtype, self._ops.device)
         mixed = [(i, length - min(length, 1 + 20 * (i % 2)), length) for i, length in enumerate(lengths)]
         kinds = {
             "prefill": [(i, 0, length) for i, length in enumerate(lengths)],
             "decode": [(i, length - 1, length) for i, length in enumerate(lengths)],
             "chunks and decode": mixed,
         }
-        for num_heads, num_kv_heads, head_dim in self._sizes.heads:
-            heads = (num_heads, num_kv_heads)
-            world = Paged(lengths, heads, head_dim, self._dtype, self._ops.device)
-            for kind, spans in kinds.items():
-                yield self._compare(
-                    f"attention {kind} {num_heads}/{num_kv_heads} x {head_dim}",
-                    lambda w=world, s=spans: torch.cat(w.attend(self._ops, s)),
-                    lambda w=world, s=spans: torch.cat(w.attend(self._reference, s)),
-                )
+        for kind, spans in kinds.items():
+            yield self._compare(
+                f"attention {kind} {num_heads}/{num_kv_heads} x {head_dim}",
+                partial(_attended, world, self._ops, spans),
+                partial(_attended, world, self._reference, spans),
+            )
 
     def products(self) -> Iterator[Line]:
         for num_rows, in_features, out_features in self._sizes.products:
-            x = self._random(num_rows, in_features)
-            weight, bias = (self._random(out_features, in_features) * in_features**-0.5,)
-            self._random(out_features)
-            shape = f"{num_rows} x {in_features} x {out_features}"
-            yield self._compare(
-                f"linear {shape}",
-                lambda x=x, w=weight, b=bias: self._ops.linear(x, w, b),
-                lambda x=x, w=weight, b=bias: self._reference.linear(x, w, b),
-            )
-            yield self._compare(
-                f"linear to fp32 {shape}",
-                lambda x=x, w=weight: self._ops.linear_fp32(x, w),
-                lambda x=x, w=weight: self._reference.linear_fp32(x, w),
-            )
+            yield from self._product(num_rows, in_features, out_features)
+
+    def _product(self, num_rows: int, in_features: int, out_features: int) -> Iterator[Line]:
+        x, bias = self._random(num_rows, in_features), self._random(out_features)
+        weight = self._random(out_features, in_features) * in_features**-0.5
+        shape = f"{num_rows} x {in_features} x {out_features}"
+        yield self._compare(
+            f"linear {shape}",
+            lambda: self._ops.linear(x, weight, bias),
+            lambda: self._reference.linear(x, weight, bias),
+        )
+        yield self._compare(
+            f"linear to fp32 {shape}",
+            lambda: self._ops.linear_fp32(x, weight),
+            lambda: self._reference.linear_fp32(x, weight),
+        )
 
     def moves(self) -> Iterator[Line]:
         pool = self._random(5, 3, 2, 16, 3, 24)
@@ -191,20 +193,24 @@ class _Check:
         )
 
 
-RULES: tuple[dict[str, float | int], ...] = (
-    {"temperature": 0.0},
-    {},
-    {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
-    {"top_p": 0.95, "min_p": 0.01},
-    {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 200},
-    {"num_logprobs": 4, "top_p": 0.5},
+def _attended(world: Paged, ops: Backend, spans: list[tuple[int, int, int]]) -> Tensor:
+    return torch.cat(world.attend(ops, spans))
+
+
+RULES = (
+    SamplingParams(max_tokens=9, temperature=0.0),
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=9, temperature=0.7, top_k=50, top_p=0.9),
+    SamplingParams(max_tokens=9, top_p=0.95, min_p=0.01),
+    SamplingParams(max_tokens=9, repetition_penalty=1.2, frequency_penalty=0.3, top_k=200),
+    SamplingParams(max_tokens=9, num_logprobs=4, top_p=0.5),
 )
 
 
 def tokens(backend: TritonBackend, vocabulary: int) -> Line:
     logits = torch.randn(len(RULES), vocabulary, generator=torch.Generator().manual_seed(1)) * 4
     specs = [
-        SampleSpec(SamplingParams(max_tokens=9, seed=i, **rule), (1, 2, 3), (5, 5, 7))  # type: ignore[arg-type]
+        SampleSpec(msgspec.structs.replace(rule, seed=i), (1, 2, 3), (5, 5, 7))
         for i, rule in enumerate(RULES)
     ]
     on_device = logits.to(backend.device)

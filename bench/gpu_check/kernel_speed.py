@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -102,69 +103,61 @@ class KernelSpeed:
         return Line(name, cells)
 
     def decode(self) -> Iterator[Line]:
-        heads, head_dim = self._sizes.heads, self._sizes.head_dim
         for batch, context in self._sizes.decode:
-            world = Paged([context] * batch, heads, head_dim, self._dtype, self._device)
-            q, meta = world.meta([(i, context - 1, context) for i in range(batch)])
-            num_bytes = batch * context * heads[1] * head_dim * 2 * self._dtype.itemsize
-            kept = self._random(2, batch, heads[1], context, head_dim)
-            rows = q.view(batch, heads[0], 1, head_dim)
+            yield self._decode(batch, context)
 
-            def attend(
-                ops: TritonBackend, q: Tensor = q, world: Paged = world, meta: object = meta
-            ) -> Tensor:
-                return ops.paged_attention(q, world.pool, 0, meta, world.scale)  # type: ignore[arg-type]
-
-            yield self._memory(
-                f"decode attention {batch} x {context}",
-                num_bytes,
-                lambda attend=attend: attend(self._exact),
-                fast=lambda attend=attend: attend(self._fast),
-                torch=lambda rows=rows, kept=kept: functional.scaled_dot_product_attention(
-                    rows, kept[0], kept[1], enable_gqa=True
-                ),
-            )
+    def _decode(self, batch: int, context: int) -> Line:
+        heads, head_dim = self._sizes.heads, self._sizes.head_dim
+        world = Paged([context] * batch, heads, head_dim, self._dtype, self._device)
+        q, meta = world.meta([(i, context - 1, context) for i in range(batch)])
+        num_bytes = batch * context * heads[1] * head_dim * 2 * self._dtype.itemsize
+        keys, values = self._random(2, batch, heads[1], context, head_dim)
+        rows = q.view(batch, heads[0], 1, head_dim)
+        return self._memory(
+            f"decode attention {batch} x {context}",
+            num_bytes,
+            lambda: self._exact.paged_attention(q, world.pool, 0, meta, world.scale),
+            fast=lambda: self._fast.paged_attention(q, world.pool, 0, meta, world.scale),
+            torch=lambda: functional.scaled_dot_product_attention(rows, keys, values, enable_gqa=True),
+        )
 
     def prefill(self) -> Iterator[Line]:
-        heads, head_dim = self._sizes.heads, self._sizes.head_dim
         for length in self._sizes.prefill:
-            world = Paged([length], heads, head_dim, self._dtype, self._device)
-            q, meta = world.meta([(0, 0, length)])
-            flops = 4.0 * heads[0] * head_dim * length * (length + 1) / 2
-            rows = q.transpose(0, 1)[None].contiguous()
-            kept = self._random(2, 1, heads[1], length, head_dim)
+            yield self._prefill(length)
 
-            def attend(
-                ops: TritonBackend, q: Tensor = q, world: Paged = world, meta: object = meta
-            ) -> Tensor:
-                return ops.paged_attention(q, world.pool, 0, meta, world.scale)  # type: ignore[arg-type]
-
-            yield self._compute(
-                f"prefill attention {length}",
-                flops,
-                lambda attend=attend: attend(self._exact),
-                fast=lambda attend=attend: attend(self._fast),
-                torch=lambda rows=rows, kept=kept: functional.scaled_dot_product_attention(
-                    rows, kept[0], kept[1], is_causal=True, enable_gqa=True
-                ),
-            )
+    def _prefill(self, length: int) -> Line:
+        heads, head_dim = self._sizes.heads, self._sizes.head_dim
+        world = Paged([length], heads, head_dim, self._dtype, self._device)
+        q, meta = world.meta([(0, 0, length)])
+        flops = 4.0 * heads[0] * head_dim * length * (length + 1) / 2
+        rows = q.transpose(0, 1)[None].contiguous()
+        keys, values = self._random(2, 1, heads[1], length, head_dim)
+        return self._compute(
+            f"prefill attention {length}",
+            flops,
+            lambda: self._exact.paged_attention(q, world.pool, 0, meta, world.scale),
+            fast=lambda: self._fast.paged_attention(q, world.pool, 0, meta, world.scale),
+            torch=lambda: functional.scaled_dot_product_attention(
+                rows, keys, values, is_causal=True, enable_gqa=True
+            ),
+        )
 
     def products(self) -> Iterator[Line]:
         for num_rows, in_features, out_features in self._sizes.products:
-            x, weight = self._random(num_rows, in_features), self._random(out_features, in_features)
-            name = f"product {num_rows} x {in_features} x {out_features}"
-            run = {
-                "run": lambda x=x, w=weight: self._exact.linear(x, w),
-                "torch": lambda x=x, w=weight: functional.linear(x, w),
-            }
-            flops = 2.0 * num_rows * in_features * out_features
-            num_bytes = weight.nbytes + x.nbytes + num_rows * out_features * self._dtype.itemsize
-            by_memory = (
-                num_bytes / self._ceilings.copy_bytes_per_s > flops / self._ceilings.product_flops_per_s
-            )
-            yield (self._memory if by_memory else self._compute)(
-                name, num_bytes if by_memory else flops, **run
-            )
+            yield self._product(num_rows, in_features, out_features)
+
+    def _product(self, num_rows: int, in_features: int, out_features: int) -> Line:
+        x, weight = self._random(num_rows, in_features), self._random(out_features, in_features)
+        flops = 2.0 * num_rows * in_features * out_features
+        num_bytes = float(weight.nbytes + x.nbytes + num_rows * out_features * self._dtype.itemsize)
+        by_memory = num_bytes / self._ceilings.copy_bytes_per_s > flops / self._ceilings.product_flops_per_s
+        measure, amount = (self._memory, num_bytes) if by_memory else (self._compute, flops)
+        return measure(
+            f"product {num_rows} x {in_features} x {out_features}",
+            amount,
+            lambda: self._exact.linear(x, weight),
+            torch=lambda: functional.linear(x, weight),
+        )
 
     def row_wise(self) -> Iterator[Line]:
         width, item = self._sizes.width, self._dtype.itemsize
@@ -213,13 +206,13 @@ class KernelSpeed:
             yield self._memory(
                 f"gather of {num_blocks} blocks, {layout.value}",
                 2 * pool.nbytes,
-                lambda layout=layout: blocks.gather_blocks(pool, ids, *part, layout),
-                torch=lambda: pool.clone(),
+                partial(blocks.gather_blocks, pool, ids, *part, layout),
+                torch=pool.clone,
             )
             yield self._memory(
                 f"scatter of {num_blocks} blocks, {layout.value}",
                 2 * pool.nbytes,
-                lambda s=staging, layout=layout: blocks.scatter_blocks(s, pool, ids, *part, layout),
+                partial(blocks.scatter_blocks, staging, pool, ids, *part, layout),
             )
 
 
