@@ -120,9 +120,9 @@ def make_runner(
     return ModelRunner(prepared, pool, backend, max_len, decoder=decoder)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Meta:
-    """`kernels.ops.AttentionMeta`."""
+    """`kernels.ops.AttentionMeta`; made once, then only read."""
 
     query_starts: Tensor
     context_lens: Tensor

@@ -20,7 +20,7 @@ from kernels.triton.selection import Choice, draw
 from kernels.triton.tiles import Mode, Tiles
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Meta:
     query_starts: Tensor
     context_lens: Tensor
