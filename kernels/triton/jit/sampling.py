@@ -89,17 +89,16 @@ def goal_of(row, num_rows, counts, shares, sums, BY_WEIGHT: tl.constexpr):
 @triton.jit
 def prefix_of(row, num_rows, level, counts, shares, sums, prefixes, BY_WEIGHT: tl.constexpr):
     """Bits of T found before this level, none before level 0."""
-    found = level > 0
-    prefix = tl.load(prefixes + (level - 1) * num_rows + row, mask=found, other=0)
-    digits = tl.arange(0, 16)
-    reached = tl.load(sums + ((level - 1) * num_rows + row) * 16 + digits, mask=found, other=0)
+    before = tl.maximum(level - 1, 0) * num_rows + row
+    prefix = tl.load(prefixes + before)
+    reached = tl.load(sums + before * 16 + tl.arange(0, 16))
     goal = goal_of(row, num_rows, counts, shares, sums, BY_WEIGHT)
     if BY_WEIGHT:
         enough = reached.to(tl.float64) >= goal
     else:
         enough = reached >= goal
     digit = tl.sum(enough.to(tl.int64), axis=0) - 1
-    return tl.where(found, prefix + (digit << (32 - 4 * level)), 0)
+    return tl.where(level > 0, prefix + (digit << (32 - 4 * level)), 0)
 
 
 @triton.jit
