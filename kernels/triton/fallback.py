@@ -30,10 +30,12 @@ class Fallbacks:
             try:
                 return kernel()
             except KernelError as error:
-                why_not = self._broken[operation] = str(error)
+                why_not = self._broken[operation] = f"this device: {error}"
         if (operation, why_not) not in self._told:
             self._told.add((operation, why_not))
-            logger.warning("`%s` runs in plain torch, slower: no kernel takes %s", operation, why_not)
+            logger.warning(
+                "`%s` runs in plain torch, slower; its kernel does not take %s", operation, why_not
+            )
         return reference()
 
     @property

@@ -46,7 +46,7 @@ def launch(
     except TritonError as error:
         name = kernel.fn.__name__
         first_line = str(error).strip().split("\n", maxsplit=1)[0]
-        raise KernelError(f"kernel `{name}` does not run on this device: {first_line}") from error
+        raise KernelError(f"`{name}`: {first_line}") from error
 
 
 def next_power_of_2(value: int) -> int:

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "num_rows", "first_layer", "first_head", "num_layers", "num_heads"]
+)
 def move_blocks_kernel(
     pool, staging, block_ids, num_blocks, num_rows, first_layer, first_head, num_layers, num_heads,
     block_size,
