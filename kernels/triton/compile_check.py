@@ -35,12 +35,8 @@ _POINTERS = {  # by parameter; "T" is the model's type
 }
 _FLOATS = {"eps", "scale"}
 _UNKNOWN = {"num_rows", "num_seqs", "num_tiles", "num_splits", "row_tiles", "num_parts", "num_entries"}
-_UNKNOWN |= {
-    "level",
-    "num_blocks",
-    "most_partials",
-    "stride_table",
-}  # not specialised: they change from step to step
+_UNKNOWN |= {"num_blocks", "most_partials", "stride_table", "level", "first_layer", "first_head"}
+_UNKNOWN |= {"num_layers"}  # all of these change from call to call: no kernel is specialised on them
 
 
 @dataclass(frozen=True, slots=True)

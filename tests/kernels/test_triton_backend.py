@@ -63,7 +63,7 @@ def test_a_kernel_that_does_not_compile_is_tried_once(caplog):
 
     def broken():
         calls.append("kernel")
-        raise launch.KernelError("kernel `f` does not run on this device: out of resource")
+        raise launch.KernelError("`f`: out of resource")
 
     fallbacks = fallback.Fallbacks()
     with caplog.at_level(logging.WARNING):
