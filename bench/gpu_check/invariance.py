@@ -169,15 +169,16 @@ def _engine(backend: TritonBackend, dtype: Dtype, sizes: Sizes) -> Iterator[Line
 def generate(
     runner: ModelRunner, prompts: list[list[int]], num_tokens: int, chunk: int | None, per_request: int
 ) -> list[list[object]]:
-    """Each prompt's outputs, all prompts in one batch; sampled, with log-probabilities."""
+    """Each prompt's outputs, all prompts in one batch, in chunks of the same size; sampled, with
+    log-probabilities."""
     ids: list[list[int]] = [[] for _ in prompts]
     outputs: list[list[object]] = [[] for _ in prompts]
-    start = 0
+    computed = 0  # of the prompts
     while len(ids[0]) < num_tokens:
         rows = []
         for index, prompt in enumerate(prompts):
             sequence = [*prompt, *ids[index]]
-            first = start if not ids[index] else len(sequence) - 1
+            first = computed if not ids[index] else len(sequence) - 1
             stop = min(len(sequence), first + chunk) if chunk and not ids[index] else len(sequence)
             params = SamplingParams(
                 max_tokens=num_tokens, seed=index, temperature=0.8, top_p=0.9, num_logprobs=2
@@ -194,7 +195,7 @@ def generate(
                     sample=due,
                 )
             )
-            start = stop if index == 0 else start
+        computed += chunk or 0
         for index, output in enumerate(runner.run(StepPlan(rows=tuple(rows))).outputs):
             if output is not None:
                 ids[index].append(output.token_id)

@@ -145,3 +145,27 @@ def test_a_models_steps_are_measured_in_both_modes() -> None:
     )
     assert [line.name for line in lines] == ["tiny, group 4 decode 2 x 9"]
     assert {"exact ms", "fast ms", "roofline ms", "fast/exact", "tok/s"} <= lines[0].cells.keys()
+
+
+@needs_kernels
+def test_what_is_generated_does_not_depend_on_chunks_or_companions() -> None:
+    """With the reference: this is about the driver."""
+    from bench.gpu_check.invariance import generate
+    from bench.gpu_check.worlds import make_pool, make_runner, random_weights, spec_of
+    from cluster.engine.model_spec import Dtype
+    from kernels.reference import ReferenceBackend
+
+    name, backend = "tiny, group 4", ReferenceBackend()
+    weights = random_weights(spec_of(name), torch.float32, backend)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15], [16]]
+
+    def run(prompts: list[list[int]], chunk: int | None) -> list[list[object]]:
+        pool = make_pool(name, Dtype.FP32, backend.device, 3, 16)
+        return generate(make_runner(name, weights, Dtype.FP32, backend, pool, 16), prompts, 4, chunk, 1)
+
+    alone = run(prompts[:1], None)[0]
+    assert len(alone) == 4
+    assert run(prompts[:1], 3)[0] == alone
+    together = run(prompts, None)
+    assert together[0] == alone
+    assert [len(outputs) for outputs in together] == [4, 4, 4]
