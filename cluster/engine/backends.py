@@ -13,6 +13,7 @@ from kernels.cpu.isa import IsaError
 from kernels.ops import Backend
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
+from kernels.triton.availability import why_unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ NAMES = ("cpu", "reference")
 QUANTIZATIONS: dict[str, tuple[Quantization, ...]] = {  # by backend
     "cpu": tuple(Quantization),
     "reference": tuple(Quantization),
+    "triton": (Quantization.NONE,),  # on a GPU; not in `NAMES`: workers keep their KV in host memory
 }
 
 
@@ -38,20 +40,30 @@ def make_backend(
     with `share`, on more threads while others rest.
 
     Raises:
-        ConfigError: there is none of that name, it does not compute with that quantization, or not with
-            the instructions that `BATON_CPU_ISA` demands.
+        ConfigError: there is none of that name, it does not compute with that quantization, not with the
+            instructions that `BATON_CPU_ISA` demands, or not on this machine.
     """
     if name not in QUANTIZATIONS:
         raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
     chosen = find_quantization(name, quantization)
     if name == "reference":
         return ReferenceBackend("cpu", chosen)
+    if name == "triton":
+        return _triton_backend()
     try:
         if share is None:
             return CpuBackend(num_threads, chosen)
         return _sharing_backend(num_threads, chosen, share)
     except IsaError as error:
         raise ConfigError(str(error)) from error
+
+
+def _triton_backend() -> Backend:
+    if reason := why_unavailable():
+        raise ConfigError(reason)
+    from kernels.triton.backend import TritonBackend  # needs triton
+
+    return TritonBackend()
 
 
 def find_quantization(backend: str, name: str) -> Quantization:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
+from cluster.engine.decoder import Decoder
 from cluster.engine.grammar_masks import GrammarMasks
 from cluster.engine.load import load_decoder
 from cluster.engine.packed_batch import PackedBatch, Packer
@@ -43,20 +44,24 @@ class ModelRunner:
         backend: Backend,
         max_model_len: int | None = None,
         parallel: ParallelConfig = SINGLE_RANK,
+        decoder: Decoder | None = None,
     ) -> None:
-        """`pool`: as `kernels.ops` lays it out, of the prepared dtype or int8.
+        """`pool`: as `kernels.ops` lays it out, of the prepared dtype or int8, on the backend's device.
+        `decoder`: one whose weights are there already; None: mapped from the prepared files.
 
         Raises:
             ModelError: see `load_decoder`.
             ValueError: the pool does not fit the model.
         """
         spec = prepared.spec
-        self.decoder = load_decoder(prepared, backend, max_model_len, parallel)
+        self.decoder = decoder or load_decoder(prepared, backend, max_model_len, parallel)
         self.max_model_len = self.decoder.max_model_len
         expected = (spec.num_layers, 2, spec.num_kv_heads, row_size(spec.head_dim, pool.dtype))
         dtypes = (TORCH_DTYPES[prepared.dtype], torch.int8)
         if (*pool.shape[1:3], *pool.shape[4:]) != expected or pool.dtype not in dtypes:
             raise ValueError(f"KV pool of {list(pool.shape)} {pool.dtype} does not fit {prepared.name}")
+        if pool.device != backend.device:
+            raise ValueError(f"KV pool on {pool.device} does not fit a backend on {backend.device}")
         self._pool = pool
         self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
         self._choose = TokenChooser(

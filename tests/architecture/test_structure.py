@@ -33,6 +33,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "httptools": ("router/server.py", "bench/load/client/http_stream.py", "bench/load/mock/connection.py"),
     "yaml": ("cluster/config",),
     "opentelemetry": ("router/traces.py",),
+    "triton": ("kernels/triton/",),
 }
 # `baton bench` and `baton simulate` are verbs of the one command line; they are imported only when called.
 COMMAND_LINE_MOUNTS = {

@@ -1,0 +1,1 @@
+"""The GPU backend: Triton kernels and their host side. Import `availability` first: the rest needs triton."""

@@ -1,0 +1,58 @@
+"""Starting a kernel: the one place that knows how, and what a failure means.
+
+Multiplications and additions are never fused: kernels that must give the same bits would otherwise depend on
+what the compiler finds to fuse in each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.errors import TritonError
+
+from kernels.triton.availability import interpreting
+
+
+class KernelError(Exception):
+    """A kernel cannot be compiled for this device, or asks for more than it has."""
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **constants: Any,
+) -> None:
+    """Run `kernel` over `grid` on the current device; nothing happens for an empty grid.
+
+    Raises:
+        KernelError: it does not compile here; nothing was computed.
+    """
+    if 0 in grid:
+        return
+    if interpreting():
+        from kernels.triton.interpreter import like_a_device
+
+        with like_a_device():
+            kernel[grid](*arguments, **constants)
+        return
+    try:
+        kernel[grid](
+            *arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False, **constants
+        )
+    except TritonError as error:
+        name = kernel.fn.__name__
+        first_line = str(error).strip().split("\n", maxsplit=1)[0]
+        raise KernelError(f"`{name}`: {first_line}") from error
+
+
+def next_power_of_2(value: int) -> int:
+    power: int = triton.next_power_of_2(value)
+    return power
+
+
+def cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)

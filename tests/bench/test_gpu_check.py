@@ -1,0 +1,171 @@
+"""The GPU check: its report, that it goes on past a failed part, and that it tells wrong from right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from bench.gpu_check.__main__ import PART_NAMES, _read, _run_in_process
+from bench.gpu_check.report import Head, Line, Part, Report, render, render_lines
+from tests.kernels.triton_support import DEVICE, why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def report(*parts: Part, interpreted: bool = False) -> Report:
+    return Report(device="some card", interpreted=interpreted, versions={"torch": "2"}, parts=parts)
+
+
+def test_a_report_holds_if_every_part_ended_and_nothing_is_wrong() -> None:
+    good = Part(name="a", title="A", lines=(Line("x", {"us": 1.25}, holds=True), Line("y", {"n": 3})))
+    wrong = Part(name="b", title="B", lines=(Line("z", {}, holds=False),))
+    died = Part(name="c", title="C", error="ended with status -11: it said nothing")
+    assert report(good).holds
+    for bad in (wrong, died):
+        assert not report(good, bad).holds
+    text = render(report(good, wrong, died))
+    assert "SOMETHING ASSERTED DOES NOT HOLD" in text
+    assert "FAILED: ended with status -11" in text
+    assert "everything asserted holds" in render(report(good))
+    assert "No rate here means anything" in render(report(good, interpreted=True))
+
+
+def test_lines_are_a_table_of_all_their_cells() -> None:
+    lines = [Line("long name", {"us": 12.3456}, holds=True), Line("b", {"GB/s": 2.0, "us": 4}, holds=False)]
+    head, first, second = render_lines(lines)
+    assert head.split() == ["us", "GB/s"]
+    assert first.split() == ["long", "name", "12.3", "ok"]
+    assert second.split() == ["b", "4", "2", "WRONG"]
+    assert len({len(head), len(first), len(second)}) == 1
+    assert render_lines([]) == []
+
+
+def test_a_report_is_json() -> None:
+    part = Part(name="a", title="A", lines=(Line("x", {"us": 1.5, "note": "n"}, holds=True),))
+    assert msgspec.json.decode(msgspec.json.encode(report(part)), type=Report) == report(part)
+
+
+def test_a_part_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    part = _run_in_process("kernels", time.monotonic() + 60, interpret=True)
+    assert part.error == "ended with status 1: it said nothing"
+    assert not part.holds
+
+
+def test_a_part_that_is_late_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    endless = tmp_path / "endless"
+    endless.write_text("#!/bin/sh\nexec cat /dev/zero > /dev/null\n")
+    endless.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(endless))
+    part = _run_in_process("kernels", time.monotonic() - 1, interpret=True)
+    assert part.error is not None
+    assert part.error.endswith("no time was left")
+
+
+def test_what_a_part_had_found_is_kept(tmp_path: Path) -> None:
+    found = [Line("x", {"us": 1}), Line("y", {}, holds=False)]
+    written = [msgspec.json.encode(value).decode() for value in (Head("A", "note"), *found)]
+    path = tmp_path / "part.jsonl"
+    path.write_text("\n".join(written) + "\n" + written[1][:7])
+    assert _read(path, "a") == (Head("A", "note"), tuple(found))
+    assert _read(tmp_path / "none", "a") == (Head("a", ""), ())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_check"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 1
+    [line] = result.stderr.strip().splitlines()
+    assert line.startswith("the triton backend needs ")
+
+
+@needs_kernels
+def test_every_part_has_a_process_and_the_other_way_round() -> None:
+    from bench.gpu_check.parts import PARTS
+
+    assert tuple(PARTS) == PART_NAMES
+
+
+@needs_kernels
+def test_correctness_tells_wrong_from_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.gpu_check import correctness
+    from kernels.triton.backend import TritonBackend
+
+    backend = TritonBackend()
+    sizes = correctness.TINY
+    check = correctness._Check(backend, torch.float32, sizes)
+    assert all(line.holds for line in [*check.moves(), *check.row_wise()])
+    monkeypatch.setattr(backend, "rms_norm", lambda x, weight, eps: x)
+    wrong = [line.name for line in check.row_wise() if not line.holds]
+    assert wrong == [f"rms_norm of {width}" for width in sizes.widths]
+
+
+@needs_kernels
+@pytest.mark.skipif(DEVICE != "cpu", reason="bf16 has kernels on a GPU")
+def test_what_went_to_the_reference_does_not_pass() -> None:
+    from bench.gpu_check import correctness
+    from kernels.triton.backend import TritonBackend
+
+    check = correctness._Check(TritonBackend(), torch.bfloat16, correctness.TINY)
+    first = next(check.row_wise())
+    assert first.holds is False
+    assert first.cells["note"] == "went to the reference"
+
+
+@needs_kernels
+def test_a_models_steps_are_measured_in_both_modes() -> None:
+    from bench.engine_cases import decode
+    from bench.gpu_check import engine_speed, kernel_speed
+    from bench.gpu_check.timing import Ceilings, Clock
+    from cluster.engine.model_spec import Dtype
+    from kernels.triton.backend import TritonBackend
+
+    exact, fast = kernel_speed.both_modes(TritonBackend())
+    sizes = engine_speed.Sizes(models=("tiny, group 4",), cases=(decode(2, 9),))
+    clock = Clock(exact.device, 0.0)
+    lines = list(
+        engine_speed.run({"exact": exact, "fast": fast}, clock, Ceilings(1e12, 1e14), Dtype.FP32, sizes)
+    )
+    assert [line.name for line in lines] == ["tiny, group 4 decode 2 x 9"]
+    assert {"exact ms", "fast ms", "roofline ms", "fast/exact", "tok/s"} <= lines[0].cells.keys()
+
+
+@needs_kernels
+def test_what_is_generated_does_not_depend_on_chunks_or_companions() -> None:
+    """With the reference: this is about the driver."""
+    from bench.gpu_check.invariance import generate
+    from bench.gpu_check.worlds import make_pool, make_runner, random_weights, spec_of
+    from cluster.engine.model_spec import Dtype
+    from kernels.reference import ReferenceBackend
+
+    name, backend = "tiny, group 4", ReferenceBackend()
+    weights = random_weights(spec_of(name), torch.float32, backend)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15], [16]]
+
+    def run(prompts: list[list[int]], chunk: int | None) -> list[list[object]]:
+        pool = make_pool(name, Dtype.FP32, backend.device, 3, 16)
+        return generate(make_runner(name, weights, Dtype.FP32, backend, pool, 16), prompts, 4, chunk, 1)
+
+    alone = run(prompts[:1], None)[0]
+    assert len(alone) == 4
+    assert run(prompts[:1], 3)[0] == alone
+    together = run(prompts, None)
+    assert together[0] == alone
+    assert [len(outputs) for outputs in together] == [4, 4, 4]
