@@ -8,8 +8,10 @@
    the tokens generated so far and of nothing else: another worker that is given the same history goes on with
    the same masks.
 
-Work is bounded by counts, not by clocks (`_LIMITS`), so that the same grammar gives up at the same place
-everywhere. A state that gave up says so; it never lets everything pass.
+Work is bounded by counts, not by clocks (`_LIMITS`, and `cluster.grammar_size` for what those do not see),
+so that the same grammar gives up at the same place everywhere. What counts is what was found out about a
+grammar so far: so answers share none of it, and a history is followed with the masks it was chosen by. A
+state that gave up says so; it never lets everything pass.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,11 +28,12 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidRequest, ModelError
+from cluster.grammar_size import check_lark, check_pattern, check_schema
 
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=500_000,  # about 0.2 s to compile at most
-    step_lexer_fuel=100_000,  # about 7 ms for one token at most
-    step_max_items=20_000,
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=20_000,  # ordinary schemas take less than 5,000; some milliseconds for one token
+    step_max_items=10_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,
@@ -48,17 +51,20 @@ _QUIET = 0
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
     """JSON that fits a schema. `lenient`: what cannot be enforced is left out instead of refused."""
+    check_schema(schema)
     grammar: str = LLMatcher.grammar_from_json_schema(dumps(_as_object(schema)), overrides=_options(lenient))
     return grammar
 
 
 def regex_grammar(pattern: str) -> str:
+    check_pattern(pattern)
     grammar: str = LLMatcher.grammar_from_regex(pattern)
     return grammar
 
 
 def lark_grammar(text: str) -> str:
     """A grammar in Lark's notation with llguidance's additions, like `%json {…}`."""
+    check_lark(text)
     grammar: str = LLMatcher.grammar_from_lark(text)
     return grammar
 
@@ -66,9 +72,14 @@ def lark_grammar(text: str) -> str:
 def foreign_grammar(text: str) -> str:
     """A grammar as people write it: in Lark's notation, or in GBNF (`root ::= …`)."""
     try:
-        return lark_grammar(any_to_lark(text))
+        lark = any_to_lark(text)
     except (GbnfToLarkError, RecursionError) as error:
         raise ValueError(str(error)) from error
+    except Exception as error:  # of rules that are missing the converter says so with the plainest one
+        if type(error) is not Exception:
+            raise
+        raise ValueError(str(error)) from error
+    return lark_grammar(lark)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -86,6 +97,7 @@ def json_rule(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str
 
 
 def regex_rule(pattern: str) -> str:
+    check_pattern(pattern)
     return f"/{regex_to_lark(pattern)}/"
 
 
@@ -118,6 +130,7 @@ def literal(text: str) -> str:
 
 def inline_schema(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> Mapping[str, Any]:
     """A schema as `%json` takes it within a grammar."""
+    check_schema(schema)
     return {**_as_object(schema), "x-guidance": _options(lenient)}
 
 
@@ -157,8 +170,8 @@ class Vocabulary(Protocol):
 
 
 class Grammars:
-    """Compiles grammars for one model's tokens, and keeps the latest ones. Safe to use from several threads;
-    making it reads the whole vocabulary, which takes a fraction of a second.
+    """Compiles grammars for one model's tokens. Safe to use from several threads; making it reads the whole
+    vocabulary, which takes a fraction of a second. What `check` found is kept for a while.
 
     Raises:
         ModelError: the model has no end-of-text token.
@@ -169,90 +182,87 @@ class Grammars:
             raise ModelError("this model has no end-of-text token, which grammars need")
         source = _TokenTable(tokenizer)
         self._tokens = LLTokenizer(TokenizerWrapper(source), eos_token=list(source.eos_token_ids))
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._checked: OrderedDict[str, str] = OrderedDict()  # what is wrong with it; empty: nothing
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     @property
     def num_cached(self) -> int:
-        return len(self._compiled)
+        return len(self._checked)
 
     def check(self, grammar: str, param: str) -> None:
         """Raises:
         InvalidRequest: it is not a grammar, cannot be satisfied, or takes too much work.
         """
-        matcher = self._compile(grammar)
-        if matcher.is_error():
-            raise InvalidRequest(f"`{param}`: {_first_line(matcher.get_error())}.", param=param)
+        problem = self._known_problem(grammar)
+        if problem is None:
+            problem = self._problem(grammar)
+            self._keep(grammar, problem)
+        if problem:
+            raise InvalidRequest(f"`{param}`: {problem}.", param=param)
 
     def open(self, grammar: str) -> GrammarState:
         """The state before the first token; one that has given up if the grammar cannot be compiled."""
-        return GrammarState(self._compile(grammar).deep_copy(), lambda: self._compile_alone(grammar))
+        return GrammarState(self._compile(grammar))
+
+    def _problem(self, grammar: str) -> str:
+        matcher = self._compile(grammar)
+        if matcher.is_error():
+            return _first_line(matcher.get_error())
+        bits = matcher.compute_bitmask()
+        if matcher.is_error():
+            return "it is too complex to follow, or nothing matches it"
+        return "" if any(bits) else "nothing matches it"
+
+    def _known_problem(self, grammar: str) -> str | None:
+        with self._lock:
+            problem = self._checked.get(grammar)
+            if problem is not None:
+                self._checked.move_to_end(grammar)
+            return problem
+
+    def _keep(self, grammar: str, problem: str) -> None:
+        with self._lock:
+            if grammar not in self._checked:
+                self._checked[grammar] = problem
+                self._num_bytes += len(grammar)
+            while len(self._checked) > _MAX_CACHED or self._num_bytes > _MAX_CACHED_BYTES:
+                oldest, _ = self._checked.popitem(last=False)
+                self._num_bytes -= len(oldest)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is not None:
-                self._compiled.move_to_end(grammar)
-                return matcher
-        matcher = self._new_matcher(grammar)
-        with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = matcher
-                self._num_bytes += len(grammar)
-            while len(self._compiled) > _MAX_CACHED or self._num_bytes > _MAX_CACHED_BYTES:
-                oldest, _ = self._compiled.popitem(last=False)
-                self._num_bytes -= len(oldest)
-        return matcher
-
-    def _compile_alone(self, grammar: str) -> LLMatcher:
-        """For one answer. What its copies share has become too large, so later ones start anew too."""
-        with self._lock:
-            if self._compiled.pop(grammar, None) is not None:
-                self._num_bytes -= len(grammar)
-        return self._new_matcher(grammar)
-
-    def _new_matcher(self, grammar: str) -> LLMatcher:
         return LLMatcher(self._tokens, grammar, log_level=_QUIET, limits=_LIMITS)
 
 
 class GrammarState:
-    """Where one answer stands in its grammar. One thread at a time.
+    """Where one answer stands in its grammar. One thread at a time."""
 
-    Copies of a compiled grammar share what they find out about it, and the bounds on that. An answer whose
-    copy gives up is therefore followed again from its start, alone: whether it gives up is its own doing.
-    """
-
-    def __init__(self, matcher: LLMatcher, compile_alone: Callable[[], LLMatcher]) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self._compile_alone: Callable[[], LLMatcher] | None = compile_alone
-        self._followed: list[int] = []
+        self._num_followed = 0
+        self._has_mask = False  # of what was followed
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Take what was generated since; `output_ids` only grows at its end."""
-        if len(output_ids) > len(self._followed):
-            new = list(output_ids[len(self._followed) :])
-            self._followed += new
-            self._take(new)
+        for token_id in output_ids[self._num_followed :]:  # one by one: the end of text is no mistake then
+            if not self._has_mask:
+                self._matcher.compute_bitmask()  # as where it was chosen: the same is found out, so counted
+            self._has_mask = False
+            self._num_followed += 1
+            if not self._matcher.consume_token(token_id):
+                self._num_followed = len(output_ids)
+                return
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_] | None:
         """Which tokens may come next, EOS once the answer may end; None if the grammar has given up."""
         bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error() and self._compile_alone is not None:
-            self._matcher, self._compile_alone = self._compile_alone(), None
-            self._take(self._followed)
-            bits = self._matcher.compute_bitmask()
+        self._has_mask = True
         if self._matcher.is_error():
             return None
         known = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[:vocab_size]
         allowed = np.zeros(vocab_size, np.bool_)
         allowed[: len(known)] = known
         return allowed
-
-    def _take(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:  # one by one: the end of text is no mistake then
-            if not self._matcher.consume_token(token_id):
-                return
 
 
 class _TokenTable:

@@ -27,6 +27,7 @@ from cluster.grammar import (
     regex_grammar,
     tag_grammar,
 )
+from cluster.grammar_size import pattern_size
 from cluster.tokenizer import Tokenizer
 from tests.support.byte_tokenizer import EOS, IM_END, THINK, VOCAB_SIZE, write_byte_tokenizer
 
@@ -231,17 +232,94 @@ def test_tags_constrain_what_follows_them(grammars: Grammars) -> None:
 
 
 def test_it_gives_up_by_counts_and_says_so(grammars: Grammars) -> None:
-    """B159: an expression that becomes too complex on the way; the same one at the same place."""
-    grammar = regex_grammar("(a{1,1000}){1,1000}")
-    ends = []
-    for _ in range(2):
-        state = grammars.open(grammar)
-        ids: list[int] = []
-        while len(ids) < 600 and state.allowed(VOCAB_SIZE) is not None:
-            ids.append(ord("a"))
-            state.follow(ids)
-        ends.append(len(ids))
-    assert ends[0] == ends[1]
+    """B159: an expression that becomes too complex on the way gives up at the same place for all,
+    from the start or from the middle, alone or after others."""
+    grammar = regex_grammar("((a|b)*a(a|b){40}){100}")
+    rng = Random(3)
+    ids: list[int] = []
+    running = grammars.open(grammar)
+    while running.allowed(VOCAB_SIZE) is not None:
+        ids.append(rng.choice(b"ab"))
+        running.follow(ids)
+        assert len(ids) < 600, "it follows this; the test needs one that it does not"
+    assert ids
+    for start in range(len(ids)):
+        resumed = grammars.open(grammar)
+        resumed.follow(ids[: start + 1])
+        assert (resumed.allowed(VOCAB_SIZE) is None) == (start + 1 == len(ids))
+
+
+def test_who_resumes_has_the_same_masks(grammars: Grammars) -> None:
+    grammar = json_grammar(SCHEMA)
+    rng = Random(4)
+    ids: list[int] = []
+    running = grammars.open(grammar)
+    for _ in range(60):
+        mask = running.allowed(VOCAB_SIZE)
+        resumed = grammars.open(grammar)
+        resumed.follow(ids)
+        again = resumed.allowed(VOCAB_SIZE)
+        assert mask is not None
+        assert again is not None
+        assert (mask == again).all()
+        choices = [token for token in np.flatnonzero(mask).tolist() if token != EOS]
+        if not choices:
+            break
+        ids.append(rng.choice(choices))
+        running.follow(ids)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0),
+        ("abc", 3),
+        ("a{3}", 3),
+        ("a{2,5}b", 6),
+        ("a{2,}", 2),
+        ("(ab|c){4}", 12),
+        ("((a{10}){10}){10}", 1000),
+        ("(x[^]{9}]{7}){2}", 16),
+        (r"\{5}", 3),  # an escaped brace
+        (r"\p{Lu}{30}", 30),
+        ("[[a-z]&&[^x]]{20}", 20),
+        ("a*b+c?", 3),
+        (")){3", 4),
+    ],
+)
+def test_the_size_of_a_pattern(pattern: str, size: int) -> None:
+    assert pattern_size(pattern) == size
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: regex_grammar("(a{1000}){1000}"),
+        lambda: regex_grammar("a{100000}"),
+        lambda: json_grammar({"type": "string", "pattern": "^(a{1000}){1000}$"}),
+        lambda: json_grammar({"items": [{"patternProperties": {"a{20000}": {}}}]}),
+        lambda: json_grammar({"$defs": {"x": {"properties": {f"p{i}": {} for i in range(1001)}}}}),
+        lambda: json_rule({"pattern": "(a{1000}){1000}"}),
+        lambda: lark_grammar('start: "/" X "/"\nX: /(a{1000}){1000}/'),
+        lambda: foreign_grammar("start: /a{99999}/"),
+        lambda: tag_grammar([("<", "<", {"pattern": "a{99999}"}, ">")]),
+    ],
+)
+def test_what_repeats_too_much_is_refused_before_it_is_compiled(make: Callable[[], str]) -> None:
+    with pytest.raises(ValueError, match="at most"):
+        make()
+
+
+@pytest.mark.parametrize("text", ['x ::= "a"', "root ::= undefined"])
+def test_a_grammar_without_its_rules_is_a_client_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"root|undefined"):
+        foreign_grammar(text)
+
+
+@pytest.mark.parametrize("grammar", [regex_grammar(r"[^\s\S]"), json_grammar(False)])
+def test_what_nothing_matches_is_refused(grammars: Grammars, grammar: str) -> None:
+    with pytest.raises(InvalidRequest):
+        grammars.check(grammar, "x")
 
 
 def test_compiled_grammars_are_bounded(tokenizer: Tokenizer) -> None:
