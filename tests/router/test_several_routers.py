@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -18,12 +19,16 @@ import pytest
 import pytest_asyncio
 
 from cluster.config import RequestConfig, RouterConfig, dump_config, load_config
+from cluster.errors import ConfigError
 from cluster.ids import RouterId
 from cluster.wire.messages import Role
+from router.server import bind
 from tests.router.conductor_peers import make_register
 from tests.router.service_peers import Host, LiveWorker
 from tests.router.test_service_process import START_S, expected_text, free_port, write_config
+from tests.support.gateway import running_gateway
 from tests.support.redis_world import RedisWorld, redis_world
+from tests.support.scripted_cluster import Script, ScriptedCluster
 
 KEYS = {"sk-few": "name=few requests-per-min=12", "sk-free": "name=free"}
 
@@ -218,11 +223,28 @@ def _text(line: str) -> str:
     return text
 
 
+def test_b132_a_server_that_leaves_a_shared_port_finishes_what_runs(tokenizer_dir: Path) -> None:
+    cluster = ScriptedCluster(script=Script(token_ids=tuple(b"x" * 20), delay_s=0.03))
+    with running_gateway(tokenizer_dir, cluster, shares_port=True) as gateway:
+        body = {"prompt": "Hi", "max_tokens": 20, "stream": True}
+        with gateway.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            seen = _text(next(lines))
+            with bind("127.0.0.1", gateway.port, is_shared=True) as other:
+                other.settimeout(10.0)
+                gateway.stop()
+                deadline = time.monotonic() + 10.0
+                while not gateway.app.state.in_flight.draining:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.005)  # the server runs on a thread of its own
+                for _ in range(8):
+                    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10.0):
+                        other.accept()[0].close()
+            assert seen + "".join(map(_text, lines)) == "x" * 20
+
+
 @pytest.mark.parametrize("shares", [True, False])
 async def test_only_those_that_share_a_port_can_have_it_twice(shares: bool) -> None:
-    from cluster.errors import ConfigError
-    from router.server import bind
-
     first = bind("127.0.0.1", 0, is_shared=shares)
     port = first.getsockname()[1]
     try:

@@ -80,6 +80,7 @@ def running_gateway(
     model: ModelInfo | None = None,
     grace_s: float = 5.0,
     clock: Clock | None = None,
+    shares_port: bool = False,
 ) -> Iterator[RunningGateway]:
     """Serve until the block ends; fails if the server does not stop."""
     cluster = cluster or ScriptedCluster()
@@ -113,6 +114,7 @@ def running_gateway(
             stop=stop,
             grace_s=grace_s,
             max_header_bytes=(limits or GatewayLimits()).max_header_bytes,
+            shares_port=shares_port,
             on_listening=on_listening,
         )
 
