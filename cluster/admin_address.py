@@ -2,8 +2,8 @@
 
 On loopback the HTTP server answers everything on its one port. One that listens to a network serves the API
 and the chat page there; what is for those who run the cluster moves to an address of its own, on loopback
-unless said otherwise. So it does where several routers share the port of the API: each has an admin port,
-from this one on.
+unless said otherwise. So it does where clients need keys, which operators and their scrapers should not, and
+where several routers share the port of the API: each has an admin port, from this one on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def admin_address(config: ClusterConfig) -> tuple[str, int] | None:
     """
     if config.admin_port is not None:
         return config.admin_host, config.admin_port
-    if is_loopback(config.host) and config.routers == 1:
+    if is_loopback(config.host) and config.routers == 1 and config.api_keys_file is None:
         return None
     if config.port == 0:
         return config.admin_host, 0

@@ -6,8 +6,9 @@
 
    The keys themselves are nowhere on disk (`printf %s KEY | sha256sum` makes the digest). What a line does
    not say is as the flags say; `none` is no limit. Keys of one name are one tenant, with one set of limits.
-2. With a file, every path needs `Authorization: Bearer KEY`, also those that do not exist; only the few that
-   say whether the process lives are open. Without one, nothing does.
+2. With a file, every path needs `Authorization: Bearer KEY`, also those that do not exist; open are the few
+   that say whether the process lives, the files of the page, which a browser cannot send a key for, and, at
+   the admin address, what only that answers. Without a file, nothing needs a key.
 3. A presented key is hashed and compared with every digest, in constant time.
 4. The file is looked at again at most once a second. One that cannot be read any more leaves the keys as they
    were, and the log says so.
@@ -27,6 +28,8 @@ from cluster.clock import Clock
 from cluster.errors import ConfigError
 from router.asgi import Receive, Scope, Send, send_bytes
 from router.openai_errors import error_body, error_headers, http_error
+from router.page import page_files
+from router.public_side import PRIVATE_PATHS, side_of
 from router.quotas.limits import KeyLimits, parse_settings
 
 logger = logging.getLogger(__name__)
@@ -138,14 +141,14 @@ class KeyRing:
 
 
 class KeyCheck:
-    """ASGI middleware: nothing behind it is reached without a key, but for `OPEN_PATHS`."""
+    """ASGI middleware: nothing behind it is reached without a key, but for what `_is_open`."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], keys: KeyRing) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope):
             presented = presented_key(scope)
             key = None if presented is None else self._keys.find(presented)
             if key is None:
@@ -154,6 +157,13 @@ class KeyCheck:
                 return
             scope[API_KEY] = key
         await self._app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    if path in PRIVATE_PATHS:
+        return side_of(scope) is not None  # at the admin address; the public one has nothing there
+    return path in OPEN_PATHS or (scope["method"] in ("GET", "HEAD") and path in page_files())
 
 
 def presented_key(scope: Scope) -> bytes | None:

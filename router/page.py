@@ -13,6 +13,7 @@ inline script: `CSP` says so to the browser.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,12 +99,26 @@ def page_routes(source: PageSource, directory: Path = STATIC) -> list[Route]:
         headers = {**SAFE_HEADERS, "cache-control": "no-store"}
         return Response(orjson.dumps(source.picture()), media_type="application/json", headers=headers)
 
-    files = [_static_route(file) for file in sorted(directory.iterdir()) if file.suffix in _TYPES]
+    files = [_static_route(file) for file in _files(directory)]
     return [
         *files,
         Route("/page/picture", show_picture, methods=["GET"]),
         Route("/page/events", PageEvents(source), methods=["GET"]),
     ]
+
+
+@functools.cache
+def page_files(directory: Path = STATIC) -> frozenset[str]:
+    """The paths of the page's own files: no secret is in any of them."""
+    return frozenset(_path_of(file) for file in _files(directory))
+
+
+def _files(directory: Path) -> list[Path]:
+    return [file for file in sorted(directory.iterdir()) if file.suffix in _TYPES]
+
+
+def _path_of(file: Path) -> str:
+    return "/" if file.name == "index.html" else f"/page/{file.name}"
 
 
 def _static_route(file: Path) -> Route:
@@ -117,7 +132,7 @@ def _static_route(file: Path) -> Route:
             return Response(status_code=304, headers=headers)
         return Response(body, media_type=media_type, headers=headers)
 
-    return Route("/" if file.name == "index.html" else f"/page/{file.name}", show, methods=["GET"])
+    return Route(_path_of(file), show, methods=["GET"])
 
 
 class PageEvents:

@@ -24,7 +24,7 @@ from cluster.errors import ConfigError
 from router.asgi import BODY_WRITER, Receive, Scope, Send
 from router.generation import InFlight
 from router.openai_errors import error_body, http_error
-from router.public_side import on_public_side
+from router.public_side import on_its_side
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -267,6 +267,6 @@ async def serve_http(
 
 def _split(app: Application, admin_port: int) -> Application:
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        await app(on_public_side(scope, admin_port), receive, send)
+        await app(on_its_side(scope, admin_port), receive, send)
 
     return serve

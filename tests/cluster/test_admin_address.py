@@ -33,6 +33,7 @@ def test_loopback(host: str, expected: bool) -> None:
         ({"host": "0.0.0.0", "port": 0}, ("127.0.0.1", 0)),
         ({"host": "0.0.0.0", "admin_host": "10.0.0.5", "admin_port": 9000}, ("10.0.0.5", 9000)),
         ({"admin_port": 9000}, ("127.0.0.1", 9000)),
+        ({"api_keys_file": "/keys"}, ("127.0.0.1", 8001)),
         ({"routers": 2}, ("127.0.0.1", 8001)),
         ({"routers": 3, "port": 65533}, ("127.0.0.1", 65530)),
         ({"routers": 2, "admin_host": "10.0.0.5", "admin_port": 9000}, ("10.0.0.5", 9000)),

@@ -15,6 +15,8 @@ from cluster.clock import ManualClock
 from cluster.errors import ConfigError
 from router.api_keys import OPEN_PATHS, KeyRing, presented_key, read_keys
 from router.limits import GatewayLimits
+from router.page import page_files
+from router.public_side import Side, on_its_side
 from router.quotas.limits import KeyLimits
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
 
@@ -103,7 +105,8 @@ def test_b155_everything_else_is_closed(locked: RunningGateway, method: str) -> 
         "/health/",
         "/Health",
     }
-    for path in (routes - OPEN_PATHS) | odd:
+    read = page_files() if method == "GET" else set()
+    for path in (routes - OPEN_PATHS - read) | odd:
         response = ask(locked, path=path.replace("{name:path}", "x"), method=method)
         check_error(response, 401, code="invalid_api_key")
         with_query = ask(
@@ -117,6 +120,40 @@ def test_b155_only_the_signs_of_life_are_open(locked: RunningGateway) -> None:
     assert {"/health", "/ready", "/ping"} == OPEN_PATHS
     response = ask(locked, path="/health", method="HEAD")
     assert response.status_code in (200, 405)
+
+
+def test_a_browser_can_load_the_page_and_asks_with_a_key(locked: RunningGateway) -> None:
+    assert {path: ask(locked, path=path).status_code for path in page_files()} == dict.fromkeys(
+        page_files(), 200
+    )
+    assert ask(locked, path="/page/picture").status_code == 401
+    assert ask(locked, path="/page/nothing.js").status_code == 401
+
+
+async def test_operators_need_no_key_at_the_admin_address(locked: RunningGateway) -> None:
+    """And the public address has nothing of theirs, with or without a key."""
+
+    async def status(path: str, side: Side) -> int:
+        scope = {
+            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [], "server": ("127.0.0.1", 1 if side is Side.ADMIN else 2), "http_version": "1.1",
+            "scheme": "http", "client": ("127.0.0.1", 3), "root_path": "",
+        }  # fmt: skip
+        sent = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await locked.app(on_its_side(scope, 1), receive, send)
+        return int(sent[0]["status"])
+
+    for path in ("/metrics", "/cluster", "/page/picture"):
+        assert await status(path, Side.ADMIN) == 200
+        assert await status(path, Side.PUBLIC) == 404
+    assert await status("/v1/models", Side.ADMIN) == 401
 
 
 def test_a_refused_body_is_not_read(locked: RunningGateway) -> None:
