@@ -30,7 +30,7 @@ def show_status(url: str, *, as_json: bool, watch: bool, console: Console | None
     console = console or Console()
     try:
         if watch:
-            _watch(url, console)
+            _watch(url, console, as_json=as_json)
         elif as_json:
             typer.echo(json.dumps(get_json(url, "/page/picture"), indent=2))
         else:
@@ -41,13 +41,28 @@ def show_status(url: str, *, as_json: bool, watch: bool, console: Console | None
         raise ClientError(PRIVATE.format(url=url)) from error
 
 
-def _watch(url: str, console: Console) -> None:
-    """Redrawn with each event of the page's stream, until Ctrl-C."""
+def _watch(url: str, console: Console, *, as_json: bool) -> None:
+    """With each event of the page's stream, until Ctrl-C: redrawn on a terminal, else one after the other.
+
+    Raises:
+        ClientError: the server has ended the stream.
+    """
     picture: dict[str, Any] = {}
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        for part in stream_pictures(url):
-            picture |= part
-            live.update(render(picture), refresh=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        if as_json or not console.is_terminal:
+            for part in stream_pictures(url):
+                picture |= part
+                if as_json:
+                    print(json.dumps(picture), file=console.file, flush=True)
+                else:
+                    console.print(render(picture))
+                    console.file.flush()
+        else:
+            with Live(console=console, auto_refresh=False) as live:
+                for part in stream_pictures(url):
+                    picture |= part
+                    live.update(render(picture), refresh=True)
+        raise ClientError(f"{url} has ended the stream: the server stops")
 
 
 def render(picture: dict[str, Any]) -> RenderableType:

@@ -63,6 +63,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     """
     preflight.check_own_packages()
     preflight.check_key_limits(config)
+    preflight.check_api_keys(config)
     preflight.check_redis(config)
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)

@@ -85,6 +85,23 @@ def check_key_limits(config: ClusterConfig) -> None:
             )
 
 
+def check_api_keys(config: ClusterConfig) -> None:
+    """Before anything is started; what its lines say is for the router.
+
+    Raises:
+        ConfigError: the file of API keys cannot be read, or has none.
+    """
+    if config.api_keys_file is None:
+        return
+    path = Path(config.api_keys_file).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
+    if not any(line.partition("#")[0].strip() for line in text.splitlines()):
+        raise ConfigError(f"{path} has no API key: nobody could use the server")
+
+
 def check_redis(config: ClusterConfig) -> None:
     """
     Raises:

@@ -79,9 +79,14 @@ def test_status_watches_until_the_stream_ends() -> None:
     with WebServer() as server:
         server.answers["/page/events"] = (200, events)
         result = run("status", "--watch", "--url", server.url)
-    assert result.exit_code == 0, result.output
+        as_json = run("status", "--watch", "--json", "--url", server.url)
+    assert isinstance(result.exception, ClientError), result.output
+    assert "has ended the stream" in str(result.exception)
     assert "draining" in result.output
-    assert "decode-0" in result.output
+    assert result.output.count("decode-0") == 2  # no terminal: a table per event
+    first, second = map(json.loads, as_json.output.splitlines())
+    assert first == whole
+    assert second == whole | later
 
 
 def test_status_of_a_public_address_says_where_to_ask() -> None:

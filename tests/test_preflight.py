@@ -117,3 +117,17 @@ def test_what_shared_limits_need_is_there_before_anything_starts(monkeypatch: py
     missing.add("redis")
     with pytest.raises(ConfigError, match="pip install redis"):
         preflight.check_redis(ClusterConfig(redis="redis://host"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [(None, "No such file"), ("", "no API key"), ("# none\n\n", "no API key")]
+)
+def test_api_keys_that_cannot_be_used_end_it_before_anything_starts(
+    tmp_path: Path, text: str | None, reason: str
+) -> None:
+    path = tmp_path / "keys"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        preflight.check_api_keys(ClusterConfig(api_keys_file=str(path)))
+    preflight.check_api_keys(ClusterConfig())
