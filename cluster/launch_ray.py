@@ -21,9 +21,10 @@ from cluster.config import dump_config
 from cluster.errors import ConfigError
 from cluster.launch_actors import NUM_THREADS, RoleActor
 from cluster.launch_plan import RoleSpec
-from cluster.launch_processes import kill_process, open_visible
+from cluster.launch_processes import kill_process, open_visible, wait_ended
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; nothing of ours goes through it
+END_TIMEOUT_S: Final = 2.0
 PLACE_TIMEOUT_S: Final = 120.0  # a busy machine takes its time to import torch
 
 _SYSTEM_CONFIG: Final = {
@@ -149,6 +150,13 @@ class PlacedRole:
     async def stop(self) -> None:
         """Ask the service to drain and end."""
         await _answer(self._actor.stop.remote(), if_dead=None)
+
+    async def end(self) -> None:
+        """Its role is over: the process ends as Ray ends one. Killed, it would be told of as a crash."""
+        ray.kill(self._actor, no_restart=True)
+        if self._pidfd is not None:
+            await wait_ended(self._pidfd, END_TIMEOUT_S)
+        self.kill()
 
     def kill(self) -> None:
         """End the process now. Does nothing when it is dead. Ray alone would ask a hung one for 5 s first."""

@@ -4,6 +4,7 @@ hypothesis examples every time (HYPOTHESIS_PROFILE=explore looks for new ones)."
 import os
 
 import hypothesis
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,3 +20,8 @@ _TIMELESS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.
 hypothesis.settings.register_profile("same", derandomize=True, **_TIMELESS)
 hypothesis.settings.register_profile("explore", derandomize=False, max_examples=1000, **_TIMELESS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow ones first, so that none of them is begun when all else is done."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -10,7 +10,7 @@ from bench.chaos.report import to_json, to_table
 from bench.chaos.run import ChaosSettings, run_chaos
 
 SLICE = ChaosSettings(
-    num_streams=40, num_faults=5, seed=7, num_bodies=16, concurrency=6, max_prompt_words=60, max_tokens=24
+    num_streams=24, num_faults=3, seed=7, num_bodies=10, concurrency=6, max_prompt_words=60, max_tokens=24
 )
 
 

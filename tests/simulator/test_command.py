@@ -18,20 +18,20 @@ runner = CliRunner()
 
 # mutation |-> a seed from which on few are needed; `python -m bench.simulator.mutations` runs all from 0
 QUICK = {
-    "skip the attempt check": 2,
-    "skip the epoch check": 50,
+    "skip the attempt check": 21,
+    "skip the epoch check": 53,
     "free before ack": 0,
     "resample token 0": 0,
     "lose the bitmap check": 0,
-    "forget to renew leases": 22,
+    "forget to renew leases": 31,
     "reuse quarantined blocks": 4,
     "free while a piece is sent": 0,
     "free during a step": 0,
     "share blocks before they are computed": 0,
     "share blocks across salts": 0,
-    "forget which attempts were taken": 33,
+    "forget which attempts were taken": 78,
     "resume from the prompt alone": 0,
-    "let go without telling the workers": 0,
+    "let go without telling the workers": 6,
 }
 
 
