@@ -1,9 +1,10 @@
 """`python -m kernels.triton.compile_check`: does every kernel compile for a device that is not here?
 
 Each kernel is compiled with the tiles of the device's table, for shapes of real models, down to machine code:
-type errors, too much shared memory and register spills show without a GPU. Needs triton and its ptxas, and
-must not run in the interpreter. Exit status 1 if a kernel does not compile or asks for more than the device
-has.
+type errors, too much shared memory and register spills show without a GPU. So does whether kernels that must
+give the same bits multiply with the same instructions. Needs triton and its ptxas, and must not run in the
+interpreter. Exit status 1 if a kernel does not compile, asks for more than the device has, or multiplies
+otherwise than its family.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Case:
     num_stages: int = 2
     dtype: str = "bf16"
     types: tuple[tuple[str, str], ...] = ()  # where a parameter is not what `_POINTERS` says
+    family: str = ""  # kernels of one family must multiply with the same instructions
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Compiled:
     registers: int = 0
     stack_bytes: int = 0  # spilled registers, or arrays
     shared_bytes: int = 0
-    tensor_cores: str = "-"
+    instructions: str = "-"  # of tensor cores, and their shapes
 
 
 def cases(capability: int) -> Iterator[Case]:
@@ -88,7 +90,11 @@ def cases(capability: int) -> Iterator[Case]:
             queries = tile.rows // group if pick == "long" else 1
             constants = {**base, "ROWS": tile.rows, "QUERIES": queries, "PICK": pick, "KEEP": keep}
             label = f"attention {dtype} group {group} head_dim {dim} {mode.value} {pick} {keep}"
-            yield Case(label, attention.attention_kernel, constants, tile.num_warps, tile.num_stages, dtype)
+            family = f"attention {dtype} {group} {dim}" if mode is Mode.EXACT else ""
+            yield Case(
+                label, attention.attention_kernel, constants, tile.num_warps, tile.num_stages, dtype,
+                family=family,
+            )  # fmt: skip
     combine = {"HEAD_DIM": 128, "DIM": 128, "PARTITION": PARTITION_SIZE, "AT_ONCE": 4}
     yield Case("combine", attention.combine_kernel, {**combine, "PICK": "token", "KEEP": "each"}, num_warps=1)
     for dtype in ("bf16", "fp32"):
@@ -100,7 +106,7 @@ def cases(capability: int) -> Iterator[Case]:
             }  # fmt: skip
             yield Case(
                 f"linear {dtype} {'parts' if apart else 'whole'}", gemm.gemm_kernel, product,
-                gemm_tile.num_warps, gemm_tile.num_stages, dtype,
+                gemm_tile.num_warps, gemm_tile.num_stages, dtype, family=f"linear {dtype}",
             )  # fmt: skip
     yield Case("add_parts", gemm.add_parts_kernel, {"PARTS": 8, "BLOCK": 1024, "HAS_BIAS": True})
     move = {"HEADS_FIRST": True, "ROWS": 32, "BLOCK": 128}
@@ -145,12 +151,13 @@ def compile_case(case: Case, capability: int) -> Compiled:
     except TritonError as error:
         return Compiled(case.label, error=str(error).strip().split("\n")[-1])
     ptx = made.asm["ptx"]
-    cores = "wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "-"
+    found = re.findall(r"(wgmma|mma)(?:\.mma_async)?\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)
+    instructions = ", ".join(sorted({" ".join(parts) for parts in found})) or "-"
     registers, stack = _resources(made.asm["cubin"], Path(triton.__file__).parent)
     shared = int(made.metadata.shared)
     most = SHARED_BYTES.get(capability)
     too_much = f"{shared} bytes of shared memory, of {most}" if most is not None and shared > most else None
-    return Compiled(case.label, too_much, registers, stack, shared, cores)
+    return Compiled(case.label, too_much, registers, stack, shared, instructions)
 
 
 def _resources(cubin: bytes, triton_directory: Path) -> tuple[int, int]:
@@ -177,14 +184,21 @@ def main() -> None:
     capability = int(arguments.capability.replace(".", ""))
     print(f"{'kernel':<56}{'registers':>10}{'stack':>7}{'shared':>9}  tensor cores")
     failed = 0
+    families: dict[str, set[str]] = {}
     for case in cases(capability):
         if case.label.startswith(arguments.only):
             made = compile_case(case, capability)
             failed += made.error is not None
+            if case.family:
+                families.setdefault(case.family, set()).add(made.instructions)
             line = f"{made.label:<56}{made.registers:>10}{made.stack_bytes:>7}{made.shared_bytes:>9}"
             print(
-                f"{line}  {made.tensor_cores}" + (f"  FAILED: {made.error}" if made.error else ""), flush=True
+                f"{line}  {made.instructions}" + (f"  FAILED: {made.error}" if made.error else ""), flush=True
             )
+    for family, instructions in families.items():
+        if len(instructions) > 1:
+            failed += 1
+            print(f"{family}: its kernels multiply differently: {sorted(instructions)}")
     sys.exit(1 if failed else 0)
 
 

@@ -38,6 +38,8 @@ def like_a_device() -> Iterator[None]:
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=RuntimeWarning)
+            # triton 3.6 and NumPy below 2.4
+            warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
             yield
     finally:
         builder.create_dot = original

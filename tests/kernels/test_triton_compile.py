@@ -42,4 +42,4 @@ def test_kernels_compile_for_hopper() -> None:
     lines = result.stdout.splitlines()[1:]
     assert len(lines) > 25
     whole = [line for line in lines if line.startswith(("linear bf16", "attention bf16"))]
-    assert all(line.endswith(("wgmma", "mma")) for line in whole)
+    assert all("mma m" in line for line in whole)
