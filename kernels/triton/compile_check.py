@@ -62,9 +62,12 @@ class Compiled:
     instructions: str = "-"  # of tensor cores, and their shapes
 
 
-def cases(capability: int) -> Iterator[Case]:
+_ATTENTION_SHAPES = ((3, 64, "bf16"), (4, 128, "bf16"), (8, 256, "bf16"), (4, 128, "fp32"))
+
+
+def cases(capability: int, *, quick: bool) -> Iterator[Case]:
     """Every kernel at the shapes of Llama-3-8B, and what of SmolLM2 (group 3, head_dim 64) and wide heads
-    differs."""
+    differs. `quick`: each in one type, attention in SmolLM2's shape."""
     from kernels.triton.jit import attention, blocks, gemm, rowwise, sampling
 
     tiles = tiles_for((capability // 10, capability % 10))
@@ -77,7 +80,7 @@ def cases(capability: int) -> Iterator[Case]:
     yield Case("write_kv", rowwise.write_kv_kernel, {"HEADS": 8, "BLOCK": 128})
     heads = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 128}
     yield Case("rotary and write", rowwise.rotary_write_kernel, heads)
-    for group, dim, dtype in ((4, 128, "bf16"), (3, 64, "bf16"), (8, 256, "bf16"), (4, 128, "fp32")):
+    for group, dim, dtype in _ATTENTION_SHAPES[: 1 if quick else None]:
         base = {"GROUP": group, "BLOCK_SIZE": 64, "HEAD_DIM": dim, "DIM": dim, "PARTITION": PARTITION_SIZE}
         item_bytes = 4 if dtype == "fp32" else 2
         for mode, pick, keep in (
@@ -97,7 +100,7 @@ def cases(capability: int) -> Iterator[Case]:
             )  # fmt: skip
     combine = {"HEAD_DIM": 128, "DIM": 128, "PARTITION": PARTITION_SIZE, "AT_ONCE": 4}
     yield Case("combine", attention.combine_kernel, {**combine, "PICK": "token", "KEEP": "each"}, num_warps=1)
-    for dtype in ("bf16", "fp32"):
+    for dtype in ("bf16",) if quick else ("bf16", "fp32"):
         gemm_tile = tiles.gemm_for(4 if dtype == "fp32" else 2)
         for apart in (True, False):
             product = {
@@ -178,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.triton.compile_check")
     parser.add_argument("--capability", default="9.0", help="of the device to compile for")
     parser.add_argument("--only", default="", help="kernels whose label begins so")
+    parser.add_argument("--quick", action="store_true", help="each kernel in one type and shape")
     arguments = parser.parse_args()
     if interpreting():
         sys.exit("TRITON_INTERPRET is set: nothing is compiled in the interpreter")
@@ -185,7 +189,7 @@ def main() -> None:
     print(f"{'kernel':<56}{'registers':>10}{'stack':>7}{'shared':>9}  tensor cores")
     failed = 0
     families: dict[str, set[str]] = {}
-    for case in cases(capability):
+    for case in cases(capability, quick=arguments.quick):
         if case.label.startswith(arguments.only):
             made = compile_case(case, capability)
             failed += made.error is not None

@@ -25,12 +25,12 @@ def why_not() -> str | None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_hopper() -> None:
-    """Cached by triton: minutes the first time, seconds after."""
+    """In one type and shape each; the command alone compiles them all, in two minutes."""
     if reason := why_not():
         pytest.skip(reason)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "kernels.triton.compile_check", "--capability", "9.0"],
+        [sys.executable, "-m", "kernels.triton.compile_check", "--capability", "9.0", "--quick"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -40,6 +40,6 @@ def test_kernels_compile_for_hopper() -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()[1:]
-    assert len(lines) > 25
+    assert len(lines) > 20
     whole = [line for line in lines if line.startswith(("linear bf16", "attention bf16"))]
     assert all("mma m" in line for line in whole)
