@@ -20,6 +20,8 @@ CLASS_4 = {
     f"B0{number}" for number in (70, 72, 74, 75, 77, 79, 80, 82, 84, 85, 87, 89, 90, 92, 94, 95, 97, 99)
 }
 CLASS_6 = {"B120", "B122", "B124", "B125", "B127"}
+CLASS_7 = {f"B1{number}" for number in (30, 32, 34, 35, 37, 39, 40)}
+CLASS_8 = {f"B1{number}" for number in (50, 52, 54, 55, 57, 59, 60, 62, 64, 65)}
 
 
 def rows() -> dict[str, str]:
@@ -27,7 +29,7 @@ def rows() -> dict[str, str]:
 
 
 def test_every_case_of_these_classes_has_its_row() -> None:
-    assert set(rows()) == CLASS_1 | CLASS_2 | CLASS_3 | CLASS_4 | CLASS_6
+    assert set(rows()) == CLASS_1 | CLASS_2 | CLASS_3 | CLASS_4 | CLASS_6 | CLASS_7 | CLASS_8
 
 
 def test_every_named_test_exists_and_an_open_case_says_why() -> None:
