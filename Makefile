@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml
 serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
-# Tests that start whole clusters want the machine for themselves; the others share the cores, slow files first.
-CLUSTER_TESTS := tests/e2e tests/faults tests/test_launch.py
+# Tests that time whole clusters want the machine for themselves; the others share the cores, slow files first.
+CLUSTER_TESTS := tests/test_launch.py $(addprefix tests/e2e/test_,bench.py chaos.py faults.py safety.py serve.py)
 
 test: test-quick
 	$(BIN)/python -m pytest $(CLUSTER_TESTS)

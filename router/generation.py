@@ -26,6 +26,7 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.metrics import Metrics, Outcome, RequestRecord
+from cluster.readable import plural
 from cluster.sampling import FinishReason, PromptScore
 from router.asgi import ClientLeft
 from router.delivery import Delivery, Failed, NewTokens, RequestStream, RequestSummary, Take
@@ -209,7 +210,7 @@ class Generation:
 
 def _grammar_gave_up(num_tokens: int) -> InvalidRequest:
     return InvalidRequest(
-        f"The format that was asked for became too complex to follow after {num_tokens} tokens.",
+        f"The format that was asked for became too complex to follow after {plural(num_tokens, 'token')}.",
         code="format_too_complex",
     )
 

@@ -71,15 +71,27 @@ class _HeadTooLarge(Exception):
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, but an offered upgrade (Java's client offers h2c with every request) is declined as HTTP
     says, by serving the request; uvicorn would drop its body. What is not HTTP gets an error of our shape,
-    and so does a head of more than `max_head_bytes`, which uvicorn would keep however large it is."""
+    and so does a head of more than `max_head_bytes`, which uvicorn would keep however large it is, and a
+    request that is not whole `arrival_s` after its connection or first byte: uvicorn would wait for it."""
 
     max_head_bytes = 64 * 2**10
+    arrival_s = 60.0
+    _arrival: asyncio.TimerHandle | None = None
+    _is_arriving = False
     _resuming = False
     _in_head = False
     _began = _had_body = False  # a head, and a part of a body, in the data that is being parsed
     _head_bytes = 0  # of the request whose head is being read: parsed,
     _raw_head_bytes = 0  # and received
     _is_head_too_large = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._request_is_whole()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -100,7 +112,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if not self._resuming:
-            self._in_head = self._began = True
+            self._expect_request()
+            self._in_head = self._began = self._is_arriving = True
             self._head_bytes = self._raw_head_bytes = 0
             super().on_message_begin()
 
@@ -127,10 +140,29 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
+            self._request_is_whole()
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._answer(400, b"Bad Request", msg)
+
+    def _expect_request(self) -> None:
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(self.arrival_s, self._too_slow)
+
+    def _request_is_whole(self) -> None:
+        self._is_arriving = False
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _too_slow(self) -> None:
+        self._arrival = None
+        is_answered = self.cycle is not None and self.cycle.response_started and not self._in_head
+        if self._is_arriving and not is_answered:
+            self._answer(408, b"Request Timeout", f"The request did not arrive within {self.arrival_s:g} s.")
+        else:  # nothing came, or it was refused while its body was still coming
+            self.transport.close()
 
     def _num_head_bytes(self, data: bytes) -> int:
         """How much of `data` belongs to the head that is not complete yet; where it cannot be told, less."""
@@ -210,6 +242,7 @@ async def serve_http(
     stop: asyncio.Event,
     grace_s: float = 30.0,
     max_header_bytes: int = _Protocol.max_head_bytes,
+    arrival_s: float = _Protocol.arrival_s,
     shares_port: bool = False,
     on_listening: Callable[[str, int], None] | None = None,
     admin: tuple[str, int] | None = None,
@@ -238,7 +271,9 @@ async def serve_http(
         access_log=False,
         lifespan="off",
         server_header=False,
-        http=type("_LimitedProtocol", (_Protocol,), {"max_head_bytes": max_header_bytes}),
+        http=type(
+            "_LimitedProtocol", (_Protocol,), {"max_head_bytes": max_header_bytes, "arrival_s": arrival_s}
+        ),
         ws="none",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_CLOSE_WITHIN_S,

@@ -243,10 +243,10 @@ def test_it_gives_up_by_counts_and_says_so(grammars: Grammars) -> None:
         running.follow(ids)
         assert len(ids) < 600, "it follows this; the test needs one that it does not"
     assert ids
-    for start in range(len(ids)):
+    for num_tokens in (len(ids) - 1, len(ids)):
         resumed = grammars.open(grammar)
-        resumed.follow(ids[: start + 1])
-        assert (resumed.allowed(VOCAB_SIZE) is None) == (start + 1 == len(ids))
+        resumed.follow(ids[:num_tokens])
+        assert (resumed.allowed(VOCAB_SIZE) is None) == (num_tokens == len(ids))
 
 
 def test_who_resumes_has_the_same_masks(grammars: Grammars) -> None:

@@ -173,3 +173,34 @@ def test_settings_reach_the_gateway() -> None:
     assert GatewayLimits.of(RequestConfig()) == GatewayLimits()
     for name in RequestConfig.__struct_fields__:  # the operator's settings have the same names and defaults
         assert getattr(ClusterConfig(), name) == getattr(RequestConfig(), name)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"GET /hea",
+        b"GET /health HTTP/1.1\r\nhost: x\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: 99\r\n\r\n{",
+    ],
+)
+def test_a_request_that_arrives_too_slowly(tokenizer_dir: Path, part: bytes) -> None:
+    with running_gateway(tokenizer_dir, arrival_s=0.3) as gateway:
+        status, body = exchange(gateway, part)
+        assert status == b"HTTP/1.1 408 Request Timeout"
+        assert body["error"]["code"] == "request_timeout"
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as silent:
+            assert silent.recv(100) == b""
+        gateway.check_alive()
+
+
+def test_only_the_arrival_is_timed(tokenizer_dir: Path) -> None:
+    """Neither how long an answer takes, nor a connection that is kept."""
+    with (
+        running_gateway(tokenizer_dir, arrival_s=0.3) as gateway,
+        socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection,
+    ):
+        for _ in range(2):
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            assert select.select([connection], [], [], 0.6)[0] == []

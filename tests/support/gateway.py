@@ -81,6 +81,7 @@ def running_gateway(
     grace_s: float = 5.0,
     clock: Clock | None = None,
     shares_port: bool = False,
+    arrival_s: float = 60.0,
 ) -> Iterator[RunningGateway]:
     """Serve until the block ends; fails if the server does not stop."""
     cluster = cluster or ScriptedCluster()
@@ -115,6 +116,7 @@ def running_gateway(
             grace_s=grace_s,
             max_header_bytes=(limits or GatewayLimits()).max_header_bytes,
             shares_port=shares_port,
+            arrival_s=arrival_s,
             on_listening=on_listening,
         )
 
