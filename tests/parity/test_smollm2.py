@@ -63,11 +63,9 @@ def prompt_ids(prepared: PreparedModel) -> list[list[int]]:
 def published(prepared: PreparedModel) -> Any:
     """transformers' model with the weights that transformers reads from the GGUF file."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.initialization import no_init_weights
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    with no_init_weights():  # all of them are loaded
-        model = LlamaForCausalLM(LlamaConfig.from_pretrained(prepared.directory))
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(prepared.directory))
     tensors = load_gguf_checkpoint(str(resolve_model(DEMO).path), return_tensors=True, model_to_load=model)
     incompatible = model.load_state_dict(tensors["tensors"], strict=False)
     assert (incompatible.missing_keys, incompatible.unexpected_keys) == (["lm_head.weight"], [])

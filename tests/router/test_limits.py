@@ -6,6 +6,7 @@ import json
 import select
 import socket
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,15 @@ def test_a_request_that_arrives_too_slowly(tokenizer_dir: Path, part: bytes) -> 
 
 def test_only_the_arrival_is_timed(tokenizer_dir: Path) -> None:
     """Neither how long an answer takes, nor a connection that is kept."""
-    with (
-        running_gateway(tokenizer_dir, arrival_s=0.3) as gateway,
-        socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection,
-    ):
+    with running_gateway(tokenizer_dir, arrival_s=0.3) as gateway:
+        connection = HTTPConnection("127.0.0.1", gateway.port, timeout=10)
+        connection.connect()
+        own = connection.sock
         for _ in range(2):
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-            assert select.select([connection], [], [], 0.6)[0] == []
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            response.read()
+            assert response.status == 200
+            assert connection.sock is own, "the server closed the connection"
+            assert select.select([own], [], [], 0.6)[0] == []
+        connection.close()

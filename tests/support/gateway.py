@@ -134,6 +134,20 @@ def running_gateway(
     assert not thread.is_alive(), "the gateway does not stop"
 
 
+def until_quotas_are_quiet(gateway: RunningGateway) -> None:
+    """Wait for the server's side of replies that are over for the client: nothing is held of any quota."""
+    quiet = threading.Event()
+
+    def look() -> None:
+        if gateway.app.state.quotas.quiet():
+            quiet.set()
+        else:
+            gateway.loop.call_later(0.005, look)
+
+    gateway.loop.call_soon_threadsafe(look)
+    assert quiet.wait(5)
+
+
 def check_error(
     response: httpx.Response, status: int, *, param: str | None = None, code: str | None = None
 ) -> str:

@@ -11,7 +11,7 @@ import pytest
 from cluster.clock import ManualClock
 from router.limits import GatewayLimits
 from router.quotas.limits import KeyLimits
-from tests.support.gateway import RunningGateway, running_gateway
+from tests.support.gateway import RunningGateway, running_gateway, until_quotas_are_quiet
 from tests.support.scripted_cluster import Script
 
 LINES = {
@@ -44,4 +44,4 @@ def limited(quota_gateway: RunningGateway) -> Iterator[RunningGateway]:
     clock = quota_gateway.app.state.quotas._clock
     quota_gateway.loop.call_soon_threadsafe(clock.advance, 3600.0)
     yield quota_gateway
-    assert quota_gateway.app.state.quotas.quiet()
+    until_quotas_are_quiet(quota_gateway)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from cluster.errors import Overloaded, WorkerLost
 from router.quotas.book import Standing
 from router.quotas.headers import duration, limit_headers
 from router.quotas.limits import Limit
-from tests.support.gateway import MODEL, RunningGateway, check_error
+from tests.support.gateway import MODEL, RunningGateway, check_error, until_quotas_are_quiet
 from tests.support.scripted_cluster import Script
 
 
@@ -123,25 +122,11 @@ def test_concurrency(limited: RunningGateway) -> None:
     for stream in streams:
         assert stream.ended.wait(5)
     limited.cluster.script = Script()
-    until_quiet(limited)
+    until_quotas_are_quiet(limited)
     assert ask(limited, "sk-slots").status_code == 200
 
 
 # ---- whatever becomes of a request
-
-
-def until_quiet(gateway: RunningGateway) -> None:
-    """Wait for the server's side of replies that were given up."""
-    quiet = threading.Event()
-
-    def look() -> None:
-        if gateway.app.state.quotas.quiet():
-            quiet.set()
-        else:
-            gateway.loop.call_later(0.005, look)
-
-    gateway.loop.call_soon_threadsafe(look)
-    assert quiet.wait(5)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -152,7 +137,7 @@ def test_what_we_fail_before_its_first_token_costs_nothing(limited: RunningGatew
     limited.cluster.script = Script(fail_after=0, error=WorkerLost("gone"))
     assert ask(limited, "sk-all", stream=stream, n=2).status_code == 502
     limited.cluster.script = Script()
-    until_quiet(limited)
+    until_quotas_are_quiet(limited)
     headers = ask(limited, "sk-all").headers
     assert headers["x-ratelimit-remaining-requests"] == "99"
     assert headers["x-ratelimit-remaining-tokens"] == "993"
@@ -163,7 +148,7 @@ def test_what_fails_later_costs_what_it_gave(limited: RunningGateway, stream: bo
     limited.cluster.script = Script(fail_after=3, error=WorkerLost("gone"))
     assert ask(limited, "sk-all", stream=stream, max_tokens=50).status_code == (200 if stream else 502)
     limited.cluster.script = Script()
-    until_quiet(limited)
+    until_quotas_are_quiet(limited)
     assert remaining(limited, "sk-all") == 1000 - 2 - 3
 
 
@@ -176,7 +161,7 @@ def test_a_client_that_leaves_pays_for_its_prompt_and_what_it_got(limited: Runni
         for _ in range(4):
             assert next(lines).startswith("data: ")
             next(lines)
-    until_quiet(limited)
+    until_quotas_are_quiet(limited)
     assert remaining(limited, "sk-all") == 1000 - 2 - 4
 
 
