@@ -36,9 +36,7 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     decode_silence_s: float = 60.0
     stall_timeout_s: float = 15.0
     queue_timeout_s: float = 30.0
-    max_backlog_s: float = (
-        30.0  # a request whose first token is further away is refused; see `router.attempt`
-    )
+    max_backlog_s: float = 120.0  # a request whose first token is further away is refused (`router.attempt`)
     recovery_wait_s: float = 20.0
     max_queued: int = 1024
     max_overtake_s: float = 5.0

@@ -52,7 +52,7 @@ def overloaded(client: object) -> Overloaded:
 
 
 def test_a_hopeless_backlog_refuses_at_once_with_the_time_it_takes() -> None:
-    world = World()
+    world = World(ConductorConfig(max_backlog_s=30.0))
     world.decode("d0")
     say(world, "d0", on_time_prefill_s=1.9, late_prefill_s=60.0)
     client = world.submit(make_spec("r"))
@@ -67,7 +67,7 @@ def test_a_hopeless_backlog_refuses_at_once_with_the_time_it_takes() -> None:
 
 
 def test_batch_work_and_long_promises_wait_longer() -> None:
-    world = World()
+    world = World(ConductorConfig(max_backlog_s=30.0))
     world.decode("d0")
     say(world, "d0", on_time_prefill_s=1.9, late_prefill_s=60.0)
     batch = world.submit(with_slo("batch", priority_class=PriorityClass.BATCH))
