@@ -54,6 +54,12 @@ class RequestSummary:
     decode_s: float
     ttft_s: float
 
+    @classmethod
+    def unknown(cls, attempts: int) -> RequestSummary:
+        """Of a request of which no more is known than how often it was tried."""
+        return cls(attempts=attempts, cached_tokens=0, prefill_worker=None, decode_worker=None,
+                   queue_s=0.0, prefill_s=0.0, kv_transfer_s=0.0, decode_s=0.0, ttft_s=0.0)  # fmt: skip
+
 
 class RequestStream(Protocol):
     """One accepted request as the gateway sees it. Iterating ends after the delivery that carries a

@@ -48,17 +48,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 2
 WARM_UP_DEADLINE_S = 60.0
 WARM_UP_RETRY_S = 1.0
-NOTHING_KNOWN = RequestSummary(
-    cached_tokens=0,
-    attempts=1,
-    prefill_worker=None,
-    decode_worker=None,
-    queue_s=0.0,
-    prefill_s=0.0,
-    kv_transfer_s=0.0,
-    decode_s=0.0,
-    ttft_s=0.0,
-)
+NOTHING_KNOWN = RequestSummary.unknown(attempts=1)
 _LEVELS = {
     LifecycleEvent.RETRIED: logging.WARNING,
     LifecycleEvent.FAILED: logging.WARNING,

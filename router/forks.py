@@ -19,17 +19,7 @@ from cluster.request import RequestSpec
 from cluster.sampling import PromptScore
 from router.delivery import Delivery, Failed, RequestIntake, RequestStream, RequestSummary, Take
 
-_NOT_SUBMITTED = RequestSummary(
-    cached_tokens=0,
-    attempts=0,
-    prefill_worker=None,
-    decode_worker=None,
-    queue_s=0.0,
-    prefill_s=0.0,
-    kv_transfer_s=0.0,
-    decode_s=0.0,
-    ttft_s=0.0,
-)
+_NOT_SUBMITTED = RequestSummary.unknown(attempts=0)
 
 
 class SharedPrompt:
