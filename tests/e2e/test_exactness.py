@@ -94,10 +94,11 @@ def oracle_of() -> Callable[[str], Oracle]:
     ("dtype", "settings", "companions"),
     [
         ("bf16", {"kv_edge": "shm", "prefill_chunk": 512}, COMPANIONS),
+        ("bf16", {"kv_edge": "shm", "prefill_chunk": 16}, []),
         ("bf16", {"kv_edge": "gloo", "prefill_chunk": 64}, COMPANIONS),
-        ("fp32", {"kv_edge": "shm", "prefill_chunk": 16}, []),
+        ("fp32", {"kv_edge": "shm", "prefill_chunk": 128}, []),
     ],
-    ids=["bf16-shm-512", "bf16-gloo-64", "fp32-shm-16"],
+    ids=["bf16-shm-512", "bf16-shm-16", "bf16-gloo-64", "fp32-shm-128"],
 )
 def test_disaggregated_alone_again_and_in_company(
     oracle_of: Callable[[str], Oracle],
