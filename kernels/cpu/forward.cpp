@@ -5,7 +5,7 @@
 // 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
 //    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention splits items.
 //    Who is done takes pieces from who is not. A barrier stands wherever one thread reads what another wrote: few rows
-//    are normed by every thread for itself, and gates are applied by the thread whose columns they are.
+//    are normed by every thread for itself, and gates meet the ups of their columns where these are multiplied.
 // 4. The largest logit of each row, and of each block of it, is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
@@ -66,6 +66,35 @@ public:
     Team team;
     Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, int8_memory, tiles_memory;
     double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
+};
+
+// Sums of some columns from `first` on, biased and rounded to T, kept for the `Ups` of the same columns.
+template <typename T>
+struct Gates {
+    T* data;  // [rows, width]
+    const float* bias;  // or null
+    int64_t first, width;
+
+    void write(int64_t row, int64_t column, Vec value) const {
+        if (bias != nullptr) value += load(bias + column);
+        store(data + row * width + column - first, value);
+    }
+};
+
+// inner[row, column] = silu(gate) * up, both rounded to T before; ups are `inner_size` columns after their gates.
+template <typename T>
+struct Ups {
+    const T* gates;
+    const float* bias;  // or null
+    int64_t first, width, inner_size;
+    float* inner;
+
+    void write(int64_t row, int64_t column, Vec value) const {
+        if (bias != nullptr) value += load(bias + column);
+        column -= inner_size;
+        const Vec gate = load(gates + row * width + column - first);
+        store(inner + row * inner_size + column, silu_mul<T>(gate, round_to<T>(value)));
+    }
 };
 
 int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
@@ -168,22 +197,30 @@ private:
                            [&](int64_t first, int64_t last) { multiply<T>(rows, packed, first, last, output); });
     }
 
-    // Gate and up, then silu(gate) * up to inner_. A rank computes both halves of its columns, unless a panel holds some
-    // of either.
+    // silu(gate) * up to inner_. A panel of ups meets the gates of its columns while those are in cache, unless a panel
+    // holds some of either.
     void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer) {
-        const Store<T> output{wide_, layer.gate_up_bias, 2 * s_.inner};
-        const int64_t panel = header_of(layer.gate_up).panel;
-        const bool whole_panels = s_.inner % panel == 0;
-        const Share columns(s_.inner, rank, size_, whole_panels ? panel : 1);
-        if (whole_panels) {
-            const Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
-            for (const int64_t first : {columns.begin, s_.inner + columns.begin})
-                spread(rank, rows, layer.gate_up, first / panel, (first + columns.end - columns.begin) / panel, output);
-            watch.lap(StepStage::kGateUp);
-        } else {
-            product(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden, output);
-            meet(watch, StepStage::kGateUp);
-        }
+        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer);
+        const int64_t panel = header_of(layer.gate_up).panel, first_up = s_.inner / panel;
+        const Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
+        const Share panels(first_up, rank, size_);
+        model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels, [&](int64_t begin, int64_t end) {
+            static thread_local Scratch memory;
+            const int64_t first = begin * panel, width = (end - begin) * panel;
+            T* gates = typed(memory, batch_.num_tokens * width);
+            multiply<T>(rows, layer.gate_up, begin, end, Gates<T>{gates, layer.gate_up_bias, first, width});
+            multiply<T>(rows, layer.gate_up, first_up + begin, first_up + end,
+                        Ups<T>{gates, layer.gate_up_bias, first, width, s_.inner, inner_});
+        });
+        meet(watch, StepStage::kGateUp);
+    }
+
+    // Gate and up to wide_, then silu(gate) * up.
+    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer) {
+        product(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden,
+                Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner});
+        meet(watch, StepStage::kGateUp);
+        const Share columns(s_.inner, rank, size_);
         const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, batch_.num_tokens));
         model_.team.divide(rank, columns.begin, columns.end, unit, least, [&](int64_t begin, int64_t end) {
             for (int64_t m = 0; m < batch_.num_tokens; ++m) {

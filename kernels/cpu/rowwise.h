@@ -38,13 +38,17 @@ inline void rotate_head(const T* x, const float* cos, const float* sin, int64_t 
     }
 }
 
-// gate / (1 + exp(-gate)) * up over `size` columns
+// gate / (1 + exp(-gate)) * up
+template <typename T>
+inline Vec silu_mul(Vec gate, Vec up) {
+    return round_to<T>(gate / (exp(-gate) + 1.0f) * up);
+}
+
+// The same over `size` columns.
 template <typename T, typename Y>
 inline void silu_mul_row(const T* gates, const T* ups, int64_t size, Y* y) {
-    for (int64_t i = 0; i < size; i += kWidth) {
-        Vec gate = load_partial(gates + i, size - i), up = load_partial(ups + i, size - i);
-        store_partial(y + i, round_to<T>(gate / (exp(-gate) + 1.0f) * up), size - i);
-    }
+    for (int64_t i = 0; i < size; i += kWidth)
+        store_partial(y + i, silu_mul<T>(load_partial(gates + i, size - i), load_partial(ups + i, size - i)), size - i);
 }
 
 }  // namespace baton
