@@ -25,22 +25,24 @@ from cluster.engine.sequence import Sequence
 from cluster.ids import Attempt, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
-from cluster.wire.messages import (
-    Abort,
-    Committed,
+from cluster.wire.kv_messages import (
     DecodeToPrefill,
-    Drain,
-    Drained,
-    Finish,
-    FirstToken,
     KvAbort,
     KvClosed,
     KvCommit,
     KvOffer,
     KvOpen,
     KvPiece,
-    NackReason,
     PrefillToDecode,
+)
+from cluster.wire.messages import (
+    Abort,
+    Committed,
+    Drain,
+    Drained,
+    Finish,
+    FirstToken,
+    NackReason,
     RenewLeases,
     Reserve,
     RouterToWorker,

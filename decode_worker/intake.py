@@ -24,9 +24,7 @@ from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.ids import Attempt, LeaseId, PieceIndex, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
-from cluster.wire.messages import (
-    Committed,
-    Grant,
+from cluster.wire.kv_messages import (
     KvAbort,
     KvClosed,
     KvCommit,
@@ -38,9 +36,8 @@ from cluster.wire.messages import (
     KvReady,
     KvRefused,
     PrefillToDecode,
-    RenewLeases,
-    Reserve,
 )
+from cluster.wire.messages import Committed, Grant, RenewLeases, Reserve
 from cluster.worker_io import Action, Discard, Peer, PostReceive, Scatter, ToPeer, ToRouter
 from decode_worker.admission import IntakeConfig, admit, attempt_failed
 from decode_worker.lease import Block, Lease, LeaseState, Receive, ReceiveState

@@ -16,7 +16,8 @@ from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece
 from cluster.kv.prefix import PrefixIndex
 from cluster.sampling import TokenOutput
-from cluster.wire.messages import KvClosed, KvPiece, TokenRow
+from cluster.wire.kv_messages import KvClosed, KvPiece
+from cluster.wire.messages import TokenRow
 from cluster.worker_io import Peer, ToPeer
 from decode_worker.intake import Intake
 from decode_worker.lease import Lease

@@ -11,10 +11,7 @@ from cluster.ids import Attempt, BlockId, Epoch, LeaseId, PieceIndex, RequestId,
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
 from cluster.sampling import SamplingParams, TokenOutput
-from cluster.wire.messages import (
-    AttemptFailed,
-    Committed,
-    Grant,
+from cluster.wire.kv_messages import (
     KvAbort,
     KvClosed,
     KvCommit,
@@ -25,11 +22,8 @@ from cluster.wire.messages import (
     KvPiece,
     KvReady,
     KvRefused,
-    Nack,
-    NackReason,
-    RenewLeases,
-    Reserve,
 )
+from cluster.wire.messages import AttemptFailed, Committed, Grant, Nack, NackReason, RenewLeases, Reserve
 from cluster.worker_io import Action, Discard, Peer, PostReceive, Scatter
 from decode_worker.admission import IntakeConfig
 from decode_worker.intake import Intake
