@@ -203,7 +203,7 @@ def _restart_proves_death(original: Broken) -> Broken:
         for lease in list(self._leases.values()):
             if lease.writer is not None and lease.writer.worker == peer.worker:
                 lease.writer_may_write = False
-                self._settle(lease)
+                self._leases.settle(lease)
         return original(self, peer, in_place)
 
     return edge_up
