@@ -146,7 +146,7 @@ def left_on_router(router: RouterProcess) -> str | None:
     if conductor.quiet() and router.quotas.quiet() and not router.clients:
         return None
     return (
-        f"{router}: {conductor.num_live} requests, {len(conductor._deadlines)} deadlines, "
+        f"{router}: {conductor.num_live} requests, {conductor._requests.num_deadlines} deadlines, "
         f"{len(conductor._legs.leases)} leases, {conductor.workers.in_flight()} in flight"
     )
 
