@@ -65,7 +65,10 @@ def expected_scores(runner: ModelRunner, prompt: list[int], num_best: int) -> tu
         logits = runner.decoder.logits(runner.decoder.hidden(batch, runner._pool))
         output = with_logprobs(logits[0].numpy(), following, num_best)
         assert output.logprob is not None
-        scores.append((output.logprob, output.top_logprobs))
+        order = [
+            index for index, _ in with_logprobs(logits[0].numpy(), following, len(logits[0])).top_logprobs
+        ]
+        scores.append(PromptScore(output.logprob, output.top_logprobs, 1 + order.index(following)))
     return tuple(scores)
 
 
