@@ -34,8 +34,9 @@ def drain_notice(num_open: int | None, grace_s: float) -> str:
     """One line. `num_open` None: not known."""
     if num_open == 0:
         return "Stopping: no request is open. Ctrl-C again stops at once."
-    what = {None: "open requests", 1: "1 open request"}.get(num_open, f"{num_open} open requests")
-    have = "has" if num_open == 1 else "have"
-    return (
-        f"Stopping: {what} {have} {grace_s:g} s to finish. Ctrl-C again stops at once and cuts what is open."
-    )
+    if num_open == 1:
+        return (
+            f"Stopping: 1 open request has {grace_s:g} s to finish. Ctrl-C again stops at once and cuts it."
+        )
+    what = "open requests" if num_open is None else f"{num_open} open requests"
+    return f"Stopping: {what} have {grace_s:g} s to finish. Ctrl-C again stops at once and cuts them."

@@ -36,8 +36,8 @@ from router.tool_parser import CallDelta, ParsedText, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class ToolReading:
-    """How calls are found in an answer: the model's format, and the names that are offered. `calls_only`: they
-    are required, so there is nothing else."""
+    """How calls are found in an answer: the model's format, and the names that are offered. `calls_only`:
+    calls are required, so there is nothing else."""
 
     style: ToolFormat
     names: frozenset[str]

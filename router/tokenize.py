@@ -29,8 +29,8 @@ from router.schema import (
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
-    """`ignored`: request fields without effect; `served`: those that would have one. `limits`: headers of where
-    its key's limits stand."""
+    """`ignored`: request fields without effect; `served`: those that would have one. `limits`: headers that
+    tell where its key's limits stand."""
 
     body: dict[str, Any]
     ignored: tuple[str, ...]

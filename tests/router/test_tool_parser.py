@@ -126,7 +126,7 @@ def test_what_is_read(
 def test_where_only_calls_may_come_the_head_of_one_is_no_content(
     style: ToolFormat, cuts: tuple[int, ...]
 ) -> None:
-    """Cut anywhere: first no call and no content, then a call with its name and ever more of its arguments."""
+    """Cut anywhere: first no call and no content, then a call with its name and some arguments."""
     call = f'{style.opening}{{"name": "add", "{style.arguments_key}": {ARGUMENTS}}}{style.closing}'
     begins = call.index(ARGUMENTS) + 1
     for end in range(len(call) + 1):
