@@ -35,8 +35,6 @@ def drain_notice(num_open: int | None, grace_s: float) -> str:
     if num_open == 0:
         return "Stopping: no request is open. Ctrl-C again stops at once."
     if num_open == 1:
-        return (
-            f"Stopping: 1 open request has {grace_s:g} s to finish. Ctrl-C again stops at once and cuts it."
-        )
+        return f"Stopping: 1 open request has {grace_s:g} s to finish. Ctrl-C again cuts it at once."
     what = "open requests" if num_open is None else f"{num_open} open requests"
-    return f"Stopping: {what} have {grace_s:g} s to finish. Ctrl-C again stops at once and cuts them."
+    return f"Stopping: {what} have {grace_s:g} s to finish. Ctrl-C again cuts them at once."

@@ -44,9 +44,9 @@ def test_a_router_that_is_gone_or_hangs_is_not_waited_for(routers: list[WebServe
     ("num_open", "line"),
     [
         (0, "Stopping: no request is open. Ctrl-C again stops at once."),
-        (1, "Stopping: 1 open request has 30 s to finish. Ctrl-C again stops at once and cuts it."),
-        (7, "Stopping: 7 open requests have 30 s to finish. Ctrl-C again stops at once and cuts them."),
-        (None, "Stopping: open requests have 30 s to finish. Ctrl-C again stops at once and cuts them."),
+        (1, "Stopping: 1 open request has 30 s to finish. Ctrl-C again cuts it at once."),
+        (7, "Stopping: 7 open requests have 30 s to finish. Ctrl-C again cuts them at once."),
+        (None, "Stopping: open requests have 30 s to finish. Ctrl-C again cuts them at once."),
     ],
 )
 def test_the_line(num_open: int | None, line: str) -> None:
