@@ -20,6 +20,7 @@ import pytest
 
 from bench.chaos.streams import Answer, read_stream
 from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.plain_http import plain_async_client
 from tests.support.sse import strict_json
 from tests.support.tiny_model import write_tiny_model
 
@@ -349,7 +350,7 @@ def test_a_thousand_requests_with_random_aborts_leave_nothing(lasting: LocalClus
 
     async def run() -> list[str]:
         limits = httpx.Limits(max_connections=48)
-        async with httpx.AsyncClient(base_url=lasting.url, timeout=120, limits=limits) as client:
+        async with plain_async_client(base_url=lasting.url, timeout=120, limits=limits) as client:
             return list(await asyncio.gather(*(one(client, index) for index in range(1000))))
 
     outcomes = asyncio.run(run())
