@@ -21,7 +21,6 @@ import pytest
 
 from bench.chaos.streams import Answer, build_bodies, read_stream
 from tests.support.local_cluster import free_port
-from tests.support.plain_http import plain_client
 from tests.support.processes import ROOT, processes_of_run, wait_gone
 from tests.support.tiny_model import write_tiny_model
 
@@ -46,7 +45,7 @@ class Served:
             )
 
     def client(self) -> httpx.Client:
-        return plain_client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def wait(self, what: str, timeout_s: float, condition: Callable[[httpx.Client], bool]) -> float:
         """Until the server meets a condition; returns the seconds it took."""
