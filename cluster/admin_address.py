@@ -39,3 +39,14 @@ def admin_address(config: ClusterConfig) -> tuple[str, int] | None:
         return config.admin_host, 0
     after, before = config.port + 1, config.port - config.routers
     return config.admin_host, after if config.port + config.routers <= MAX_PORT else before
+
+
+def shown_admin_port(config: ClusterConfig) -> str:
+    """What becomes of `admin_port` in words of a person: one port, one per router, or none of its own."""
+    admin = admin_address(config)
+    if admin is None:
+        return "none: the HTTP server's port answers"
+    first, last = admin[1], admin[1] + config.routers - 1
+    if first == 0:
+        return "any free one"
+    return str(first) if first == last else f"{first} to {last}, one per router"

@@ -46,13 +46,15 @@ def serve(config: Path | None, dry_run: bool, **settings: str | None) -> None:
 
     Every option can also be set as BATON_OPTION in the environment, or as a key of the --config file.
     """
+    from cluster.admin_address import shown_admin_port
     from cluster.config import describe
     from cluster.config_sources import resolve_config
 
     flags = {name: value for name, value in settings.items() if value is not None}
     resolved = resolve_config(flags, os.environ, config)
     if dry_run:
-        typer.echo(describe(resolved.config, resolved.origins))
+        derived = {"admin_port": shown_admin_port(resolved.config)}
+        typer.echo(describe(resolved.config, resolved.origins, derived))
         return
     _serve(resolved.config)
 
@@ -61,21 +63,22 @@ def _serve(config: Any) -> None:
     from rich.console import Console
 
     from cluster import launch
-    from cluster.admin_address import admin_address
+    from cluster.admin_address import admin_address, shown_admin_port
     from cluster.clock import MonotonicClock
+    from cluster.drain_notice import count_open, drain_notice
     from cluster.progress import TerminalReport
 
     checked = launch.check(config)
-    host = "127.0.0.1" if checked.host in ("0.0.0.0", "::", "") else checked.host
-    url = f"http://[{host}]:{checked.port}" if ":" in host else f"http://{host}:{checked.port}"
+    url = _url(checked.host, checked.port)
     body = (
         f'{{"model": "{checked.served_model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     )
     admin = admin_address(checked)
+    routers = [url] if admin is None else [_url(admin[0], admin[1] + n) for n in range(checked.routers)]
     asides = f"[dim]Logs: {checked.log_dir}   Stop: Ctrl-C[/]"
     if admin is not None:
-        others = "" if checked.routers == 1 else f" to port {admin[1] + checked.routers - 1}, one per router"
-        asides = f"[dim]Cluster: http://{admin[0]}:{admin[1]}{others}[/]\n{asides}"
+        others = "" if checked.routers == 1 else f" (ports {shown_admin_port(checked)})"
+        asides = f"[dim]Cluster: {routers[0]}{others}[/]\n{asides}"
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
     def ready_text(seconds: float) -> str:
@@ -85,7 +88,12 @@ def _serve(config: Any) -> None:
         )
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    report = TerminalReport(console, MonotonicClock(), ready_text)
+    report = TerminalReport(
+        console,
+        MonotonicClock(),
+        ready_text,
+        lambda: drain_notice(count_open(routers), checked.drain_grace_s),
+    )
     try:
         finish = launch.serve(checked, report)
     except KeyboardInterrupt:
@@ -96,6 +104,12 @@ def _serve(config: Any) -> None:
     if finish.error is not None:
         typer.secho(f"error: {finish.error} (logs: {checked.log_dir})", fg="red", err=True)
     raise typer.Exit(finish.exit_code)
+
+
+def _url(host: str, port: int) -> str:
+    """As one on this machine reaches it."""
+    host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _with_settings(function: Callable[..., None]) -> Callable[..., None]:

@@ -25,14 +25,17 @@ class ClientError(BatonError):
         self.status = status
 
 
-def get_json(url: str, path: str, api_key: str | None = None) -> Any:
+def get_json(url: str, path: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> Any:
     """
     Raises:
-        ClientError: no server, an error status, or no JSON.
+        ClientError: no server, no answer in time, an error status, or no JSON.
     """
     request = urllib.request.Request(url.rstrip("/") + path, headers=_key_header(api_key))
-    with _open(request, TIMEOUT_S) as response:
-        return _parse(response.read())
+    with _open(request, timeout_s) as response:
+        try:
+            return _parse(response.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise ClientError(f"the answer broke off: {error}") from error
 
 
 def stream_chat(

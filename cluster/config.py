@@ -377,10 +377,14 @@ def threads_per_worker(config: ClusterConfig, num_cores: int) -> int:
     return max(1, num_cores // (config.prefill + config.decode))
 
 
-def describe(config: ClusterConfig, origins: Mapping[str, str]) -> str:
-    """One `name = value  (origin)` line per setting: what `--dry-run` prints."""
+def describe(config: ClusterConfig, origins: Mapping[str, str], derived: Mapping[str, str]) -> str:
+    """One `name = value  (origin)` line per setting: what `--dry-run` prints. `derived`: values that follow
+    from other settings, instead of those nobody has given."""
     width = max(map(len, config.__struct_fields__))
-    return "\n".join(
-        f"{name:<{width}} = {getattr(config, name)}  ({origins.get(name, 'default')})"
-        for name in config.__struct_fields__
-    )
+
+    def line(name: str) -> str:
+        if name in derived and name not in origins:
+            return f"{name:<{width}} = {derived[name]}  (derived)"
+        return f"{name:<{width}} = {getattr(config, name)}  ({origins.get(name, 'default')})"
+
+    return "\n".join(map(line, config.__struct_fields__))

@@ -59,6 +59,10 @@ class Report(Protocol):
         """Every role serves."""
         ...
 
+    def stopping(self) -> None:
+        """The first signal came, after the start: what is open is about to drain."""
+        ...
+
 
 class Driver:
     """Runs one cluster once."""
@@ -86,9 +90,11 @@ class Driver:
 
     def request_stop(self) -> None:
         """A signal came: the first drains, the next ends everything at once."""
-        self._is_stopping = True
+        is_first, self._is_stopping = not self._is_stopping, True
         if self._start_up is not None and not self._start_up.done():
             self._start_up.cancel()  # nothing serves yet, there is nothing to drain
+        elif is_first:
+            self._report.stopping()  # before anything drains: it may ask how much there is
         self._events.put_nowait(StopRequested())
 
     def request_restart(self) -> None:

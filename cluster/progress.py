@@ -92,13 +92,22 @@ class ConversionProgress:
 class TerminalReport:
     """How `baton serve` looks: a `cluster.launch_driver.Report` for people.
 
-    `ready_text(seconds)` is printed when everything serves. `progress` may come from another thread.
+    `ready_text(seconds)` is printed when everything serves, `stopping_text()` when that ends. `progress` may
+    come from another thread.
     """
 
-    def __init__(self, console: Console, clock: Clock, ready_text: Callable[[float], str]) -> None:
+    def __init__(
+        self,
+        console: Console,
+        clock: Clock,
+        ready_text: Callable[[float], str],
+        stopping_text: Callable[[], str],
+    ) -> None:
         self._console = console
         self._clock = clock
         self._ready_text = ready_text
+        self._stopping_text = stopping_text
+        self._is_ready = False
         self._started_at = clock.now()
         self._phase: tuple[str, float] | None = None
         self._status: Status | None = None  # on a terminal, while a phase lasts and no bar is shown
@@ -131,7 +140,14 @@ class TerminalReport:
     def ready(self) -> None:
         with self._lock:
             self._end_phase()
+            self._is_ready = True
             self._console.print(self._ready_text(self._clock.now() - self._started_at))
+
+    def stopping(self) -> None:
+        text = self._stopping_text() if self._is_ready else "Stopping before it was ready."
+        with self._lock:
+            self._stop_status()
+            self._console.print(escape(text))
 
     def close(self) -> None:
         with self._lock:

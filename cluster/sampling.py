@@ -66,8 +66,13 @@ def finish_reason(params: SamplingParams, output_ids: Sequence[int]) -> FinishRe
     return FinishReason.LENGTH if num_generated >= params.max_tokens else None
 
 
-# Of one token of a prompt: its log-probability, and the best alternatives as in `TokenOutput`.
-PromptScore = tuple[float, tuple[tuple[int, float], ...]]
+class PromptScore(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One token of a prompt: its log-probability, the best alternatives as in `TokenOutput`, and how many-th
+    best it is itself, from 1."""
+
+    logprob: float
+    best: tuple[tuple[int, float], ...]
+    rank: int
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -16,14 +16,8 @@ from cluster.engine.batch import StepOutput, StepPlan
 from cluster.ids import BlockId, Epoch, RouterId, WorkerId
 from cluster.kv.edge import Piece, Staged
 from cluster.step_model import StepModel
-from cluster.wire.messages import (
-    DecodeToPrefill,
-    PrefillToDecode,
-    RouterToWorker,
-    WorkerLoad,
-    WorkerState,
-    WorkerToRouter,
-)
+from cluster.wire.kv_messages import DecodeToPrefill, PrefillToDecode
+from cluster.wire.messages import RouterToWorker, WorkerLoad, WorkerState, WorkerToRouter
 
 
 class Peer(NamedTuple):

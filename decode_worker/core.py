@@ -25,22 +25,24 @@ from cluster.engine.sequence import Sequence
 from cluster.ids import Attempt, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
-from cluster.wire.messages import (
-    Abort,
-    Committed,
+from cluster.wire.kv_messages import (
     DecodeToPrefill,
-    Drain,
-    Drained,
-    Finish,
-    FirstToken,
     KvAbort,
     KvClosed,
     KvCommit,
     KvOffer,
     KvOpen,
     KvPiece,
-    NackReason,
     PrefillToDecode,
+)
+from cluster.wire.messages import (
+    Abort,
+    Committed,
+    Drain,
+    Drained,
+    Finish,
+    FirstToken,
+    NackReason,
     RenewLeases,
     Reserve,
     RouterToWorker,
@@ -72,6 +74,7 @@ from cluster.worker_io import (
 )
 from decode_worker.admission import IntakeConfig, attempt_failed, nack
 from decode_worker.intake import Intake
+from decode_worker.lease_table import LeaseTable
 from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Generated
 
 SMOOTHING = 0.2  # weight of the newest step in the smoothed step time
@@ -119,7 +122,8 @@ class DecodeCore:
             config.retry_after_s,
             config.targets,
         )
-        self._intake = Intake(self._intake_config, blocks)
+        self._leases = LeaseTable(self._intake_config, blocks)
+        self._intake = Intake(self._intake_config, blocks, self._leases)
         self._scheduler = DecodeScheduler(
             DecodeSchedulerConfig(config.max_chunk_tokens, config.growth_blocks, config.targets), blocks
         )
@@ -132,7 +136,7 @@ class DecodeCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; the returned actions are to be carried out in order."""
         actions = self._apply(event, now)
-        for sequence in self._intake.take_started():
+        for sequence in self._leases.take_started():
             self._scheduler.add(sequence)
         if not self._scheduler.busy:
             plan = self._scheduler.plan(now)
@@ -143,24 +147,24 @@ class DecodeCore:
         return actions
 
     def next_deadline(self) -> float | None:
-        deadlines = [self._intake.next_deadline()]
+        deadlines = [self._leases.next_deadline()]
         if self._drain is not None and not self._drain.announced:
             deadlines.append(self._drain.deadline)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def load(self) -> WorkerLoad:
         counts, scheduler = self._blocks.counts(), self._scheduler
-        coming = self._intake.sequences()
+        coming = self._leases.sequences()
         load = WorkerLoad(
             running=scheduler.num_running,
-            waiting=scheduler.num_preempted + self._intake.num_live,
+            waiting=scheduler.num_preempted + self._leases.num_live,
             queued_prefill_tokens=scheduler.num_queued_tokens,
             blocks_used=counts.used,
             blocks_cached=counts.cached,
             blocks_free=counts.free,
             steps=self._gauges.steps,
             preemptions=scheduler.num_preemptions,
-            leases=self._intake.num_leases,
+            leases=len(self._leases),
             stale_messages=self._gauges.stale_messages + self._intake.num_stale,
             prefill_tokens_per_s=self._gauges.prefill_rate.tokens_per_s,
             decode_step_s=self._gauges.decode_step_s,
@@ -180,7 +184,7 @@ class DecodeCore:
         """Nothing is held, awaited or in flight."""
         return (
             self._scheduler.num_sequences == 0
-            and self._intake.num_leases == 0
+            and len(self._leases) == 0
             and not self._scheduler.busy
             and self._blocks.counts().used == 0
             and self.next_deadline() is None
@@ -232,7 +236,7 @@ class DecodeCore:
             case Reserve():
                 return self._reserve(router, message, now)
             case RenewLeases():
-                self._intake.renew(router, message, now)
+                self._leases.renew(router, message, now)
                 return []
             case Finish(request=request, attempt=attempt):
                 return self._end(router, request, attempt, "the request is complete")
@@ -255,7 +259,7 @@ class DecodeCore:
                 return self._stale()
 
     def _reserve(self, router: RouterId, message: Reserve, now: float) -> list[Action]:
-        if self._intake.is_stale(message):
+        if self._leases.is_stale(message):
             return self._stale()
         current = self._current(message.request)
         actions: list[Action] = []
@@ -264,7 +268,7 @@ class DecodeCore:
         if self._drain is not None:
             detail = "this decode worker takes no new work"
             return [*actions, nack(router, message, self._intake_config, NackReason.DRAINING, detail)]
-        return actions + self._intake.reserve(
+        return actions + self._leases.reserve(
             router,
             message,
             now,
@@ -310,7 +314,7 @@ class DecodeCore:
         return actions
 
     def _tick(self, now: float) -> list[Action]:
-        actions = self._intake.expire(now)
+        actions = self._leases.expire(now)
         if self._drain is not None and now >= self._drain.deadline:
             actions += self._end_all(None, "this decode worker is leaving", code="draining")
         return actions
@@ -319,7 +323,7 @@ class DecodeCore:
 
     def _current(self, request: RequestId) -> Sequence | None:
         """The attempt of a request that is alive here; there is at most one."""
-        lease = self._intake.get(request)
+        lease = self._leases.of_request(request)
         return lease.sequence if lease is not None else self._scheduler.get(request)
 
     def _end(self, router: RouterId, request: RequestId, attempt: Attempt, reason: str) -> list[Action]:
@@ -330,16 +334,16 @@ class DecodeCore:
 
     def _drop(self, sequence: Sequence, reason: str) -> list[Action]:
         """The sequence is over for its router."""
-        lease = self._intake.get(sequence.request)
+        lease = self._leases.of_request(sequence.request)
         if lease is not None:
-            return self._intake.end(lease, reason)
+            return self._leases.end(lease, reason)
         self._scheduler.cancel(sequence)
         return []
 
     def _end_all(self, router: RouterId | None, reason: str, *, code: str | None) -> list[Action]:
         """Drop what a router (or every router) has here; with a `code` they are told."""
         actions: list[Action] = []
-        for sequence in (*self._intake.sequences(), *self._scheduler.sequences()):
+        for sequence in (*self._leases.sequences(), *self._scheduler.sequences()):
             if router is None or sequence.router == router:
                 if code is not None:
                     actions.append(attempt_failed(sequence.router, sequence, code, reason))
@@ -350,7 +354,7 @@ class DecodeCore:
         """Once nothing is left. After the grace time, blocks that a writer may still hold do not count."""
         drain = self._drain
         assert drain is not None
-        held = self._intake.num_leases if now < drain.deadline else self._intake.num_live
+        held = len(self._leases) if now < drain.deadline else self._leases.num_live
         if drain.announced or self._scheduler.num_sequences or held:
             return []
         drain.announced = True

@@ -1,32 +1,23 @@
-"""How prompts get into a decode worker: leases on its blocks, and the KV that arrives for them.
+"""How KV gets into a decode worker: what prefill workers say about it, and what becomes of its bytes.
 
-Life of a lease (states in `decode_worker.lease`):
-
-1. `reserve`: `decode_worker.admission` takes the blocks → `Grant`, or refuses → `Nack`. A prompt that D
-   prefills itself starts at once.
-2. `KvOpen` → `KvOpened` names the blocks. In place, `KvPiece` says which of them hold their KV. Staged,
+1. `KvOpen` → `KvOpened` names the blocks. In place, `KvPiece` says which of them hold their KV. Staged,
    `KvOffer` → `PostReceive` → `KvReady`, then the bytes are scattered once the lease is checked again.
-3. `KvCommit` brings token 0. When it is there and no block is missing, decoding starts (I5): never before.
-4. A lease ends early by `Abort`, `Finish`, `RouterLost`, expiry, a newer attempt, or KV that breaks the
-   protocol (which fails the attempt). The writer is told (`KvAbort`). Blocks are released when nothing can
-   touch them: an in-place writer has promised `KvClosed` or is proven dead (`WriterGone`; a broken edge
-   proves nothing), and every posted receive was dropped or lost with its edge. Until then they are used.
-5. When a lease ends, the full blocks it got without a gap become cached prefix for the next attempt: at once,
-   since a writer writes each block once and these are announced as written. The rest stays in quarantine.
+2. `KvCommit` brings token 0. When it is there and no block is missing, decoding starts (I5): never before.
+3. KV that breaks the protocol fails the attempt.
+4. Only who can no longer touch a block lets go of it: an in-place writer has promised `KvClosed` or is
+   proven dead (`writer_gone`; a broken edge proves nothing), a receive was dropped or lost with its edge.
 
-A lost prefill worker ends nothing here: the lease and its complete blocks stay until the router decides.
+Which leases there are, and when they end, is `decode_worker.lease_table`'s; their states are in
+`decode_worker.lease`. A lost prefill worker ends nothing here: the lease and its complete blocks stay until
+the router decides.
 """
 
 from __future__ import annotations
 
-from cluster.engine.fence import AttemptFence
-from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
-from cluster.ids import Attempt, LeaseId, PieceIndex, RequestId, RouterId
+from cluster.ids import Attempt, PieceIndex, RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
-from cluster.wire.messages import (
-    Committed,
-    Grant,
+from cluster.wire.kv_messages import (
     KvAbort,
     KvClosed,
     KvCommit,
@@ -38,107 +29,24 @@ from cluster.wire.messages import (
     KvReady,
     KvRefused,
     PrefillToDecode,
-    RenewLeases,
-    Reserve,
 )
+from cluster.wire.messages import Committed
 from cluster.worker_io import Action, Discard, Peer, PostReceive, Scatter, ToPeer, ToRouter
-from decode_worker.admission import IntakeConfig, admit, attempt_failed
+from decode_worker.admission import IntakeConfig
 from decode_worker.lease import Block, Lease, LeaseState, Receive, ReceiveState
+from decode_worker.lease_table import LeaseTable, ask_to_stop
 
 
 class Intake:
-    """Owns the leases and their blocks until a sequence starts."""
+    """Fills the leases of a table with their KV. Owns which edges are up."""
 
-    def __init__(self, config: IntakeConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: IntakeConfig, blocks: BlockManager, leases: LeaseTable) -> None:
         self._config = config
         self._blocks = blocks
-        self._leases: dict[SequenceKey, Lease] = {}  # all that hold blocks
-        self._by_id: dict[LeaseId, Lease] = {}
-        self._fence = AttemptFence()
-        self._live: dict[RequestId, Lease] = {}  # one attempt of a request at a time
+        self._leases = leases
         self._edges: dict[Peer, bool] = {}  # edges that are up → in place
-        self._num_reserves = 0
-        self._started: list[Sequence] = []
         self.num_stale = 0
         self.num_bytes = 0  # KV received
-
-    @property
-    def num_live(self) -> int:
-        """Leases that wait for KV."""
-        return len(self._live)
-
-    @property
-    def num_leases(self) -> int:
-        """All leases that hold blocks, those on their way out included."""
-        return len(self._leases)
-
-    def next_deadline(self) -> float | None:
-        return min((lease.expires_s for lease in self._live.values()), default=None)
-
-    def take_started(self) -> list[Sequence]:
-        """Sequences that became ready to decode, or to prefill here, since the last call."""
-        started, self._started = self._started, []
-        return started
-
-    # ---- the router's side
-
-    def reserve(
-        self, router: RouterId, message: Reserve, now: float, *, num_running: int, has_preempted: bool
-    ) -> list[Action]:
-        """Grant or refuse; no older attempt of the request is here. `num_running` sequences run here already,
-        `has_preempted`: others wait to get their blocks back."""
-        self._num_reserves += 1
-        num_here = num_running + len(self._live)
-        admitted = admit(
-            router,
-            message,
-            self._blocks,
-            self._config,
-            self._num_reserves,
-            now,
-            num_here=num_here,
-            has_preempted=has_preempted,
-        )
-        return [self._grant(admitted, message, now)] if isinstance(admitted, Sequence) else [admitted]
-
-    def is_stale(self, message: Reserve) -> bool:
-        """This attempt or a later one was granted before. A refused one may be asked for again."""
-        return self._fence.is_stale(message.request, message.attempt)
-
-    def renew(self, router: RouterId, message: RenewLeases, now: float) -> None:
-        """Leases that started or ended meanwhile need no renewal: not an error."""
-        for lease_id in message.leases:
-            lease = self._by_id.get(lease_id)
-            if lease is not None and lease.sequence.router == router:
-                lease.expires_s = now + lease.ttl_s
-
-    def expire(self, now: float) -> list[Action]:
-        """End the leases whose time is over."""
-        late = [lease for lease in self._live.values() if now >= lease.expires_s]
-        return [
-            action
-            for lease in late
-            for action in self._fail(lease, "lease_expired", "the lease was not renewed in time")
-        ]
-
-    def get(self, request: RequestId) -> Lease | None:
-        """The live lease of a request."""
-        return self._live.get(request)
-
-    def sequences(self) -> tuple[Sequence, ...]:
-        """Those of the live leases."""
-        return tuple(lease.sequence for lease in self._live.values())
-
-    def end(self, lease: Lease, reason: str) -> list[Action]:
-        """The lease is over for the router; its blocks follow as soon as nothing can touch them."""
-        lease.move(LeaseState.ENDING)
-        del self._live[lease.sequence.request]
-        if lease.intact:
-            lease.sequence.num_computed = lease.num_leading_tokens(self._blocks.block_size)
-            lease.sequence.publish(self._blocks)
-        actions = self._abort(lease, reason) if lease.peer_holds else []
-        self._settle(lease)
-        return actions
 
     # ---- the prefill worker's side
 
@@ -147,27 +55,27 @@ class Intake:
         self._edges[peer] = in_place
         return [
             action
-            for lease in self._leases.values()
-            if lease.writer == peer and lease.writer_may_write
-            for action in self._abort(lease, "the edge was lost")
+            for lease in self._leases.written_by(peer)
+            if lease.writer_may_write
+            for action in ask_to_stop(lease, "the edge was lost")
         ]
 
     def edge_down(self, peer: Peer) -> None:
         """Receives that were not staged are lost. In place, the writer may go on all the same."""
         self._edges.pop(peer, None)
-        for lease in [lease for lease in self._leases.values() if lease.writer == peer]:
+        for lease in self._leases.written_by(peer):
             lease.peer_holds = False
             for index, receive in list(lease.receives.items()):
                 if receive.state is not ReceiveState.SCATTERING:
                     lease.mark(receive.piece, Block.MISSING)
                     del lease.receives[index]
-            self._settle(lease)
+            self._leases.settle(lease)
 
     def writer_gone(self, peer: Peer) -> None:
         """The writer's process is dead."""
-        for lease in [lease for lease in self._leases.values() if lease.writer == peer]:
+        for lease in self._leases.written_by(peer):
             lease.writer_may_write = lease.peer_holds = False
-            self._settle(lease)
+            self._leases.settle(lease)
 
     def from_peer(self, peer: Peer, message: PrefillToDecode, now: float) -> list[Action]:
         """A message on the KV stream; what fits no lease of this peer is stale."""
@@ -191,7 +99,7 @@ class Intake:
                 if lease is None:
                     return self._stale()
                 lease.writer_may_write = lease.peer_holds = False
-                self._settle(lease)
+                self._leases.settle(lease)
                 return []
             case _:
                 return self._stale()
@@ -214,7 +122,7 @@ class Intake:
             return [*self._stale(), Discard(peer, staged)]
         if not lease.live:
             del lease.receives[piece.index]
-            self._settle(lease)
+            self._leases.settle(lease)
             return [Discard(peer, staged)]
         receive.state = ReceiveState.SCATTERING
         blocks = lease.sequence.block_ids[piece.first_block : piece.first_block + piece.num_blocks]
@@ -227,34 +135,10 @@ class Intake:
             return self._stale()
         del lease.receives[piece.index]
         self._complete(lease, piece, num_bytes)
-        self._settle(lease)
+        self._leases.settle(lease)
         return self._start_if_complete(lease, now)
 
     # ---- steps of a lease
-
-    def _grant(self, sequence: Sequence, message: Reserve, now: float) -> Action:
-        num_prompt = num_blocks_for(sequence.num_tokens, self._blocks.block_size)
-        ttl_s = min(message.lease_ttl_s, self._config.max_ttl_s)
-        self._fence.take(sequence.request, sequence.attempt)
-        lease = Lease(sequence, LeaseId(sequence.order), ttl_s, now + ttl_s, num_prompt)
-        num_cached = sequence.num_computed // self._blocks.block_size
-        lease.blocks = [Block.COMPLETE] * num_cached + [Block.MISSING] * (num_prompt - num_cached)
-        lease.num_missing = num_prompt - num_cached
-        if message.local:
-            lease.move(LeaseState.STARTED)
-            self._started.append(sequence)
-        else:
-            assert sequence.request not in self._live, "the older attempt is still live"
-            self._leases[sequence.key] = self._by_id[lease.lease] = lease
-            self._live[sequence.request] = lease
-        grant = Grant(
-            request=message.request,
-            attempt=message.attempt,
-            lease=lease.lease,
-            ttl_s=ttl_s,
-            cached_tokens=sequence.num_cached,
-        )
-        return ToRouter(sequence.router, grant)
 
     def _open(self, peer: Peer, message: KvOpen, now: float) -> list[Action]:
         lease = self._leases.get((message.request, message.attempt))
@@ -325,10 +209,7 @@ class Intake:
         sequence.publish(self._blocks)
         sequence.append(lease.first_token.token_id)
         sequence.pace.first_token(lease.first_token_s)
-        lease.move(LeaseState.STARTED)
-        del self._live[sequence.request]
-        self._forget(lease)
-        self._started.append(sequence)
+        self._leases.start(lease)
         request, attempt = sequence.key
         committed = Committed(
             request=request,
@@ -348,31 +229,7 @@ class Intake:
 
     def _bad_kv(self, lease: Lease, reason: str) -> list[Action]:
         lease.intact = False
-        return self._fail(lease, "bad_kv", reason)
-
-    def _fail(self, lease: Lease, code: str, reason: str) -> list[Action]:
-        failed = attempt_failed(lease.sequence.router, lease.sequence, code, reason)
-        return [failed, *self.end(lease, reason)]
-
-    def _abort(self, lease: Lease, reason: str) -> list[Action]:
-        assert lease.writer is not None
-        request, attempt = lease.sequence.key
-        return [ToPeer(lease.writer, KvAbort(request=request, attempt=attempt, reason=reason))]
-
-    def _settle(self, lease: Lease) -> None:
-        """Phase two: release the blocks of an ended lease if nothing can touch them any more."""
-        if lease.state is not LeaseState.ENDING or lease.touched:
-            return
-        lease.move(LeaseState.ENDED)
-        self._forget(lease)
-        if lease.intact:  # pieces may have been scattered since it ended
-            lease.sequence.num_computed = lease.num_leading_tokens(self._blocks.block_size)
-            lease.sequence.publish(self._blocks)
-        lease.sequence.release(self._blocks)
-
-    def _forget(self, lease: Lease) -> None:
-        del self._leases[lease.sequence.key]
-        del self._by_id[lease.lease]
+        return self._leases.fail(lease, "bad_kv", reason)
 
     # ---- helpers
 

@@ -76,7 +76,7 @@ class Receive:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Mutable; the intake is the only writer."""
+    """Mutable; written by the table that owns it and the intake that fills it."""
 
     sequence: Sequence
     lease: LeaseId

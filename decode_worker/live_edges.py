@@ -20,7 +20,8 @@ from typing import Any
 from cluster.errors import EdgeError, ProtocolError, WireError
 from cluster.kv.edge import KVReceiver
 from cluster.kv.process_watch import process_exit
-from cluster.wire.messages import EdgeHello, EdgeWelcome, PrefillToDecode, Refused
+from cluster.wire.kv_messages import EdgeHello, EdgeWelcome, PrefillToDecode
+from cluster.wire.messages import Refused
 from cluster.wire.stream import Listener, Stream, listen
 from cluster.worker_io import (
     Action,

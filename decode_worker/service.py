@@ -16,7 +16,8 @@ from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edges import edge_kind, make_pool, make_receiver
 from cluster.kv.layout import single_edge
 from cluster.wire.address import TcpAddress, own_host_towards, parse_address
-from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
+from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
+from cluster.wire.messages import Register, Role
 from cluster.worker_driver import WorkerDriver
 from cluster.worker_io import Peer
 from decode_worker.core import DecodeConfig, DecodeCore

@@ -28,7 +28,7 @@ from cluster.errors import BatonError
 from cluster.ids import BlockId, LeaseId, PieceIndex
 from cluster.kv.edge import Piece
 from cluster.sampling import TokenOutput
-from cluster.wire.messages import KvAbort, KvClosed, KvCommit, KvOffer, KvOpen, KvPiece
+from cluster.wire.kv_messages import KvAbort, KvClosed, KvCommit, KvOffer, KvOpen, KvPiece
 from cluster.worker_io import Action, CloseEdge, Peer, SendPiece, ToPeer
 
 

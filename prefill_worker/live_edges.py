@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from cluster.errors import EdgeError, ProtocolError, WireError
 from cluster.kv.edge import KVSender
-from cluster.wire.messages import DecodeToPrefill, EdgeHello, EdgeWelcome, Refused
+from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
+from cluster.wire.messages import Refused
 from cluster.wire.stream import Stream, connect
 from cluster.worker_io import (
     Action,

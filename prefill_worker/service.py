@@ -14,7 +14,8 @@ from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
 from cluster.kv.edges import edge_kind, make_sender
 from cluster.kv.pool import KVPool
-from cluster.wire.messages import EdgeHello, EdgeWelcome, Register, Role
+from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
+from cluster.wire.messages import Register, Role
 from cluster.worker_driver import WorkerDriver
 from cluster.worker_io import Peer
 from prefill_worker.core import PrefillConfig, PrefillCore

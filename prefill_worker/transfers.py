@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cluster.kv.edge import Piece
-from cluster.wire.messages import (
+from cluster.wire.kv_messages import (
     DecodeToPrefill,
     KvAbort,
     KvClosed,

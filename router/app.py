@@ -27,7 +27,7 @@ from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.request_context import enter_request
 from cluster.tokenizer import Tokenizer
 from router.api_keys import KeyCheck, KeyRing
-from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header, read_body
+from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header
 from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
 from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
 from router.gateway import REQUEST_ID, Gateway
@@ -40,7 +40,7 @@ from router.page_feed import PageFeed
 from router.public_side import PrivateRoutes
 from router.quotas.gate import QuotaGate
 from router.quotas.sharing import Sharing
-from router.tokenize import TextAnswer, detokenize, tokenize
+from router.tokenize import TextAnswer, detokenize, tokenize, within_limits
 from router.tool_formats import FORMATS, format_of
 from router.vocabulary import GrammarsAhead
 
@@ -159,8 +159,10 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _told(gateway: Gateway, answer: TextAnswer) -> Response:
-    """An answer, and the fields that had no effect on it."""
+    """An answer, the fields that had no effect on it, and where its key's limits stand."""
     response = _json(answer.body)
+    for name, value in answer.limits:
+        response.headers[name.decode()] = value.decode()
     if ignored := gateway.ignored_fields.tell(answer.ignored, answer.served):
         response.headers["x-baton-ignored"] = ignored
     return response
@@ -197,16 +199,13 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_text_routes(app: FastAPI, gateway: Gateway) -> None:
-    async def body(request: Request) -> bytes:
-        return await read_body(request.scope, request.receive, gateway.limits.max_body_bytes)
-
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
-        return _told(gateway, await tokenize(gateway, await body(request)))
+        return _told(gateway, await within_limits(gateway, request.scope, request.receive, tokenize))
 
     @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
-        return _told(gateway, await detokenize(gateway, await body(request)))
+        return _told(gateway, await within_limits(gateway, request.scope, request.receive, detokenize))
 
 
 def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pid: int | None) -> None:

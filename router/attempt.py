@@ -135,6 +135,17 @@ class LiveRequest:
         """What the next attempt prefills: the prompt and what has been delivered."""
         return [*self.spec.token_ids, *self.output_ids]
 
+    def retry(self, cause: BatonError, avoid: set[WorkerId], now: float, wait_until: float) -> None:
+        """Its attempt has failed, and nothing of it is held any more: it waits for another place."""
+        self.move(RequestState.RETRY)
+        self.cause = cause
+        self.avoid |= avoid
+        self.num_attempts += 1
+        self.is_recovering = True
+        self.retried_at = now if self.retried_at is None else self.retried_at
+        self.wait_until = wait_until
+        self.move(RequestState.QUEUED)
+
     def take_tokens(
         self, outputs: Sequence[TokenOutput], finish: FinishReason | None, now: float
     ) -> NewTokens:

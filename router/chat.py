@@ -36,13 +36,15 @@ from router.tool_parser import CallDelta, ParsedText, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class ToolReading:
-    """How calls are found in an answer: the model's format, and the names that are offered."""
+    """How calls are found in an answer: the model's format, and the names that are offered. `calls_only`:
+    calls are required, so there is nothing else."""
 
     style: ToolFormat
     names: frozenset[str]
+    calls_only: bool = False
 
     def parser(self) -> ToolParser:
-        return ToolParser(self.style, self.names)
+        return ToolParser(self.style, self.names, calls_only=self.calls_only)
 
 
 class ChatFormat:
@@ -142,7 +144,7 @@ class ChatFormat:
             pushed, rest = parser.push(whole.text), parser.finish()
             content, calls = pushed.content + rest.content, [*pushed.calls, *rest.calls]
             name = _finish_name(whole.finish_reason, parser)
-            if calls:
+            if calls or self._tools.calls_only:
                 message["content"] = content or None
                 message["tool_calls"] = self._whole_calls(index, calls)
         if choice.plan.lead:

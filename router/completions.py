@@ -154,7 +154,7 @@ class CompletionFormat:
             if score is None:
                 columns.append(_Column(token_id, None, (), offset))
             else:
-                columns.append(_Column(token_id, finite(score[0]), score[1], offset))
+                columns.append(_Column(token_id, finite(score.logprob), score.best, offset))
             offset += len(detokenizer.push((token_id,)))
         return columns
 

@@ -27,7 +27,18 @@ class PolicyConfig(_Config, frozen=True, kw_only=True):
 
 
 class ConductorConfig(_Config, frozen=True, kw_only=True):
-    """Every wait of the conductor has its limit here; see `router.conductor` for which is which."""
+    """Every wait of the conductor has its limit here:
+
+    QUEUED, no place       queue_timeout_s, or at once if no place is expected by then → Overloaded
+    QUEUED, first token    further away than max_backlog_s, predicted     → Overloaded, at once
+    QUEUED, nobody there   recovery_wait_s; also after a loss             → NotReady, or the loss
+    QUEUED, RESERVE sent   reserve_timeout_s                              → retry, D avoided
+    PREFILLING             prefill_timeout_s + 4 x the predicted TTFT     → retry, P avoided
+    committed, no token 0  first_token_timeout_s                          → retry, P avoided
+    STREAMING_KV           commit_timeout_s                               → retry, P avoided
+    DECODING               decode_silence_s without a token               → retry, D avoided
+    any                    the request's own deadline                     → DeadlineExceeded
+    """
 
     max_attempts: int = 3
     lease_ttl_s: float = 10.0

@@ -56,6 +56,7 @@ from router.sampling_seeds import seed_of_choice
 from router.schema import ChatRequest, CompletionRequest, field_names, parse_json, parse_request
 from router.slo_headers import slo_of
 from router.stream import StreamReply
+from router.tools import ToolUse
 
 _SLOW_FIELDS = SPELLINGS | {"tools", "chat_template"}  # what compiles something
 
@@ -90,7 +91,8 @@ class ChatRoute:
     ) -> ReplyFormat:
         tools = None
         if job.tools is not None:
-            tools = ToolReading(gateway.tool_format, frozenset(tool.name for tool in job.tools.tools))
+            names = frozenset(tool.name for tool in job.tools.tools)
+            tools = ToolReading(gateway.tool_format, names, job.tools.use is ToolUse.REQUIRED)
         return ChatFormat(reply_id, created, gateway.model.name, gateway.tokenizer, job.reply, plans, tools)
 
 

@@ -2,8 +2,8 @@
 
 1. A JSON null counts as "not sent", everywhere.
 2. A field of the schema goes on to be validated.
-3. `ACCEPTED` fields are taken if they have their type: labels that ask for nothing, and wishes that cannot
-   change an answer's correctness.
+3. `ACCEPTED` fields are taken if they have their type: labels that nothing is done with, and wishes that
+   cannot change an answer's correctness. They are ignored as in 6, but at a value that asks for nothing.
 4. A known field that is not served (`UNSUPPORTED`) is accepted only at the value that asks for nothing, and
    otherwise refused with what to do instead. So is a field of another route.
 5. `INTERNAL` names belong to transfers inside a cluster; no client sets them.
@@ -29,15 +29,13 @@ _HEADER_TEXT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 _STRING, _BOOLEAN, _OBJECT = (str, "a string"), (bool, "a boolean"), (dict, "an object")
 
-# Field |-> the type it must have. Those in `_LABELS` ask for nothing.
-_LABELS: dict[str, tuple[type, str]] = {
+# Field |-> the type it must have.
+ACCEPTED: dict[str, tuple[type, str]] = {
     "metadata": _OBJECT,
     "safety_identifier": _STRING,
     "request_id": _STRING,
     "include_reasoning": _BOOLEAN,  # reasoning is part of the text, for whoever wants to split it
     "prompt_cache_retention": _STRING,  # prefixes are kept as long as there is room
-}
-_WISHES: dict[str, tuple[type, str]] = {
     "service_tier": _STRING,
     "store": _BOOLEAN,
     "verbosity": _STRING,
@@ -46,8 +44,9 @@ _WISHES: dict[str, tuple[type, str]] = {
     "moderation": _OBJECT,
     "modalities": (list, "a list"),
 }
-ACCEPTED = _LABELS | _WISHES
-_NEUTRAL_WISHES: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "metadata": ({},),
+    "include_reasoning": (True,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "verbosity": ("medium",),
@@ -137,7 +136,7 @@ def screen_fields(raw: Mapping[str, Any], served: Collection[str]) -> tuple[dict
             kind, described = ACCEPTED[name]
             if type(value) is not kind:
                 raise InvalidRequest(f"`{name}` must be {described}.", param=name)
-            if name in _WISHES and value not in _NEUTRAL_WISHES.get(name, ()):
+            if value not in _NEUTRAL.get(name, ()):
                 ignored.append(name)
         elif name in UNSUPPORTED:
             _refuse_unless_neutral(name, value, UNSUPPORTED[name])

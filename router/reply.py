@@ -164,17 +164,17 @@ def add_timings(reply: dict[str, Any], summaries: Sequence[RequestSummary]) -> N
 def prompt_logprobs_json(
     tokenizer: TokenSource, prompt_ids: Sequence[int], scores: Sequence[PromptScore]
 ) -> list[dict[str, Any] | None]:
-    """Per token of a prompt its own log-probability and the best ones, by id, as vLLM writes it; the first
-    token has none."""
+    """Per token of a prompt its own log-probability and the best ones, by id, each with its rank from 1, as
+    vLLM writes it; the first token has none."""
     entries: list[dict[str, Any] | None] = [None]
-    for token_id, (logprob, best) in zip(prompt_ids[1:], scores, strict=True):
-        known = {token_id: logprob, **dict(best)}
-        ranks = {best_id: rank for rank, (best_id, _) in enumerate(best, 1)}
+    for token_id, score in zip(prompt_ids[1:], scores, strict=True):
+        known = {token_id: score.logprob, **dict(score.best)}
+        ranks = {best_id: rank for rank, (best_id, _) in enumerate(score.best, 1)} | {token_id: score.rank}
         entries.append(
             {
                 str(one): {
                     "logprob": finite(value),
-                    "rank": ranks.get(one),
+                    "rank": ranks[one],
                     "decoded_token": token_text(tokenizer, one),
                 }
                 for one, value in known.items()

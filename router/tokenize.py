@@ -1,14 +1,21 @@
-"""`/tokenize` and `/detokenize`: the same ids that a generation request would run with, in vLLM's shape."""
+"""`/tokenize` and `/detokenize`: the same ids that a generation request would run with, in vLLM's shape.
+
+Each counts as a request of its key, of no tokens (`within_limits`): reading a long text is work, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.errors import InvalidRequest
+from router.api_keys import API_KEY, ApiKey
+from router.asgi import Receive, Scope, read_body
 from router.gateway import Gateway
 from router.prompt_builder import plan_tools
+from router.quotas.headers import Headers
+from router.quotas.limits import Demand
 from router.reply import token_text
 from router.schema import (
     DetokenizeRequest,
@@ -22,11 +29,34 @@ from router.schema import (
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
-    """`ignored`: request fields without effect; `served`: those that would have one."""
+    """`ignored`: request fields without effect; `served`: those that would have one. `limits`: headers that
+    tell where its key's limits stand."""
 
     body: dict[str, Any]
     ignored: tuple[str, ...]
     served: frozenset[str]
+    limits: Headers = ()
+
+
+async def within_limits(
+    gateway: Gateway, scope: Scope, receive: Receive, work: Callable[[Gateway, bytes], Awaitable[TextAnswer]]
+) -> TextAnswer:
+    """`work` on the request's body, if its key may send a request now. One that is not valid costs nothing.
+
+    Raises:
+        RequestError: the request is not valid, or beyond its key's limits.
+    """
+    key: ApiKey | None = scope.get(API_KEY)
+    gateway.quotas.look(key)
+    body = await read_body(scope, receive, gateway.limits.max_body_bytes)
+    admission = await gateway.quotas.take(key, Demand(0, 0))
+    num_tokens = None  # it counts nowhere, unless it is answered
+    try:
+        answer = await work(gateway, body)
+        num_tokens = 0
+    finally:
+        admission.settle(num_tokens)
+    return replace(answer, limits=admission.headers())
 
 
 async def tokenize(gateway: Gateway, body: bytes) -> TextAnswer:

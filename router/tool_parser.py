@@ -6,7 +6,8 @@
 3. A call is a JSON object. Once its name and the key of its arguments are there, the call begins, and its
    arguments are passed on as they were written, character by character.
 4. What looks like a call and is none (no JSON, a name that is not offered) stays what it is: content. Nothing
-   is ever dropped.
+   is ever dropped, but where the answer can be calls alone (`calls_only`) the head of one that was cut before
+   its name was complete: it is no content, and a call without a name is none yet.
 
 How the text was cut into pushes does not matter: the deltas add up to the same calls and the same content.
 """
@@ -44,9 +45,10 @@ class ParsedText:
 class ToolParser:
     """One answer being read."""
 
-    def __init__(self, style: ToolFormat, names: Collection[str]) -> None:
+    def __init__(self, style: ToolFormat, names: Collection[str], *, calls_only: bool = False) -> None:
         self._mark, self._end_mark = style.mark, style.end_mark
         self._names = names
+        self._calls_only = calls_only
         self._held = ""  # not decided yet: outside of calls, or after the object of one
         self._object: _CallObject | None = None
         self._after_object = False  # the end mark is awaited
@@ -73,7 +75,7 @@ class ToolParser:
         if self._object is not None:
             self._close_object(parsed, complete=False)
         elif not self._after_object and not (self.num_calls and self._held.strip(_BETWEEN) == ""):
-            parsed.content += self._held
+            self._cut_head(parsed, self._held)
         self._held = ""
         return parsed
 
@@ -147,13 +149,21 @@ class ToolParser:
             self._after_object = bool(self._end_mark)
             self._is_cut = not complete
             return
-        call = reader.as_whole() if complete else None
-        if call is not None:
+        if not complete:
+            self._cut_head(parsed, reader.raw)
+        elif (call := reader.as_whole()) is not None:
             self._emit(parsed, *call)
             self._after_object = bool(self._end_mark)
         else:
             parsed.content += reader.raw
             self._is_plain = not self._mark
+
+    def _cut_head(self, parsed: ParsedText, text: str) -> None:
+        """The text ended with what may have become a call."""
+        if self._calls_only:
+            self._is_cut = True
+        else:
+            parsed.content += text
 
     def _read_end(self) -> bool:
         """What stands between a call's object and its end mark says nothing. The next call ends it too."""

@@ -58,6 +58,23 @@ def test_dry_run_prints_values_with_their_origin_and_starts_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ([], "none: the HTTP server's port answers  (derived)"),
+        (["--host", "0.0.0.0"], "8001  (derived)"),
+        (["--port", "81", "--routers", "3"], "82 to 84, one per router  (derived)"),
+        (["--port", "65535", "--api-keys-file", "keys"], "65534  (derived)"),
+        (["--port", "0", "--host", "0.0.0.0"], "any free one  (derived)"),
+        (["--host", "0.0.0.0", "--admin-port", "9"], "9  (--admin-port)"),
+    ],
+)
+def test_dry_run_shows_the_admin_port_that_follows_from_the_rest(arguments: list[str], shown: str) -> None:
+    result = run("serve", "--dry-run", *arguments)
+    [line] = [line for line in result.output.splitlines() if line.startswith("admin_port ")]
+    assert line.partition("= ")[2] == shown
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--port", "eighty"], "error: --port: expected a whole number from 0 to 65535, got `eighty`"),
@@ -158,7 +175,10 @@ def test_progress_shows_phases_with_seconds_and_gigabytes() -> None:
 
     clock, output = ManualClock(), StringIO()
     report = TerminalReport(
-        Console(file=output, width=100), clock, lambda seconds: f"ready in {seconds:.1f} s"
+        Console(file=output, width=100),
+        clock,
+        lambda seconds: f"ready in {seconds:.1f} s",
+        lambda: "stopping",
     )
     report.phase("Ray")
     assert output.getvalue() == "Ray ...\n"

@@ -66,9 +66,11 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
         "dtype": "environment BATON_DTYPE",
         "max_num_seqs": str(file),
     }
-    lines = describe(config, resolved.origins).splitlines()
-    assert [line.split() for line in lines if line.startswith(("port ", "decode "))] == [
+    derived = {"port": "4", "admin_port": "5"}  # what was given is shown as it is
+    lines = describe(config, resolved.origins, derived).splitlines()
+    assert [line.split() for line in lines if line.startswith(("port ", "admin_port ", "decode "))] == [
         ["port", "=", "3", "(--port)"],
+        ["admin_port", "=", "5", "(derived)"],
         ["decode", "=", "1", "(default)"],
     ]
 

@@ -187,6 +187,7 @@ def test_b132_the_second_signal_forces_the_end(tmp_path: Path, launchers: list[L
     launchers.append(launcher)
     launcher.wait_ready()
     launcher.process.send_signal(signal.SIGINT)
+    launcher.wait_line("stopping")
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.process.wait(1.0)
     launcher.process.send_signal(signal.SIGINT)

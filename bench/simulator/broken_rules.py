@@ -16,7 +16,8 @@ from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece
 from cluster.kv.prefix import PrefixIndex
 from cluster.sampling import TokenOutput
-from cluster.wire.messages import KvClosed, KvPiece, TokenRow
+from cluster.wire.kv_messages import KvClosed, KvPiece
+from cluster.wire.messages import TokenRow
 from cluster.worker_io import Peer, ToPeer
 from decode_worker.intake import Intake
 from decode_worker.lease import Lease
@@ -202,7 +203,7 @@ def _restart_proves_death(original: Broken) -> Broken:
         for lease in list(self._leases.values()):
             if lease.writer is not None and lease.writer.worker == peer.worker:
                 lease.writer_may_write = False
-                self._settle(lease)
+                self._leases.settle(lease)
         return original(self, peer, in_place)
 
     return edge_up

@@ -23,7 +23,8 @@ from bench.simulator.violation import Violation
 from bench.simulator.worker_process import WorkerProcess
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.edge import Piece, Staged
-from cluster.wire.messages import EdgeHello, EdgeWelcome, Refused, Role
+from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
+from cluster.wire.messages import Refused, Role
 from cluster.worker_io import (
     Action,
     Discard,

@@ -40,7 +40,7 @@ def check_write(decode: DecodeProcess, piece: Piece, block_ids: Sequence[BlockId
     """
     if not decode.is_alive:
         return  # its memory is nobody's any more
-    lease = decode.core._intake._leases.get((piece.request, piece.attempt))
+    lease = decode.core._leases.get((piece.request, piece.attempt))
     where = f"{decode}: a late write of {piece} to blocks {list(block_ids)}"
     if lease is None:
         raise Violation("I2", f"{where}: D has released them")
@@ -66,14 +66,14 @@ def check_books(worker: WorkerProcess) -> None:
     owners: Counter[BlockId] = Counter()
     writable: Counter[BlockId] = Counter()
     if isinstance(core, DecodeCore):
-        scheduler, leases = core._scheduler, core._intake._leases
+        scheduler, leases = core._scheduler, core._leases
         sequences = list(scheduler.sequences())
         sequences += [sequence for sequence, _ in scheduler._step if sequence.key in scheduler._cancelled]
         for lease in leases.values():
             owners.update(lease.sequence.block_ids)
             writable.update(lease.sequence.block_ids[lease.sequence.num_computed // size :])
         limit = worker.site.scenario.decode.max_num_seqs
-        if (num_here := scheduler.num_sequences + core._intake.num_live) > limit:
+        if (num_here := scheduler.num_sequences + core._leases.num_live) > limit:
             raise Violation("I6", f"{worker}: {num_here} sequences, at most {limit} may be here")
     else:
         sequences = [attempt.sequence for attempt in core._attempts]
@@ -102,7 +102,7 @@ def check_lease_times(worker: WorkerProcess) -> None:
     if worker.queue.now - worker.undisturbed_since < LEASE_GRACE_S:
         return
     now = worker.now()
-    for lease in core._intake._live.values():
+    for lease in core._leases.live():
         if lease.expires_s < now - LEASE_GRACE_S or lease.expires_s > now + lease.ttl_s:
             raise Violation("I3", f"{worker}: {lease.sequence.key} ends in {lease.expires_s - now:.3f} s")
 
@@ -118,7 +118,7 @@ def check_orphans(worker: WorkerProcess) -> None:
     if worker.is_stopped or now - max(worker.undisturbed_since, site.held_up_until) < ORPHAN_GRACE_S:
         return
     if isinstance(core, DecodeCore):
-        sequences = [*core._intake.sequences(), *core._scheduler.sequences()]
+        sequences = [*core._leases.sequences(), *core._scheduler.sequences()]
     else:
         sequences = [  # who has committed waits for D's word alone
             attempt.sequence
@@ -146,7 +146,7 @@ def left_on_router(router: RouterProcess) -> str | None:
     if conductor.quiet() and router.quotas.quiet() and not router.clients:
         return None
     return (
-        f"{router}: {conductor.num_live} requests, {len(conductor._deadlines)} deadlines, "
+        f"{router}: {conductor.num_live} requests, {conductor._requests.num_deadlines} deadlines, "
         f"{len(conductor._legs.leases)} leases, {conductor.workers.in_flight()} in flight"
     )
 

@@ -24,15 +24,8 @@ from bench.simulator.events import EventQueue
 from bench.simulator.process import Process
 from cluster.wire.codec import FrameDecoder, encode
 from cluster.wire.kv_events import RouterSays, WorkerSays
-from cluster.wire.messages import (
-    DecodeToPrefill,
-    EdgeHello,
-    EdgeWelcome,
-    PrefillToDecode,
-    Refused,
-    Register,
-    Welcome,
-)
+from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome, PrefillToDecode
+from cluster.wire.messages import Refused, Register, Welcome
 
 CODEC_EVERY: Final = 8
 _EVERYTHING: Final = 1 << 60

@@ -21,7 +21,8 @@ from bench.simulator.site import Site
 from bench.simulator.violation import Violation
 from bench.simulator.worker_process import FINGERPRINT, WorkerProcess
 from cluster.ids import Epoch, WorkerId
-from cluster.wire.messages import EdgeHello, EdgeWelcome, Refused, Role
+from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
+from cluster.wire.messages import Refused, Role
 from cluster.worker_io import (
     Action,
     CloseEdge,

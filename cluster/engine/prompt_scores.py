@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from cluster.engine.batch import Row
@@ -50,5 +51,12 @@ def _scores(
                 make_finite(row)
                 output = with_logprobs(row, token_id, num_best)
                 assert output.logprob is not None
-                scores.append((output.logprob, output.top_logprobs))
+                scores.append(PromptScore(output.logprob, output.top_logprobs, _rank(row, token_id)))
     return scores
+
+
+def _rank(row: npt.NDArray[np.float32], token_id: int) -> int:
+    """Its place among all tokens, from 1: best first, ties by lower id, as `top_logprobs` is ordered."""
+    value = row[token_id]
+    num_before = np.count_nonzero(row > value) + np.count_nonzero(row[:token_id] == value)
+    return 1 + int(num_before)

@@ -1,14 +1,11 @@
-"""Every message that crosses a process boundary, in the order of a request's life.
+"""Every message between a router and a worker, in the order of a request's life.
 
 1. A worker dials the router and sends `Register`; the router answers `Welcome`; `Heartbeat`s follow.
 2. Router → D `Reserve`; D → router `Grant` or `Nack`. A local reserve also starts the prefill on D.
-3. Router → P `Prefill`. P dials D (`EdgeHello`/`EdgeWelcome`, once per pair) and opens the attempt
-   (`KvOpen`/`KvOpened`), then announces each piece of KV: `KvPiece` when the bytes already lie in place
-   (shm), or `KvOffer` → `KvReady` → the bytes through torch.distributed (gloo, nccl).
-4. P → router `FirstToken`, without waiting for the transfer. P → D `KvCommit`, D → P `KvCommitted`.
+3. Router → P `Prefill`. P moves the prompt's KV to D (`cluster.wire.kv_messages`).
+4. P → router `FirstToken`, without waiting for the transfer.
 5. D → router `Committed` once it can decode, then one `Tokens` per step for all its requests.
 6. Router → D `RenewLeases` while waiting; `Finish` or `Abort` to whoever holds state.
-7. `KvAbort` asks the writer to stop; `KvClosed` is its promise that it has. D reuses blocks only then.
 
 Plain frozen values; decoding validates types and refuses unknown tags and fields. Times are durations
 in seconds: no process ever compares its clock with another's.
@@ -20,11 +17,11 @@ from enum import Enum
 
 import msgspec
 
-from cluster.ids import Attempt, BlockId, Epoch, LeaseId, PieceIndex, RequestId, RouterId, WorkerId
+from cluster.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(Enum):
@@ -58,7 +55,7 @@ class PriorityClass(Enum):
     BATCH = "batch"
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True):
     """Base of all messages: the tag is the class name."""
 
 
@@ -119,7 +116,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 # ---- worker and router: membership ---------------------------------------------------------------
 
 
-class Register(_Message, frozen=True, kw_only=True):
+class Register(Message, frozen=True, kw_only=True):
     """Worker → router, first message of a stream."""
 
     worker: WorkerId
@@ -134,40 +131,40 @@ class Register(_Message, frozen=True, kw_only=True):
     kv_address: str | None = None  # where P dials D for KV; decode workers only
 
 
-class Welcome(_Message, frozen=True, kw_only=True):
+class Welcome(Message, frozen=True, kw_only=True):
     """Router → worker: accepted."""
 
     router: RouterId
     heartbeat_interval_s: float
 
 
-class Refused(_Message, frozen=True, kw_only=True):
+class Refused(Message, frozen=True, kw_only=True):
     """Either side: this stream will not be used; the reason is one sentence."""
 
     reason: str
 
 
-class Heartbeat(_Message, frozen=True, kw_only=True):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Worker → router at every interval, and whenever its state changes."""
 
     state: WorkerState
     load: WorkerLoad
 
 
-class Drain(_Message, frozen=True, kw_only=True):
+class Drain(Message, frozen=True, kw_only=True):
     """Router or launcher → worker: take no new work, finish what runs within the grace time."""
 
     grace_s: float
 
 
-class Drained(_Message, frozen=True, kw_only=True):
+class Drained(Message, frozen=True, kw_only=True):
     """Worker → router: nothing of yours is left here."""
 
 
 # ---- router → worker: requests -------------------------------------------------------------------
 
 
-class Reserve(_Message, frozen=True, kw_only=True):
+class Reserve(Message, frozen=True, kw_only=True):
     """Router → D: hold blocks for this attempt. `local` asks D to prefill the prompt itself.
 
     `token_ids` is the prompt plus, on a later attempt, the tokens already delivered; the first
@@ -185,7 +182,7 @@ class Reserve(_Message, frozen=True, kw_only=True):
     slo: SloTargets | None = None  # None: the worker's defaults, from now
 
 
-class Prefill(_Message, frozen=True, kw_only=True):
+class Prefill(Message, frozen=True, kw_only=True):
     """Router → P: compute these tokens, sample the next one, ship KV past `skip_tokens` to D."""
 
     request: RequestId
@@ -202,20 +199,20 @@ class Prefill(_Message, frozen=True, kw_only=True):
     slo: SloTargets | None = None  # None: the worker's defaults, from now
 
 
-class RenewLeases(_Message, frozen=True, kw_only=True):
+class RenewLeases(Message, frozen=True, kw_only=True):
     """Router → D: these attempts are still wanted."""
 
     leases: list[LeaseId]
 
 
-class Finish(_Message, frozen=True, kw_only=True):
+class Finish(Message, frozen=True, kw_only=True):
     """Router → worker: the request is complete for the client (a stop string matched)."""
 
     request: RequestId
     attempt: Attempt
 
 
-class Abort(_Message, frozen=True, kw_only=True):
+class Abort(Message, frozen=True, kw_only=True):
     """Router → worker: forget this attempt."""
 
     request: RequestId
@@ -226,7 +223,7 @@ class Abort(_Message, frozen=True, kw_only=True):
 # ---- worker → router: requests -------------------------------------------------------------------
 
 
-class Grant(_Message, frozen=True, kw_only=True):
+class Grant(Message, frozen=True, kw_only=True):
     """D → router: blocks are held until the lease ends."""
 
     request: RequestId
@@ -236,7 +233,7 @@ class Grant(_Message, frozen=True, kw_only=True):
     cached_tokens: int  # tokens of whole blocks that D already holds
 
 
-class Nack(_Message, frozen=True, kw_only=True):
+class Nack(Message, frozen=True, kw_only=True):
     """D → router: not taken."""
 
     request: RequestId
@@ -246,7 +243,7 @@ class Nack(_Message, frozen=True, kw_only=True):
     retry_after_s: float
 
 
-class FirstToken(_Message, frozen=True, kw_only=True):
+class FirstToken(Message, frozen=True, kw_only=True):
     """Whoever prefilled → router: the attempt's first new token."""
 
     request: RequestId
@@ -258,7 +255,7 @@ class FirstToken(_Message, frozen=True, kw_only=True):
     prefill_s: float  # first chunk started → token sampled
 
 
-class Committed(_Message, frozen=True, kw_only=True):
+class Committed(Message, frozen=True, kw_only=True):
     """D → router: all KV is here and decoding goes on."""
 
     request: RequestId
@@ -278,13 +275,13 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     finish_reason: FinishReason | None = None
 
 
-class Tokens(_Message, frozen=True, kw_only=True):
+class Tokens(Message, frozen=True, kw_only=True):
     """D → router: all new tokens of one step."""
 
     rows: list[TokenRow]
 
 
-class AttemptFailed(_Message, frozen=True, kw_only=True):
+class AttemptFailed(Message, frozen=True, kw_only=True):
     """Worker → router: this attempt cannot go on here. `code` is a slug, `message` one sentence."""
 
     request: RequestId
@@ -294,123 +291,7 @@ class AttemptFailed(_Message, frozen=True, kw_only=True):
     retryable: bool
 
 
-# ---- P ↔ D: the KV stream ------------------------------------------------------------------------
-
-
-class EdgeHello(_Message, frozen=True, kw_only=True):
-    """P → D, first message of a KV stream. It names whom it looks for: the successor of a decode worker that
-    is gone may listen at the same address, and must not take it for a new dial to itself."""
-
-    worker: WorkerId
-    epoch: Epoch
-    decode_worker: WorkerId
-    decode_epoch: Epoch
-    pid: int
-    fingerprint: str
-    kind: str  # "shm" | "gloo" | ...
-    geometry: KVGeometry
-
-
-class EdgeWelcome(_Message, frozen=True, kw_only=True):
-    """D → P: how to reach the pool. `endpoint` is what the edge kind needs (see `cluster.kv.edge`)."""
-
-    worker: WorkerId
-    epoch: Epoch
-    geometry: KVGeometry
-    endpoint: dict[str, str | int]
-
-
-class KvOpen(_Message, frozen=True, kw_only=True):
-    """P → D: about to move KV of this attempt."""
-
-    request: RequestId
-    attempt: Attempt
-    lease: LeaseId
-
-
-class KvOpened(_Message, frozen=True, kw_only=True):
-    """D → P: go on. `block_ids` are D's blocks for the whole prompt, the skipped ones included."""
-
-    request: RequestId
-    attempt: Attempt
-    block_ids: list[BlockId]
-
-
-class KvRefused(_Message, frozen=True, kw_only=True):
-    """D → P: this attempt has no lease here (any more). `piece`: the offer this answers; None: `KvOpen`."""
-
-    request: RequestId
-    attempt: Attempt
-    reason: str
-    piece: PieceIndex | None = None
-
-
-class KvOffer(_Message, frozen=True, kw_only=True):
-    """P → D: the piece is gathered; post a receive."""
-
-    request: RequestId
-    attempt: Attempt
-    piece: PieceIndex
-    first_block: int  # index into the prompt's blocks
-    num_blocks: int
-    num_bytes: int
-
-
-class KvReady(_Message, frozen=True, kw_only=True):
-    """D → P: the receive for this piece is posted."""
-
-    request: RequestId
-    attempt: Attempt
-    piece: PieceIndex
-
-
-class KvPiece(_Message, frozen=True, kw_only=True):
-    """P → D: the bytes of this piece lie in D's blocks already (in-place edges)."""
-
-    request: RequestId
-    attempt: Attempt
-    piece: PieceIndex
-    first_block: int
-    num_blocks: int
-    num_bytes: int
-
-
-class KvCommit(_Message, frozen=True, kw_only=True):
-    """P → D: the prompt is complete; decode from this token once every block is there."""
-
-    request: RequestId
-    attempt: Attempt
-    lease: LeaseId
-    output: TokenOutput
-    num_tokens: int  # tokens whose KV the prompt's blocks hold
-    token_age_s: float = 0.0  # since the token was sampled: the client's stream has begun
-
-
-class KvCommitted(_Message, frozen=True, kw_only=True):
-    """D → P: complete and decoding; P may reuse its blocks."""
-
-    request: RequestId
-    attempt: Attempt
-
-
-class KvAbort(_Message, frozen=True, kw_only=True):
-    """Either → the other: this attempt moves no more KV."""
-
-    request: RequestId
-    attempt: Attempt
-    reason: str
-
-
-class KvClosed(_Message, frozen=True, kw_only=True):
-    """P → D: nothing of this attempt will be written any more; D may reuse its blocks."""
-
-    request: RequestId
-    attempt: Attempt
-
-
 RouterToWorker = Welcome | Refused | Reserve | Prefill | RenewLeases | Finish | Abort | Drain
 WorkerToRouter = (
     Register | Heartbeat | Grant | Nack | FirstToken | Committed | Tokens | AttemptFailed | Drained | Refused
 )
-PrefillToDecode = EdgeHello | KvOpen | KvOffer | KvPiece | KvCommit | KvAbort | KvClosed | Refused
-DecodeToPrefill = EdgeWelcome | KvOpened | KvRefused | KvReady | KvCommitted | KvAbort | Refused

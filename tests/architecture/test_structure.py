@@ -227,6 +227,7 @@ TORCH_FREE = [
     "prefill_worker.core",
     "decode_worker.scheduler",
     "decode_worker.intake",
+    "decode_worker.lease_table",
     "decode_worker.core",
 ]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from cluster.clock import MonotonicClock
@@ -30,7 +31,7 @@ def test_a_terminal_shows_the_phase_the_bar_and_the_phase_again() -> None:
         highlight=False,
         color_system=None,
     )
-    report = TerminalReport(console, MonotonicClock(), lambda seconds: "ready")
+    report = TerminalReport(console, MonotonicClock(), lambda seconds: "ready", lambda: "never")
     report.phase("first")
     report.progress("compiling", 0, 0)
     report.phase("second")  # while a bar is shown
@@ -43,6 +44,22 @@ def test_a_terminal_shows_the_phase_the_bar_and_the_phase_again() -> None:
     text = output.getvalue()
     for part in ("first", "second", "compiling: 0.", "converting: 1.00 GB in 0.", "third", "ready"):
         assert part in text
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_the_end_is_told_in_one_line(is_ready: bool) -> None:
+    output = io.StringIO()
+    report = TerminalReport(
+        Console(file=output, width=100), MonotonicClock(), lambda seconds: "ready", lambda: "Stopping: [3]"
+    )
+    report.phase("workers")
+    if is_ready:
+        report.ready()
+    before = len(output.getvalue().splitlines())
+    report.stopping()
+    report.close()
+    told = "Stopping: [3]" if is_ready else "Stopping before it was ready."
+    assert output.getvalue().splitlines()[before:] == [told]
 
 
 def test_a_terminal_gets_a_bar_in_bytes() -> None:

@@ -11,6 +11,7 @@ from cluster.ids import Attempt, PieceIndex, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
 from cluster.step_model import StepModel
+from cluster.wire.kv_messages import KvAbort, KvClosed, KvCommit, KvOpen, KvPiece
 from cluster.wire.messages import (
     Abort,
     AttemptFailed,
@@ -20,11 +21,6 @@ from cluster.wire.messages import (
     Finish,
     FirstToken,
     Grant,
-    KvAbort,
-    KvClosed,
-    KvCommit,
-    KvOpen,
-    KvPiece,
     Nack,
     NackReason,
     PriorityClass,

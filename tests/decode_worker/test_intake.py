@@ -11,10 +11,7 @@ from cluster.ids import Attempt, BlockId, Epoch, LeaseId, PieceIndex, RequestId,
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
 from cluster.sampling import SamplingParams, TokenOutput
-from cluster.wire.messages import (
-    AttemptFailed,
-    Committed,
-    Grant,
+from cluster.wire.kv_messages import (
     KvAbort,
     KvClosed,
     KvCommit,
@@ -25,15 +22,13 @@ from cluster.wire.messages import (
     KvPiece,
     KvReady,
     KvRefused,
-    Nack,
-    NackReason,
-    RenewLeases,
-    Reserve,
 )
+from cluster.wire.messages import AttemptFailed, Committed, Grant, Nack, NackReason, RenewLeases, Reserve
 from cluster.worker_io import Action, Discard, Peer, PostReceive, Scatter
 from decode_worker.admission import IntakeConfig
 from decode_worker.intake import Intake
 from decode_worker.lease import TRANSITIONS, IllegalLease, LeaseState
+from decode_worker.lease_table import LeaseTable
 from tests.support.worker_messages import A1, R1, ROUTER, P, only, reserve, to_peer, to_router
 
 BYTES = 10
@@ -41,7 +36,8 @@ BYTES = 10
 
 def intake(num_blocks: int = 16, **config: Any) -> tuple[Intake, BlockManager]:
     blocks = BlockManager(num_blocks, 4, "m")
-    return Intake(IntakeConfig(block_bytes=BYTES, **config), blocks), blocks
+    settings = IntakeConfig(block_bytes=BYTES, **config)
+    return Intake(settings, blocks, LeaseTable(settings, blocks)), blocks
 
 
 def ask(
@@ -55,7 +51,7 @@ def ask(
 ) -> list[Action]:
     message = reserve(tokens, **fields).message
     assert isinstance(message, Reserve)
-    return one.reserve(ROUTER, message, now, num_running=running, has_preempted=preempted)
+    return one._leases.reserve(ROUTER, message, now, num_running=running, has_preempted=preempted)
 
 
 def granted(one: Intake, tokens: list[int], **fields: Any) -> Grant:
@@ -161,10 +157,10 @@ class TestReserve:
         one, blocks = intake()
         publish(blocks, list(range(8)))
         assert granted(one, list(range(8)), local=True).cached_tokens == 4
-        [sequence] = one.take_started()
+        [sequence] = one._leases.take_started()
         assert sequence.num_remaining == 4
-        assert one.num_leases == 0
-        assert one.next_deadline() is None
+        assert len(one._leases) == 0
+        assert one._leases.next_deadline() is None
 
 
 def publish(blocks: BlockManager, tokens: list[int]) -> None:
@@ -184,9 +180,9 @@ class TestNextAttempt:
         open_at(one, grant, in_place=True)
         one.from_peer(P, piece(0, 0, 2), 2.0)
         one.edge_down(P)
-        lease = one.get(R1)
+        lease = one._leases.of_request(R1)
         assert lease is not None
-        one.end(lease, "the prefill worker is gone")
+        one._leases.end(lease, "the prefill worker is gone")
         assert blocks.counts().used == 5  # quarantine
         again = granted(one, tokens, attempt=2)
         assert again.cached_tokens == 8
@@ -223,11 +219,11 @@ class TestReceiving:
         assert to_peer(actions, KvCommitted)
         done = to_router(actions, Committed)[0]
         assert (done.kv_bytes, done.kv_transfer_s) == ((3 - first) * BYTES, 2.0)
-        [sequence] = one.take_started()
+        [sequence] = one._leases.take_started()
         assert (sequence.num_computed, sequence.num_remaining) == (10, 1)
         assert sequence.output_ids == [5]
-        assert (one.num_leases, one.num_live) == (0, 0)
-        assert one.next_deadline() is None
+        assert (len(one._leases), one._leases.num_live) == (0, 0)
+        assert one._leases.next_deadline() is None
 
     def test_i5_staged_pieces_have_to_be_scattered_first(self) -> None:
         one, _ = intake()
@@ -242,9 +238,9 @@ class TestReceiving:
         assert list(only(one.staged(P, first), Scatter).target_blocks) == blocks_of[:2]
         assert one.scattered(P, moved(0, 0, 2), 20, 1.0) == []
         one.staged(P, Staged(moved(1, 2, 1), 8, 10))
-        assert not one.take_started()
+        assert not one._leases.take_started()
         assert to_peer(one.scattered(P, moved(1, 2, 1), 10, 1.0), KvCommitted)
-        assert len(one.take_started()) == 1
+        assert len(one._leases.take_started()) == 1
 
     @pytest.mark.parametrize(
         "bad",
@@ -318,9 +314,9 @@ class TestReceiving:
 
 class TestEnding:
     def end(self, one: Intake) -> list[Action]:
-        lease = one.get(R1)
+        lease = one._leases.of_request(R1)
         assert lease is not None
-        return one.end(lease, "aborted")
+        return one._leases.end(lease, "aborted")
 
     def test_nobody_writes_freed_at_once(self) -> None:
         one, blocks = intake()
@@ -333,11 +329,11 @@ class TestEnding:
         open_at(one, granted(one, list(range(10))), in_place=True)
         one.from_peer(P, piece(0, 0, 1), 1.0)
         assert to_peer(self.end(one), KvAbort)
-        assert (blocks.counts().used, one.num_live, one.num_leases) == (4, 0, 1)
+        assert (blocks.counts().used, one._leases.num_live, len(one._leases)) == (4, 0, 1)
         one.from_peer(P, piece(1, 1, 1), 1.0)  # was on its way
         assert one.num_stale == 1
         one.from_peer(P, CLOSED, 1.0)
-        assert (blocks.counts().used, one.num_leases) == (0, 0)
+        assert (blocks.counts().used, len(one._leases)) == (0, 0)
         assert blocks.counts().cached == 1  # the complete head
 
     def test_a_broken_edge_does_not_prove_the_writer_gone(self) -> None:
@@ -367,7 +363,7 @@ class TestEnding:
         one.from_peer(P, piece(0, 0, 2), 1.0)
         one.edge_down(P)
         one.writer_gone(P)
-        assert one.num_live == 1
+        assert one._leases.num_live == 1
         self.end(one)
         assert granted(one, list(range(10)), attempt=2).cached_tokens == 8
         assert blocks.counts().used == 4
@@ -403,7 +399,7 @@ class TestEnding:
             one.scattered(P, moved(0, 0, 2), 20, 1.0)
         elif not lost:
             assert only(one.staged(P, staged), Discard).staged is staged
-        assert (blocks.counts().used, one.num_leases) == (0, 0)
+        assert (blocks.counts().used, len(one._leases)) == (0, 0)
         assert blocks.counts().cached == (2 if stage == "scattering" else 0)
 
     def test_an_offer_after_the_end_is_refused_by_its_index(self) -> None:
@@ -430,13 +426,13 @@ class TestEnding:
     def test_i3_a_lease_expires_unless_it_is_renewed(self) -> None:
         one, blocks = intake(max_ttl_s=8.0)
         grant = granted(one, list(range(4)), ttl_s=30.0)
-        assert (grant.ttl_s, one.next_deadline()) == (8.0, 8.0)
-        one.renew(ROUTER, RenewLeases(leases=[grant.lease, LeaseId(77)]), 5.0)
-        assert one.expire(12.9) == []
-        failed = to_router(one.expire(13.0), AttemptFailed)[0]
+        assert (grant.ttl_s, one._leases.next_deadline()) == (8.0, 8.0)
+        one._leases.renew(ROUTER, RenewLeases(leases=[grant.lease, LeaseId(77)]), 5.0)
+        assert one._leases.expire(12.9) == []
+        failed = to_router(one._leases.expire(13.0), AttemptFailed)[0]
         assert (failed.code, failed.retryable) == ("lease_expired", True)
         assert blocks.counts().used == 0
-        assert one.next_deadline() is None
+        assert one._leases.next_deadline() is None
 
 
 def test_the_table() -> None:
@@ -444,7 +440,7 @@ def test_the_table() -> None:
     assert LeaseState.STARTED not in TRANSITIONS[LeaseState.RECEIVING]  # I5: never without a commit
     one, _ = intake()
     granted(one, [1])
-    lease = one.get(R1)
+    lease = one._leases.of_request(R1)
     assert lease is not None
     assert isinstance(lease.sequence, Sequence)
     with pytest.raises(IllegalLease, match="RESERVED -> COMMITTING"):

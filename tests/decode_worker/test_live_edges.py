@@ -9,7 +9,8 @@ from pathlib import Path
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edge_local import InPlaceReceiver
-from cluster.wire.messages import DecodeToPrefill, EdgeHello, EdgeWelcome, KVGeometry, Refused
+from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
+from cluster.wire.messages import KVGeometry, Refused
 from cluster.wire.stream import Stream, connect
 from cluster.worker_io import EdgeDown, EdgeUp, Event, Peer, WriterGone
 from decode_worker.live_edges import DecodeEdges

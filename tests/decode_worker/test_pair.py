@@ -154,7 +154,7 @@ def test_b082_complete_pieces_are_not_sent_again_after_p_died(in_place: bool) ->
     victim = next(
         w for w, node in pair.nodes.items() if w.startswith("prefill") and node.core.load().kv_bytes_sent
     )
-    lease = next(iter(pair.nodes[D0].core._intake._leases.values()))
+    lease = next(iter(pair.nodes[D0].core._leases.values()))
     while lease.num_leading_tokens(4) < 16 and lease.live:  # let D book some of what was sent
         ops = pair.pending()
         pair.do(ops[rng.randrange(len(ops))])

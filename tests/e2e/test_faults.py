@@ -20,6 +20,7 @@ import pytest
 
 from bench.chaos.streams import Answer, read_stream
 from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.plain_http import plain_async_client
 from tests.support.sse import strict_json
 from tests.support.tiny_model import write_tiny_model
 
@@ -33,15 +34,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture
-def cluster(tiny: Path) -> Iterator[LocalCluster]:
-    with local_cluster(tiny, **POOLS) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
-def lasting(tiny: Path) -> Iterator[LocalCluster]:
-    """A cluster for tests that leave every process alive."""
+def cluster(tiny: Path) -> Iterator[LocalCluster]:
+    """One of each role, for tests that leave every role serving: who kills a worker starts its next epoch."""
     with local_cluster(tiny, **POOLS) as running:
         yield running
 
@@ -112,17 +107,18 @@ class BackgroundStream:
 
 @pytest.mark.parametrize("wait_for_token", [False, True], ids=["in-prefill", "in-decode"])
 def test_b084_b085_client_that_leaves_frees_both_workers_within_a_second(
-    lasting: LocalCluster, wait_for_token: bool
+    cluster: LocalCluster, wait_for_token: bool
 ) -> None:
     for repeat in range(5):
         request = body(1500 + repeat, 500, stream=True)
-        with lasting.client() as client, client.stream("POST", "/v1/completions", json=request) as reply:
+        with cluster.client() as client, client.stream("POST", "/v1/completions", json=request) as reply:
             if wait_for_token:
                 next(line for line in reply.iter_lines() if line)
-        assert lasting.wait_quiet(timeout_s=3.0) < 1.5  # a second, and a heartbeat to tell of it
+        assert cluster.wait_quiet(timeout_s=3.0) < 1.5  # a second, and a heartbeat to tell of it
 
 
 def test_b082_prefill_worker_killed_in_mid_prefill(cluster: LocalCluster) -> None:
+    epoch = cluster.worker("prefill-0")["epoch"]
     stream = BackgroundStream(cluster, body(1800, 20))
     time.sleep(0.02)  # somewhere within its prefill
     killed_s = time.monotonic()
@@ -135,7 +131,8 @@ def test_b082_prefill_worker_killed_in_mid_prefill(cluster: LocalCluster) -> Non
     assert stream.ended_s - killed_s < 10
     cluster.wait_quiet()
     cluster.restart("prefill-0")
-    cluster.wait_for(lambda: cluster.worker("prefill-0").get("epoch") == 2, 10, "the next epoch")
+    back(cluster, "prefill-0")
+    assert cluster.worker("prefill-0")["epoch"] == epoch + 1
     assert ids(cluster.complete(**body(1801, 4))) is not None
     cluster.wait_quiet()
 
@@ -151,26 +148,28 @@ def test_b032_only_decode_worker_killed_while_decoding(cluster: LocalCluster) ->
     assert stream.error["code"] == "worker_lost"
     assert stream.done_mark
     cluster.restart("decode-0")
-    cluster.wait_ready()
+    back(cluster, "decode-0")
     assert len(ids(cluster.complete(**body(100, 5)))) == 5
     cluster.wait_quiet()
 
 
-def test_decode_worker_killed_and_another_goes_on_with_the_same_tokens(tiny: Path) -> None:
-    with local_cluster(tiny, decode=2, **POOLS) as cluster:
-        requests = [body(60 + n, 600, temperature=1.0, seed=n, repetition_penalty=1.1) for n in range(6)]
-        expected = [ids(answer) for answer in cluster.complete_all(requests)]
-        streams = [BackgroundStream(cluster, request) for request in requests]
-        for stream in streams:
-            assert stream.first.wait(10)
-        cluster.wait_for(lambda: busiest(cluster) is not None, 5, "a heartbeat that tells of the streams")
-        cluster.kill(busiest(cluster) or "decode-0")
-        for stream in streams:
-            stream.join(60)
-        assert [stream.error for stream in streams] == [None] * 6
-        assert [stream.token_ids for stream in streams] == expected
-        assert any(stream.timings["attempts"] > 1 for stream in streams), "nobody was on the dead worker"
-        cluster.wait_quiet()
+def test_decode_worker_killed_and_another_goes_on_with_the_same_tokens(pairs: LocalCluster) -> None:
+    requests = [body(60 + n, 600, temperature=1.0, seed=n, repetition_penalty=1.1) for n in range(6)]
+    expected = [ids(answer) for answer in pairs.complete_all(requests)]
+    streams = [BackgroundStream(pairs, request) for request in requests]
+    for stream in streams:
+        assert stream.first.wait(10)
+    pairs.wait_for(lambda: busiest(pairs) is not None, 5, "a heartbeat that tells of the streams")
+    killed = busiest(pairs) or "decode-0"
+    pairs.kill(killed)
+    for stream in streams:
+        stream.join(60)
+    assert [stream.error for stream in streams] == [None] * 6
+    assert [stream.token_ids for stream in streams] == expected
+    assert any(stream.timings["attempts"] > 1 for stream in streams), "nobody was on the dead worker"
+    pairs.restart(killed)
+    back(pairs, killed)
+    pairs.wait_quiet()
 
 
 def busiest(cluster: LocalCluster) -> str | None:
@@ -315,21 +314,21 @@ def test_b130_hung_prefill_worker_is_given_up_and_fenced(cluster: LocalCluster) 
     cluster.wait_quiet()
 
 
-def test_b060_request_that_can_never_fit(lasting: LocalCluster) -> None:
-    tokens = lasting.worker("decode-0")["kv_blocks"]["total"] * 16
-    with lasting.client() as client:
+def test_b060_request_that_can_never_fit(cluster: LocalCluster) -> None:
+    tokens = cluster.worker("decode-0")["kv_blocks"]["total"] * 16
+    with cluster.client() as client:
         too_long = client.post("/v1/completions", json=body(1900, 500))
         assert too_long.status_code == 400
         assert too_long.json()["error"]["code"] == "context_length_exceeded"
     assert tokens > 0
-    assert len(ids(lasting.complete(**body(20, 3)))) == 3
-    lasting.wait_quiet()
+    assert len(ids(cluster.complete(**body(20, 3)))) == 3
+    cluster.wait_quiet()
 
 
-def test_a_thousand_requests_with_random_aborts_leave_nothing(lasting: LocalCluster) -> None:
+def test_a_thousand_requests_with_random_aborts_leave_nothing(cluster: LocalCluster) -> None:
     """b099: 30 % leave at random moments; afterwards no block is used and the books balance."""
     rng = random.Random(5)
-    before = lasting.metric("baton_request_total")
+    before = cluster.metric("baton_request_total")
 
     async def one(client: httpx.AsyncClient, index: int) -> str:
         request = body(rng.randrange(1, 64), rng.randrange(1, 40), stream=True, seed=index, temperature=1)
@@ -349,27 +348,28 @@ def test_a_thousand_requests_with_random_aborts_leave_nothing(lasting: LocalClus
 
     async def run() -> list[str]:
         limits = httpx.Limits(max_connections=48)
-        async with httpx.AsyncClient(base_url=lasting.url, timeout=120, limits=limits) as client:
+        async with plain_async_client(base_url=cluster.url, timeout=120, limits=limits) as client:
             return list(await asyncio.gather(*(one(client, index) for index in range(1000))))
 
     outcomes = asyncio.run(run())
     assert outcomes.count("done") > 600
     assert outcomes.count("left") > 100
-    lasting.wait_quiet()
-    assert lasting.metric("baton_request_total") - before <= 1000
-    assert lasting.metric("baton_requests_running") == 0
+    cluster.wait_quiet()
+    assert cluster.metric("baton_request_total") - before <= 1000
+    assert cluster.metric("baton_requests_running") == 0
     for name in ("prefill-0", "decode-0"):
-        blocks = lasting.worker(name)["kv_blocks"]
+        blocks = cluster.worker(name)["kv_blocks"]
         assert blocks["used"] == 0
         assert blocks["cached"] + blocks["free"] == blocks["total"]
-    assert len(ids(lasting.complete(**body(20, 3)))) == 3
+    assert len(ids(cluster.complete(**body(20, 3)))) == 3
 
 
-def test_b132_termination_drains(cluster: LocalCluster) -> None:
-    stream = BackgroundStream(cluster, body(50, 300))
-    assert stream.first.wait(10)
-    statuses = cluster.processes.stop()
-    stream.join(5)
+def test_b132_termination_drains(tiny: Path) -> None:
+    with local_cluster(tiny, **POOLS) as ending:
+        stream = BackgroundStream(ending, body(50, 300))
+        assert stream.first.wait(10)
+        statuses = ending.processes.stop()
+        stream.join(5)
     assert stream.error is None
     assert len(stream.token_ids) == 300
     assert statuses == {"router-0": 0, "prefill-0": 0, "decode-0": 0}

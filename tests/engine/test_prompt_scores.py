@@ -65,7 +65,9 @@ def expected_scores(runner: ModelRunner, prompt: list[int], num_best: int) -> tu
         logits = runner.decoder.logits(runner.decoder.hidden(batch, runner._pool))
         output = with_logprobs(logits[0].numpy(), following, num_best)
         assert output.logprob is not None
-        scores.append((output.logprob, output.top_logprobs))
+        every = with_logprobs(logits[0].numpy(), following, logits.shape[1]).top_logprobs
+        order = [token_id for token_id, _ in every]
+        scores.append(PromptScore(output.logprob, output.top_logprobs, 1 + order.index(following)))
     return tuple(scores)
 
 

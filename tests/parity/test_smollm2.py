@@ -26,7 +26,7 @@ from tests.parity.varied_prompts import PROMPTS
 NUM_TOKENS = 64
 BLOCK_SIZE = 16
 NUM_THREADS = 1  # the other cores run other tests
-TRANSFORMERS_BATCH = 10
+BATCH_TOKENS = 1024  # that transformers computes at a time, padding included
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -80,9 +80,7 @@ def transformers_next(model: Any, prompts: list[list[int]], outputs: list[list[i
     transformers generates. Batches of similar lengths, padded on the left.
     """
     chosen: dict[int, list[int]] = {}
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), TRANSFORMERS_BATCH):
-        batch = order[start : start + TRANSFORMERS_BATCH]
+    for batch in _batches([len(prompt) + NUM_TOKENS - 1 for prompt in prompts]):
         given = [prompts[i] + outputs[i][:-1] for i in batch]
         width = max(map(len, given))
         ids = torch.tensor([[0] * (width - len(tokens)) + tokens for tokens in given])
@@ -94,6 +92,16 @@ def transformers_next(model: Any, prompts: list[list[int]], outputs: list[list[i
             ).logits
         chosen |= dict(zip(batch, logits.argmax(dim=-1).tolist(), strict=True))
     return [chosen[i] for i in range(len(prompts))]
+
+
+def _batches(lengths: list[int]) -> list[list[int]]:
+    """Indices in the order of their lengths, cut before a batch would have more than `BATCH_TOKENS`."""
+    batches: list[list[int]] = [[]]
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
 
 
 def our_greedy(prepared: PreparedModel, backend: Backend, prompts: list[list[int]]) -> list[list[int]]:

@@ -9,13 +9,7 @@ from cluster.kv.block_manager import BlockManager
 from cluster.sampling import FinishReason, SamplingParams
 from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
-from cluster.wire.messages import (
-    Abort,
-    AttemptFailed,
-    Drain,
-    Drained,
-    Finish,
-    FirstToken,
+from cluster.wire.kv_messages import (
     KvAbort,
     KvClosed,
     KvCommit,
@@ -24,6 +18,14 @@ from cluster.wire.messages import (
     KvOpen,
     KvOpened,
     KvRefused,
+)
+from cluster.wire.messages import (
+    Abort,
+    AttemptFailed,
+    Drain,
+    Drained,
+    Finish,
+    FirstToken,
     PriorityClass,
     SloTargets,
     WorkerState,

@@ -8,7 +8,7 @@ from cluster.engine.sequence import Sequence
 from cluster.ids import BlockId, LeaseId, PieceIndex
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import SamplingParams, TokenOutput
-from cluster.wire.messages import KvAbort, KvClosed, KvCommit, KvOffer, KvOpen, KvPiece
+from cluster.wire.kv_messages import KvAbort, KvClosed, KvCommit, KvOffer, KvOpen, KvPiece
 from cluster.worker_io import CloseEdge, SendPiece
 from prefill_worker.handoff import (
     TRANSITIONS,

@@ -354,6 +354,11 @@ class World:
         self.lifecycle: list[Lifecycle] = []
         self.epochs: dict[WorkerId, int] = {}
 
+    @property
+    def num_stale(self) -> int:
+        """Messages that the conductor dropped."""
+        return sum(self.conductor.stale_messages().values())
+
     # ---- membership
 
     def join(self, register: Register) -> Worker:

@@ -224,8 +224,7 @@ def test_the_next_turn_goes_where_its_kv_is() -> None:
         world.decode(name)
     spec = make_spec("r", num_prompt=40)
     world.submit(spec)
-    (live,) = world.conductor._requests.values()
-    hashes = list(live.hashes)
+    hashes = list(world.conductor._requests[spec.request].hashes)
     world.run()
     for name, stored in (("d0", []), ("d1", hashes)):
         events = KvEvents(sequence=0, begins=True, stored=stored, removed=[])

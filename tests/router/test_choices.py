@@ -287,8 +287,11 @@ def test_prompt_logprobs(gateway: RunningGateway, kind: str) -> None:
     assert entries[0] is None
     for token_id, entry in zip(prompt_ids[1:], entries[1:], strict=True):
         assert set(entry) == {str(token_id), str(token_id + 1)}
-        assert entry[str(token_id)]["rank"] == 1
+        assert [entry[str(token_id + step)]["rank"] for step in (0, 1)] == [1, 2]
         assert isinstance(entry[str(token_id)]["decoded_token"], str)
+    body = send(prompt_logprobs=0, max_tokens=2).json()
+    entries = (body if kind == CHAT else body["choices"][0])["prompt_logprobs"]
+    assert all([one["rank"] for one in entry.values()] == [1] for entry in entries[1:])
     check_error(send(prompt_logprobs=2, stream=True), 400, param="prompt_logprobs")
     check_error(send(prompt_logprobs=21), 400, param="prompt_logprobs")
 

@@ -187,7 +187,7 @@ def test_b090_restart_behind_the_same_name() -> None:
         world.feed(FromWorker(WorkerId("d0"), Epoch(1), Heartbeat(state=WorkerState.READY, load=old.load())))
         == []
     )
-    assert world.conductor.num_stale_messages == 2
+    assert world.num_stale == 2
     after = [world.submit(make_spec(f"after{i}")) for i in range(5)]
     prefills = [send.message for send in world.sent if isinstance(send.message, Prefill)]
     world.run()

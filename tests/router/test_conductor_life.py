@@ -296,12 +296,12 @@ def test_duplicates_are_dropped_and_counted() -> None:
     prefill.step(0.0)
     prefill.out.append(prefill.out[0])  # the first token twice
     world.read(WorkerId("p0"))
-    assert world.conductor.num_stale_messages == 1
+    assert world.num_stale == 1
     world.transfer(prefill)
     decode.step(0.0)
     decode.out.extend(list(decode.out))  # Committed and Tokens twice
     world.read(WorkerId("d0"))
-    assert world.conductor.num_stale_messages == 3
+    assert world.num_stale == 3
     overlap = Tokens(
         rows=[
             TokenRow(
@@ -334,12 +334,12 @@ def test_b087_messages_for_unknown_and_finished_ids_are_ignored() -> None:
     decode.step(0.0)
     late = list(decode.out)
     world.leave("r")
-    before = world.conductor.num_stale_messages
+    before = world.num_stale
     for message in [*late, *late]:
         assert world.feed(FromWorker(WorkerId("d0"), Epoch(1), message)) == []
     never_seen = Tokens(rows=[TokenRow(RequestId("who"), Attempt(1), 0, [TokenOutput(1)])])
     assert world.feed(FromWorker(WorkerId("d0"), Epoch(1), never_seen)) == []
-    assert world.conductor.num_stale_messages == before + 2 * len(late) + 1
+    assert world.num_stale == before + 2 * len(late) + 1
     decode.out.clear()
     world.assert_quiet()
 

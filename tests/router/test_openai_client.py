@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from cluster.errors import InternalError, NotReady, Overloaded
 from tests.support.gateway import MODEL, RunningGateway
+from tests.support.plain_http import plain_client
 from tests.support.scripted_cluster import Script
 from tests.support.tools import ADD, CALL, LOOK_UP
 
@@ -158,7 +159,7 @@ def test_errors_and_retries(
     gateway.cluster.refuse = error
     seen: list[httpx.Response] = []
     with (
-        httpx.Client(event_hooks={"response": [seen.append]}) as http,
+        plain_client(event_hooks={"response": [seen.append]}) as http,
         openai.OpenAI(
             base_url=f"{gateway.url}/v1", api_key="none", max_retries=2, http_client=http
         ) as client,
@@ -180,7 +181,7 @@ def test_a_retry_that_succeeds(gateway: RunningGateway) -> None:
 
     gateway.cluster.refuse = Overloaded("No.", retry_after_s=0.3)
     with (
-        httpx.Client(event_hooks={"response": [note]}) as http,
+        plain_client(event_hooks={"response": [note]}) as http,
         openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", http_client=http) as client,
     ):
         assert client.chat.completions.create(model=MODEL, messages=MESSAGES).choices

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cluster.wire.messages import Role, WorkerLoad
@@ -20,6 +19,7 @@ from router.page_feed import PageFeed
 from router.public_side import PRIVATE_PATHS
 from tests.support.gateway import RunningGateway, check_error
 from tests.support.page_world import page_world
+from tests.support.plain_http import plain_async_client
 from tests.support.scripted_cluster import ScriptedCluster, worker
 
 LOAD = WorkerLoad(running=2, waiting=1, blocks_used=5, blocks_cached=3, blocks_free=92, decode_step_s=0.0123)
@@ -189,7 +189,7 @@ async def test_a_viewer_that_does_not_read_is_let_go(
 
 
 async def parts(url: str) -> AsyncIterator[dict[str, Any]]:
-    async with httpx.AsyncClient(timeout=10) as client, client.stream("GET", url) as response:
+    async with plain_async_client(timeout=10) as client, client.stream("GET", url) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         async for line in response.aiter_lines():
             if line.startswith("data: "):
@@ -239,7 +239,7 @@ async def test_b155_the_public_side_keeps_the_cluster_to_itself(tmp_path: Path) 
         assert (await world.client.get("/")).status_code == 200
         assert (await world.client.get("/ready")).status_code == 200
         assert (await world.ask("Hi", 3)).status_code == 200
-        async with httpx.AsyncClient(base_url=world.admin_url) as admin:
+        async with plain_async_client(base_url=world.admin_url) as admin:
             assert (await admin.get("/cluster")).json()["state"] == "ready"
             assert "baton_ready 1.0" in (await admin.get("/metrics")).text
             assert (await admin.get("/page/picture")).json()["cluster"]["arrived"] == 1

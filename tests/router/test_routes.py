@@ -13,7 +13,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -23,6 +22,7 @@ from router.delivery import Readiness
 from router.limits import GatewayLimits
 from router.server import bind
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
+from tests.support.plain_http import plain_client
 from tests.support.scripted_cluster import Script, worker
 from tests.support.sse import check_error_stream, check_stream
 
@@ -109,7 +109,7 @@ def test_body_limit(tokenizer_dir: Path) -> None:
             def parts() -> Any:
                 yield from [b'{"prompt": "', *[b"x" * 300] * 10]
 
-            with httpx.Client(base_url=gateway.url) as client:  # the length is not announced
+            with plain_client(base_url=gateway.url) as client:  # the length is not announced
                 headers = {"content-type": "application/json"}
                 check_error(client.post(path, content=parts(), headers=headers), 413, code="body_too_large")
         gateway.check_alive()
@@ -300,7 +300,7 @@ def test_b132_requests_past_the_grace_time_end_with_an_error(tokenizer_dir: Path
     with running_gateway(tokenizer_dir, grace_s=1.5) as gateway:
         gateway.cluster.script = Script(hang_after=2)
         with (
-            httpx.Client(base_url=gateway.url) as other,
+            plain_client(base_url=gateway.url) as other,
             gateway.client.stream(
                 "POST", "/v1/completions", json={"prompt": "a", "stream": True}
             ) as response,

@@ -25,6 +25,7 @@ from router import service
 from tests.router.conductor_peers import BLOCK_SIZE, make_register, scripted_token
 from tests.router.service_peers import TOKEN, Host, LiveWorker
 from tests.support.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from tests.support.plain_http import plain_async_client
 
 START_S = 20.0
 
@@ -90,7 +91,7 @@ async def router(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "router", str(path), stderr=asyncio.subprocess.PIPE
     )
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as client:
+    async with plain_async_client(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as client:
         running = RouterProcess(process, Host(f"unix:{tmp_path}/control"), client)
         async with asyncio.timeout(START_S):
             while True:
@@ -159,7 +160,7 @@ async def test_b135_not_announced_before_http_is_served(
         await host.start(make_register("p0", Role.PREFILL, 1))
         await host.start(make_register("d0", Role.DECODE, 1))
         await announced.wait()
-        async with httpx.AsyncClient() as client:
+        async with plain_async_client() as client:
             assert (await client.get(f"http://127.0.0.1:{port}/ready")).status_code == 200
         stop.set()
         await serving

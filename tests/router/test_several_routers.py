@@ -27,6 +27,7 @@ from tests.router.conductor_peers import make_register
 from tests.router.service_peers import Host, LiveWorker
 from tests.router.test_service_process import START_S, expected_text, free_port, write_config
 from tests.support.gateway import running_gateway
+from tests.support.plain_http import plain_async_client
 from tests.support.redis_world import RedisWorld, redis_world
 from tests.support.scripted_cluster import Script, ScriptedCluster
 
@@ -66,7 +67,7 @@ class Routers:
     async def ask(self, key: str, **fields: object) -> httpx.Response:
         """Over a connection of its own, so either may get it."""
         body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0, **fields}
-        async with httpx.AsyncClient(base_url=self.url, timeout=20.0) as client:
+        async with plain_async_client(base_url=self.url, timeout=20.0) as client:
             headers = {"authorization": f"Bearer {key}"}
             return await client.post("/v1/completions", json=body, headers=headers)
 
@@ -103,7 +104,7 @@ async def start(directory: Path, number: int, port: int, redis: str, keys: Path)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "router", str(path), stderr=asyncio.subprocess.PIPE
     )
-    admin = httpx.AsyncClient(
+    admin = plain_async_client(
         base_url=f"http://127.0.0.1:{admin_port}", headers={"authorization": "Bearer sk-free"}, timeout=20.0
     )
     router = Router(process, Host(config.control_address), admin, [])
@@ -138,7 +139,7 @@ class Stream:
     """A reply under way, and the router that has it."""
 
     def __init__(self, routers: Routers) -> None:
-        self._client = httpx.AsyncClient(base_url=routers.url, timeout=20.0)
+        self._client = plain_async_client(base_url=routers.url, timeout=20.0)
         self._routers = routers
         self.seen = ""
 

@@ -22,9 +22,11 @@ class Read:
     has_whole_calls: bool = False
 
 
-def read(text: str, style: ToolFormat = HERMES, cuts: tuple[int, ...] = ()) -> Read:
+def read(
+    text: str, style: ToolFormat = HERMES, cuts: tuple[int, ...] = (), *, calls_only: bool = False
+) -> Read:
     """`text` pushed in parts of these sizes, in turn; in one if there are none."""
-    parser = ToolParser(style, NAMES)
+    parser = ToolParser(style, NAMES, calls_only=calls_only)
     parts: list[str] = []
     position = turn = 0
     while position < len(text):
@@ -117,6 +119,25 @@ def test_what_is_read(
 ) -> None:
     text, content, calls, has_whole_calls = case
     assert read(text, style, cuts) == Read(text if content is None else content, calls, has_whole_calls)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (3, 2)])
+@pytest.mark.parametrize("style", [HERMES, JSON])
+def test_where_only_calls_may_come_the_head_of_one_is_no_content(
+    style: ToolFormat, cuts: tuple[int, ...]
+) -> None:
+    """Cut anywhere: first no call and no content, then a call with its name and some arguments."""
+    call = f'{style.opening}{{"name": "add", "{style.arguments_key}": {ARGUMENTS}}}{style.closing}'
+    begins = call.index(ARGUMENTS) + 1
+    for end in range(len(call) + 1):
+        result = read(call[:end], style, cuts, calls_only=True)
+        assert result.content == ""
+        assert [name for name, _ in result.calls] == (["add"] if end >= begins else [])
+        again = read(call + style.separator + call[:end], style, cuts, calls_only=True)
+        assert again.content == ""
+        assert len(again.calls) == (2 if end >= begins else 1)
+        if 0 < end < begins and call[:end].strip():
+            assert not again.has_whole_calls
 
 
 PIECES = st.sampled_from(

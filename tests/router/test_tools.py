@@ -203,6 +203,19 @@ def test_b025_a_call_that_is_cut_is_not_complete(gateway: RunningGateway, choice
             assert stream.text == (answer["message"]["content"] or "")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_required_call_that_is_cut_within_its_name_is_no_text(gateway: RunningGateway, choice: Any) -> None:
+    gateway.cluster.script = Script(tuple(CALL.encode()))
+    for max_tokens in (1, len("<tool_call>\n"), CALL.index("add") + 1):
+        fields = {"tools": [ADD], "tool_choice": choice, "max_tokens": max_tokens}
+        [answer] = gateway.chat(**fields).json()["choices"]
+        assert answer["message"]["content"] is None
+        assert answer["message"]["tool_calls"] == []
+        assert answer["finish_reason"] == "length"
+        stream = check_stream(gateway.chat(**fields, stream=True).content)
+        assert (stream.text, stream.tool_calls, stream.finish_reason) == ("", [], "length")
+
+
 def test_a_stop_string_within_a_call_is_a_stop(gateway: RunningGateway) -> None:
     gateway.cluster.script = Script(tuple(CALL.encode()))
     [choice] = gateway.chat(tools=[ADD], stop=['"b"']).json()["choices"]

@@ -181,7 +181,7 @@ def busy_cluster(*, in_place: bool) -> tuple[Simulation, PrefillProcess, DecodeP
 
 def test_a_late_write_is_seen() -> None:
     _, _, decode, piece = busy_cluster(in_place=True)
-    lease = decode.core._intake._leases[piece.request, piece.attempt]
+    lease = decode.core._leases.get((piece.request, piece.attempt))
     own = lease.sequence.block_ids[piece.first_block : piece.first_block + piece.num_blocks]
     inspection.check_write(decode, piece, own)
     other = replace(piece, request=RequestId("gone"))
@@ -216,7 +216,7 @@ def test_a_lease_that_outlives_its_time_is_seen() -> None:
     _, _, decode, piece = busy_cluster(in_place=False)
     decode.undisturbed_since = -2 * inspection.LEASE_GRACE_S
     inspection.check_lease_times(decode)
-    lease = decode.core._intake._leases[piece.request, piece.attempt]
+    lease = decode.core._leases.get((piece.request, piece.attempt))
     lease.expires_s = decode.now() - 2 * inspection.LEASE_GRACE_S
     seen("I3", lambda: inspection.check_lease_times(decode))
 

@@ -9,7 +9,8 @@ from bench.simulator.events import EventQueue
 from bench.simulator.network import Endpoint, Network
 from bench.simulator.process import Process
 from cluster.ids import Attempt, Epoch, RequestId
-from cluster.wire.messages import Finish, Heartbeat, KvClosed, WorkerLoad, WorkerState
+from cluster.wire.kv_messages import KvClosed
+from cluster.wire.messages import Finish, Heartbeat, WorkerLoad, WorkerState
 
 
 class Plain(Process):

@@ -21,6 +21,7 @@ from router.limits import GatewayLimits
 from router.model_info import ModelInfo, SamplingDefaults
 from router.server import serve_http
 from tests.support.byte_tokenizer import VOCAB_SIZE
+from tests.support.plain_http import plain_client
 from tests.support.scripted_cluster import ScriptedCluster
 from tests.support.sse import strict_json
 
@@ -124,7 +125,7 @@ def running_gateway(
     thread.start()
     assert listening.wait(10), "the gateway does not listen"
     url = f"http://127.0.0.1:{parts['port']}"
-    with httpx.Client(base_url=url, timeout=10) as client:
+    with plain_client(base_url=url, timeout=10) as client:
         gateway = RunningGateway(
             cluster, client, url, parts["port"], parts["app"], parts["loop"], parts["stop"]
         )

@@ -28,6 +28,9 @@ class PrintReport:
     def ready(self) -> None:
         print("ready", flush=True)
 
+    def stopping(self) -> None:
+        print("stopping", flush=True)
+
 
 def main() -> None:
     script = Path(sys.argv[1])

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from cluster.config import ClusterConfig, PlacementName
+from tests.support.plain_http import plain_async_client, plain_client
 from tests.support.processes import LocalCluster as Processes
 
 
@@ -30,7 +31,7 @@ class LocalCluster:
         return self.processes.url
 
     def client(self, timeout_s: float = 120.0) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=timeout_s)
+        return plain_client(base_url=self.url, timeout=timeout_s)
 
     def get(self, path: str) -> Any:
         with self.client() as client:
@@ -55,7 +56,7 @@ class LocalCluster:
 
         async def run() -> list[dict[str, Any]]:
             limits = httpx.Limits(max_connections=len(bodies))
-            async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as client:
+            async with plain_async_client(base_url=self.url, timeout=300, limits=limits) as client:
                 return list(await asyncio.gather(*(one(client, body) for body in bodies)))
 
         return asyncio.run(run())

@@ -21,6 +21,7 @@ from router import service
 from tests.router.conductor_peers import BLOCK_SIZE, ScriptedPrefill, make_register
 from tests.router.service_peers import TOKEN, Host, LiveWorker
 from tests.support.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from tests.support.plain_http import plain_async_client
 
 MODEL = "scripted"
 START_S = 20.0
@@ -115,7 +116,7 @@ async def page_world(
                     register = make_register(f"{role.value}-{index}", role, 1)
                     await PacedWorker(host, register, step_s=step_s).start()
             await ready.wait()
-        async with httpx.AsyncClient(base_url=url, timeout=20.0) as client:
+        async with plain_async_client(base_url=url, timeout=20.0) as client:
             admin_url = f"http://127.0.0.1:{admin_port}" if with_admin_port else url
             yield PageWorld(url, admin_url, client, host, stop)
     finally:

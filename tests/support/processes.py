@@ -21,8 +21,7 @@ from cluster.cluster_token import write_private
 from cluster.config import ClusterConfig, RouterConfig, dump_config, num_available_cores
 from cluster.core_board import BoardFile
 from cluster.engine.prepared_index import find_prepared
-from cluster.launch_plan import RoleSpec, Site, kernel_environment, plan_roles
-from cluster.launch_prepare import Preparation, prepare_command
+from cluster.launch_plan import RoleSpec, Site, plan_roles
 from cluster.runtime_dir import RuntimeDir
 
 ROOT = Path(__file__).parents[2]
@@ -201,20 +200,18 @@ class LocalCluster:
             role.wait_ready(max(0.0, deadline - time.monotonic()))
 
     def _prepared(self) -> str:
-        root = Path(self._config.cache_dir).expanduser() / "models"
-        found = find_prepared(
-            self._config.model, self._config.dtype, self._config.backend, root, self._config.quantization
-        )
+        """Converted in this process, which has torch loaded already: the launcher's way begins a new one."""
+        from cluster.engine.backends import make_backend  # imports torch, as does what follows
+        from cluster.engine.model_spec import Dtype
+        from cluster.engine.prepare import prepare_model
+
+        config = self._config
+        root = Path(config.cache_dir).expanduser() / "models"
+        found = find_prepared(config.model, config.dtype, config.backend, root, config.quantization)
         if found is not None:
             return str(found)
-        command = prepare_command(self._config)
-        preparation = Preparation(
-            command, kernel_environment(self._config), lambda phase, done, total: None, print
-        )
-        try:
-            return preparation.directory.result(self._start_timeout_s)
-        finally:
-            preparation.close()
+        backend = make_backend(config.backend, 1, config.quantization)
+        return str(prepare_model(config.model, Dtype(config.dtype), backend, cache_dir=root).directory)
 
 
 def processes_of_run(marker: str) -> set[int]:

@@ -125,12 +125,12 @@ class ScriptedStream(LiveStream):
         if wanted is None:
             return ()
         return tuple(
-            self._score(index, token_id, wanted)
+            PromptScore(*self._score(index, token_id, wanted), rank=1)
             for index, token_id in enumerate(self.spec.token_ids)
             if index > 0
         )
 
-    def _score(self, index: int, token_id: int, wanted: int) -> PromptScore:
+    def _score(self, index: int, token_id: int, wanted: int) -> tuple[float, tuple[tuple[int, float], ...]]:
         logprob = self.script.logprob(index, token_id)
         return logprob, tuple((token_id + step, logprob - step / 8) for step in range(wanted))
 

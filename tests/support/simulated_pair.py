@@ -282,7 +282,7 @@ class SimulatedPair:
         else:
             sequences = list(core._scheduler.sequences())
             sequences += [s for s, _ in core._scheduler._step if s.key in core._scheduler._cancelled]
-            for lease in core._intake._leases.values():
+            for lease in core._leases.values():
                 owners.update(lease.sequence.block_ids)
                 num_cached = lease.sequence.num_computed // self.block_size
                 writable.update(lease.sequence.block_ids[num_cached:])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from cluster.errors import ProtocolError
+from cluster.wire import kv_messages as kv
 from cluster.wire import messages as m
 from cluster.wire.codec import PREFIX_BYTES, FrameDecoder, encode
 from cluster.wire.handshake import FRAME_BYTES, DiallerHandshake
@@ -28,8 +29,8 @@ from cluster.wire.stream import listen
 DIRECTIONS: dict[str, Any] = {
     "router-to-worker": m.RouterToWorker,
     "worker-to-router": m.WorkerToRouter,
-    "prefill-to-decode": m.PrefillToDecode,
-    "decode-to-prefill": m.DecodeToPrefill,
+    "prefill-to-decode": kv.PrefillToDecode,
+    "decode-to-prefill": kv.DecodeToPrefill,
 }
 every_direction = pytest.mark.parametrize("union", DIRECTIONS.values(), ids=DIRECTIONS)
 NUM_MUTANTS = 4000  # per direction

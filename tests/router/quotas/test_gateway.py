@@ -75,6 +75,24 @@ def test_a_refused_request_is_not_read(limited: RunningGateway) -> None:
     assert limited.cluster.streams == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [1]})]
+)
+def test_tokenizing_counts_as_a_request(limited: RunningGateway, path: str, body: dict[str, Any]) -> None:
+    """Of no tokens; one that is refused or is not valid costs nothing."""
+    headers = {"authorization": "Bearer sk-few"}
+    for left in ("2", "1"):
+        answer = limited.client.post(path, json=body, headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-remaining-requests"] == left
+    check_error(limited.client.post(path, json={**body, "model": "other"}, headers=headers), 404)
+    assert ask(limited, "sk-few").headers["x-ratelimit-remaining-requests"] == "0"
+    refused = limited.client.post(path, json=body, headers=headers)
+    assert "3 requests per minute. Try again in 20s." in limited_by(refused)
+    answer = limited.client.post(path, json=body, headers={"authorization": "Bearer sk-tokens"})
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "600"
+
+
 def test_flags_limit_keys_that_have_no_limits_of_their_own(limited: RunningGateway) -> None:
     assert ask(limited, "sk-default").headers["x-ratelimit-limit-requests"] == "7"
     assert "x-ratelimit-limit-requests" not in ask(limited, "sk-free").headers
