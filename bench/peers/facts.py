@@ -32,8 +32,8 @@ def facts_of(given: Comparison) -> dict[str, str]:
         facts["trace"] = (
             f"{given.trace.path.name}, lengths divided by {given.trace.scale:g}, "
             f"{given.trace.probe_s:g} s per probe (up to {MAX_PROBE_S:g} s where that has fewer than "
-            f"{MIN_REQUESTS} requests), up to {len(given.trace.seeds)} seeds as the time allows, until pass and "
-            f"fail differ by at most {given.trace.tolerance:.0%}; SLOs: {slos}"
+            f"{MIN_REQUESTS} requests), up to {len(given.trace.seeds)} seeds as the time allows, until pass "
+            f"and fail differ by at most {given.trace.tolerance:.0%}; SLOs: {slos}"
         )
     return facts
 

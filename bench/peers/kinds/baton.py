@@ -52,7 +52,7 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
             "baton-always-remote",
             "Baton, 1+1, always remote",
             1,
-            why_unusual="only if named: every prompt on the prefill worker, to compare elastic placement with",
+            why_unusual="only if named: every prompt on the prefill worker, to compare elastic with",
         ),
         peer("baton-colocated", "Baton, colocated", 0),
         peer("baton-colocated-int8", "Baton, colocated, int8", 0, is_int8=True),
