@@ -132,8 +132,8 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
         "The highest rate that passed: the share of all offered requests inside every SLO was at least the "
         "target. A search has converged when the highest rate that passed and the lowest that failed differ "
         "by no more than the tolerance (above, at `trace`): the true rate lies between them. One that "
-        "did not converge tells the highest rate that had passed when it stopped (≥): a lower bound, and so is "
-        "its part in a ratio. Where even requests one at a time miss the target, no rate reaches it.",
+        "did not converge tells the highest rate that had passed when it stopped (≥): a lower bound, and so "
+        "is its part in a ratio. Where even requests one at a time miss the target, no rate reaches it.",
         "",
         f"Best peer: {', '.join(named) or 'none was found'}.",
         "",
