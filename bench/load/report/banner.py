@@ -98,11 +98,8 @@ def _notes(named: Sequence[tuple[str, ReportRun]]) -> list[str]:
 
 def _cut_short(result: Mapping[str, Any]) -> str:
     unsent = num_unsent(result)
-    some = (
-        f": {unsent:,} of {number(result, 'num_prompts') or 0:,.0f} requests were never sent"
-        if unsent
-        else ""
-    )
+    offered = number(result, "num_prompts") or 0.0
+    some = f": {unsent:,} of {offered:,.0f} requests were never sent" if unsent else ""
     return f"The run ended before everything planned was offered{some}."
 
 

@@ -172,9 +172,7 @@ def runs_table(runs: Sequence[ReportRun]) -> Markup:
         start = [*([run.target] if has_targets else []), load_name(run.result)]
         start.append("–" if seed is None else f"{seed:.0f}")
         word = doubt(run)
-        end = (
-            "NO" if valid is False else "INCOMPLETE" if word is not None else "yes" if valid is True else "?"
-        )
+        end = "NO" if valid is False else word or ("yes" if valid is True else "?")
         row = [tag("td", None, cell) for cell in (*start, *cells, end)]
         rows.append(tag("tr", {"class": None if word is None else "invalid"}, *row))
     head = tag("tr", None, *(tag("th", {"scope": "col"}, header) for header in headers))

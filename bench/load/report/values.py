@@ -164,14 +164,14 @@ def is_complete(run: ReportRun) -> bool:
 
 
 def doubt(run: ReportRun) -> str | None:
-    """In a word, why figures of this run are not to be held against others; None: nothing speaks against it."""
+    """In a word, why figures of this run are not to be held against others; None: they may be."""
     if not is_valid(run.result):
         return "INVALID"
     return None if is_complete(run) else "INCOMPLETE"
 
 
 def doubts(runs: Sequence[ReportRun]) -> str | None:
-    """The mark of a chart or a row of figures that such runs are part of: `INVALID`, `1 of 3 runs INVALID`."""
+    """The mark of a chart that such runs are part of: `INVALID run`, `1 of 3 runs INVALID`."""
     found = [word for run in runs if (word := doubt(run)) is not None]
     if not found:
         return None
