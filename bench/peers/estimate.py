@@ -27,7 +27,7 @@ from bench.peers.outcome import Mean
 START_SHARE = 0.4
 ALONE = 0.15  # requests in flight on average, at the lowest rate
 MIN_OUTPUT_SHARE = 0.1  # of a request's time: TTFT under load may seem to take all of it
-DRAIN_S = 7.0  # of a probe, after its last arrival, and until the next one begins
+DRAIN_S = 8.0  # of a probe, after its last arrival, and until the next one begins
 MIN_PROBES = 5  # fewer find no bracket
 MIN_REQUESTS = 12  # measured in a probe: fewer say nothing about a share of 90 %
 MAX_PROBE_S = 90.0  # a slow server's probe is made longer, up to this, for as many requests
