@@ -11,8 +11,8 @@ A request costs a server so much per prompt token and so much per output token. 
    longer) has its first token after i * a, and each further one takes the TPOT of the loop with the fewest
    in flight; slack is the least of 1 - time / bound.
 3. The search starts at `START_SHARE` of the capacity times the slack: without slack at the lowest rate.
-4. The lowest rate is one at which requests hardly overlap: `ALONE` of them are in flight on average. What
-   fails there fails at any rate.
+4. The lowest rate is one at which requests hardly overlap: `ALONE` of them are in flight on average, or up to
+   `MOST_ALONE` where a probe would not offer enough of them otherwise. What fails there fails at any rate.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bench.peers.outcome import Mean
 
 START_SHARE = 0.4
 ALONE = 0.15  # requests in flight on average, at the lowest rate
+MOST_ALONE = 0.3  # the same, where a server is so slow that its lowest rate is what a probe can measure
 MIN_OUTPUT_SHARE = 0.1  # of a request's time: TTFT under load may seem to take all of it
 DRAIN_S = 8.0  # of a probe, after its last arrival, and until the next one begins
 MIN_PROBES = 5  # fewer find no bracket

@@ -25,6 +25,7 @@ from bench.load.plans.settings import Oversize, PlanSettings, Synthetic, TraceRe
 from bench.load.plans.traces import read_trace
 from bench.load.runner import Measurement, RunSettings, describe_environment, measure
 from bench.peers.estimate import (
+    MOST_ALONE,
     WARMUP_SHARE,
     Estimate,
     Lengths,
@@ -186,7 +187,7 @@ def search_settings(
         max_probes=max_probes,
         tolerance=load.tolerance,
         growth=(1 + load.tolerance) ** 2,
-        alone_at_min_rate=found is not None,
+        alone_at_min_rate=found is not None and min_rate * found.alone_s <= MOST_ALONE,
         one_seed_below=one_seed_below,
     )
 
@@ -238,6 +239,7 @@ def goodput_of(answer: TargetAnswer, notes: Sequence[str]) -> Goodput:
         failed=max(one.failing_rate or 0.0 for one in done),
         num_seeds=len(done),
         seeds=brackets,
+        is_out_of_reach=all(one.end is End.OUT_OF_REACH for one in done),
     )
 
 

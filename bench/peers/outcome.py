@@ -51,11 +51,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     failed: float | None = None  # their highest failing rate
     num_seeds: int = 0  # that it rests on
     seeds: list[SeedBracket] = []  # searched at all; empty in older files
-
-    @property
-    def is_out_of_reach(self) -> bool:
-        """Not even requests one at a time met the target: a finding, and no gap in what was measured."""
-        return self.is_converged and self.requests_per_s == 0
+    is_out_of_reach: bool = False  # not even requests one at a time met the target: a finding, and no gap
 
 
 class PeerOutcome(msgspec.Struct, kw_only=True):

@@ -14,7 +14,15 @@ import msgspec
 
 from bench.load.figures.window import SteadyWindow, Window
 from bench.load.goodput.search import GoodputSearch
-from bench.load.goodput.values import End, Probe, ProbeOutcome, SearchSettings, SeedAnswer, TargetAnswer
+from bench.load.goodput.values import (
+    NOTHING,
+    End,
+    Probe,
+    ProbeOutcome,
+    SearchSettings,
+    SeedAnswer,
+    TargetAnswer,
+)
 
 
 def opening_lines(settings: SearchSettings, duration_s: float, window: Window | SteadyWindow) -> list[str]:
@@ -84,7 +92,7 @@ def answer_words(answer: TargetAnswer) -> str:
     counted = [one.seed for one in answer.seeds if one.rate is not None]
     if answer.rate is None:
         return f"unknown, no rate has passed so far ({_which([one.seed for one in searched], answer)})"
-    if searched and all(one.end is End.NOTHING_PASSED for one in searched):
+    if searched and all(one.end in NOTHING for one in searched):
         return f"not reached at any rate, down to {answer.bracket_high:.4g} req/s ({_which(counted, answer)})"
     rate = f"{'at least ' if answer.is_lower_bound else ''}{answer.rate:.4g} req/s"
     return f"{rate} ({'; '.join([_which(counted, answer), *_bounds(answer)])})"

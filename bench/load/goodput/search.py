@@ -21,7 +21,8 @@ at least the target. Of one seed's outcomes the answer is the highest passing ra
 one**; a pass above a failure is luck and does not count. So an unlucky failure lowers the answer and a lucky
 pass does not raise it; other seeds and the interval show how much of that there was.
 
-A target that fails at `min_rate` is not reached at any rate: that is a finding, with the answer 0.
+A target that fails at `min_rate` has the answer 0: a finding, too. Where requests hardly overlap at that rate
+(`alone_at_min_rate`), it is out of reach at any rate.
 
 A probe whose run was invalid (the client lagged, the run broke off) is repeated once. Invalid again, it
 counts as not passing: what the client could not offer properly cannot be claimed. Notes say so.
@@ -43,6 +44,7 @@ from bench.load.figures.intervals import mean_half_width, wilson
 from bench.load.goodput.values import (
     DONE,
     MIN_SEEDS,
+    NOTHING,
     End,
     Probe,
     ProbeOutcome,
@@ -217,11 +219,11 @@ class GoodputSearch:
         failing_attainment = failed.attainment if failed is not None and _is_measured(failed) else None
         is_searched = seed in self._searched_seeds()
         end = (_end(bracket, self.settings) or End.UNFINISHED) if is_searched else End.NOT_SEARCHED
-        if end is End.NOTHING_PASSED and failing_attainment is None:
+        if end in NOTHING and failing_attainment is None:
             end = End.UNFINISHED  # what could not be measured is no finding
         return SeedAnswer(
             seed=seed,
-            rate=0.0 if end is End.NOTHING_PASSED else bracket.passing,
+            rate=0.0 if end in NOTHING else bracket.passing,
             failing_rate=bracket.failing,
             attainment=None if outcome is None else outcome.attainment,
             num_offered=0 if outcome is None else outcome.num_offered,
@@ -285,7 +287,7 @@ def _end(bracket: _Bracket, settings: SearchSettings) -> End | None:
     if passing is not None and passing >= settings.max_rate:
         return End.MAX_RATE
     if failing is not None and failing <= settings.min_rate:
-        return End.NOTHING_PASSED
+        return End.OUT_OF_REACH if settings.alone_at_min_rate else End.NOTHING_PASSED
     return None
 
 

@@ -75,13 +75,15 @@ class End(Enum):
     """Why the search of one seed ended."""
 
     FOUND = "found"  # between a passing and a failing rate, within the tolerance
-    NOTHING_PASSED = "nothing_passed"  # not even min_rate, by measurement: a finding; the answer is 0
+    NOTHING_PASSED = "nothing_passed"  # not even min_rate; the answer is 0
+    OUT_OF_REACH = "out_of_reach"  # the same, where requests hardly overlap at min_rate: no rate would do
     MAX_RATE = "max_rate"  # max_rate itself passed; the answer is a lower bound
     UNFINISHED = "unfinished"  # stopped, or out of probes; the answer is the highest rate that passed so far
     NOT_SEARCHED = "not_searched"  # no probe of this seed: it has no answer
 
 
-DONE = frozenset({End.FOUND, End.NOTHING_PASSED})  # a bracket within the tolerance, or a finding
+NOTHING = frozenset({End.NOTHING_PASSED, End.OUT_OF_REACH})
+DONE = NOTHING | {End.FOUND}  # a finding, or a bracket within the tolerance
 
 
 class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,13 +142,13 @@ def seed_notes(
 
 
 def _note(one: SeedAnswer, target: float, settings: SearchSettings, num_probes: int) -> str:
+    share = f"{one.failing_attainment or 0.0:.1%}"
+    if one.end is End.OUT_OF_REACH:
+        return (
+            f"Seed {one.seed}: {target:.0%} is not reachable at any rate: at {settings.min_rate:.3g} "
+            f"req/s, one at a time for the most part, only {share} met every SLO."
+        )
     if one.end is End.NOTHING_PASSED:
-        share = f"{one.failing_attainment or 0.0:.1%}"
-        if settings.alone_at_min_rate:
-            return (
-                f"Seed {one.seed}: {target:.0%} is not reachable at any rate: at {settings.min_rate:.3g} "
-                f"req/s, one at a time for the most part, only {share} met every SLO."
-            )
         return (
             f"Seed {one.seed}: no rate reached {target:.0%}, down to the lowest allowed, "
             f"{settings.min_rate:g} req/s; the answer is 0 ({share} met every SLO there)."

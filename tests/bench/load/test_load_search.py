@@ -150,7 +150,7 @@ def test_a_target_out_of_reach_is_a_finding_even_where_the_other_is_found() -> N
     low, high = search.answers()
     assert (low.is_converged, high.is_converged) == (True, True)
     assert {one.end for one in low.seeds} == {End.FOUND}
-    assert {one.end for one in high.seeds} == {End.NOTHING_PASSED}
+    assert {one.end for one in high.seeds} == {End.OUT_OF_REACH}
     assert high.rate == 0.0
     assert high.notes[0] == (
         "Seed 0: 99% is not reachable at any rate: at 0.2 req/s, one at a time for the most part, only 93.0% "
@@ -224,7 +224,7 @@ def test_a_noisy_server_is_found_within_the_budget_from_a_bad_estimate(
         assert answer.is_converged
         for one in answer.seeds:
             assert one.failing_rate is not None
-            assert one.end is End.NOTHING_PASSED or one.failing_rate <= (one.rate or 0.0) * 1.2 * (1 + 1e-6)
+            assert one.end is End.OUT_OF_REACH or one.failing_rate <= (one.rate or 0.0) * 1.2 * (1 + 1e-6)
     seed_0 = [probe for probe, _ in search.log if probe.seed == 0]
     assert len(seed_0) <= 20
     again = run_search(given, server_of(capacity, random.Random(seed)))

@@ -273,7 +273,13 @@ def test_each_seed_of_a_search_tells_its_bracket() -> None:
 def test_a_target_out_of_reach_is_said_and_is_no_gap() -> None:
     note = "Seed 0: 99% is not reachable at any rate: at 0.3 req/s only 96.0% met every SLO."
     out_of_reach = Goodput(
-        target=0.99, requests_per_s=0.0, ci_low=None, ci_high=None, is_converged=True, notes=[note]
+        target=0.99,
+        requests_per_s=0.0,
+        ci_low=None,
+        ci_high=None,
+        is_converged=True,
+        notes=[note],
+        is_out_of_reach=True,
     )
     found = Goodput(target=0.99, requests_per_s=0.5, ci_low=None, ci_high=None, is_converged=True)
     outcomes = [

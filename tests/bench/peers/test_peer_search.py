@@ -107,6 +107,19 @@ def test_a_server_that_misses_its_slos_alone_begins_at_the_lowest_rate() -> None
         assert any("not reachable at any rate" in note and "10.0%" in note for note in told.notes)
 
 
+def test_a_server_too_slow_to_be_probed_alone_is_not_called_out_of_reach() -> None:
+    """A request takes 7 s by itself: at the lowest rate that a probe can measure they overlap."""
+    found = Estimate(capacity=0.3, alone_s=7.0, slack=-1.0)
+    search = GoodputSearch(search_settings(LOAD, found, 9))
+    probe = search.next()
+    assert probe is not None
+    search.report(probe, ProbeOutcome(attainment=0.1, num_offered=12))
+    told = goodput_of(search.answers()[0], search.notes())
+    assert told.is_converged
+    assert not told.is_out_of_reach
+    assert any("down to the lowest allowed" in note for note in told.notes)
+
+
 def test_a_first_token_that_seems_to_take_all_the_time_leaves_some_for_the_others() -> None:
     assert 0 < guess(loop(1, 200.0, 5000.0)).capacity < math.inf
 
