@@ -250,6 +250,7 @@ class GoodputSearch:
             num_offered=0 if outcome is None else outcome.num_offered,
             end=end,
             failing_attainment=failing_attainment,
+            failing_num_offered=0 if failed is None else failed.num_offered,
         )
 
     def _unmeasured_notes(self) -> list[str]:

@@ -94,6 +94,7 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     num_offered: int  # at `rate`
     end: End
     failing_attainment: float | None = None  # measured at `failing_rate`; None: that was not measured
+    failing_num_offered: int = 0  # at `failing_rate`
 
     @property
     def is_converged(self) -> bool:
@@ -142,7 +143,7 @@ def seed_notes(
 
 
 def _note(one: SeedAnswer, target: float, settings: SearchSettings, num_probes: int) -> str:
-    share = f"{one.failing_attainment or 0.0:.1%}"
+    share = f"{one.failing_attainment or 0.0:.1%} of {one.failing_num_offered} requests"
     if one.end is End.OUT_OF_REACH:
         return (
             f"Seed {one.seed}: {target:.0%} is not reachable at any rate: at {settings.min_rate:.3g} "

@@ -108,6 +108,8 @@ def test_noise_never_loops_and_answers_follow_the_rule(
                 best = max((one for one in passed if one < lowest_failure), default=None)
                 if lowest_failure <= max(settings.min_rate, (best or 0.0) * 1.05 * (1 + 1e-9)):
                     break  # what comes later was probed for another target
+                if lowest_failure == math.inf and (best or 0.0) >= settings.max_rate:
+                    break
             known = 0.0 if one.end is End.NOTHING_PASSED else None
             assert one.rate == (known if best is None else best)
             assert (one.failing_rate or math.inf) == lowest_failure
@@ -142,7 +144,7 @@ def test_nothing_passes() -> None:
     assert {one.end for one in answer.seeds} == {End.NOTHING_PASSED}
     assert answer.is_converged  # a finding
     assert {one.failing_attainment for one in answer.seeds} == {0.0}
-    assert "0.5 req/s; the answer is 0 (0.0% met every SLO there)" in answer.notes[0]
+    assert "0.5 req/s; the answer is 0 (0.0% of 200 requests met every SLO there)" in answer.notes[0]
     # Steps down that grow, then later seeds try the lowest rate at once; the second target needs no probe.
     assert [probe.rate for probe, _ in search.log] == [4.0, 2.0, 0.5, 0.5, 0.5]
 
@@ -158,7 +160,7 @@ def test_a_target_out_of_reach_is_a_finding_even_where_the_other_is_found() -> N
     assert high.rate == 0.0
     assert high.notes[0] == (
         "Seed 0: 99% is not reachable at any rate: at 0.2 req/s, one at a time for the most part, only 93.0% "
-        "met every SLO."
+        "of 200 requests met every SLO."
     )
 
 
@@ -259,7 +261,7 @@ def test_a_bracket_only_narrows(capacity: float, error: float, seed: int) -> Non
 
 
 def test_bad_luck_far_below_does_not_undo_a_bracket() -> None:
-    """On the way down for 99 %, two of twelve requests fail at the lowest rate: 90 % was found all the same."""
+    """On the way down for 99 %, two of twelve requests fail at the lowest rate: 90 % stays found."""
     given = settings_of(start_rate=2.0, seeds=(0,), max_probes=40, **PEER_LIKE)
     search = run_search(given, lambda p: 0.83 if p.rate < 0.2 else 0.95 if p.rate <= 2.5 else 0.4)
     low, high = search.answers()
@@ -268,7 +270,8 @@ def test_bad_luck_far_below_does_not_undo_a_bracket() -> None:
     assert high.seeds[0].end is End.OUT_OF_REACH
     (note,) = low.notes
     assert note == (
-        "Seed 0: 0.145 req/s, probed later for another target, reached 83.0% only; the bracket above it stands."
+        "Seed 0: 0.145 req/s, probed later for another target, reached 83.0% only; the bracket above it "
+        "stands."
     )
     assert len({probe for probe, _ in search.log}) == len(search.log) <= 8
 
