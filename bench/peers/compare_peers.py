@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from bench.load.runner import Measurement
 from bench.machine import Machine
 from bench.peers.comparison import Comparison, Interrupted
-from bench.peers.estimate import Estimate, affordable_probes
+from bench.peers.estimate import Estimate, affordable_probes, longest_search_s
 from bench.peers.facts import cpu_flags, facts_of, model_shape, time_words
 from bench.peers.limits import best_rates, most_tokens_per_s
 from bench.peers.load import (
@@ -210,12 +210,13 @@ def _search(
         outcome.goodput_note = f"not searched: the {comparison.budget_s / 60:.0f} minutes were over"
         tell(f"max goodput: {peer.title}: {outcome.goodput_note}")
         return
+    max_s = longest_search_s(left_s, share, trace.probe_s)
     tell(f"max goodput: {peer.title}, at most {num_probes} probes")
     begun_s = time.monotonic()
     enough = one_seed_below(outcome, report.outcomes, min(trace.targets))
     try:
         outcome.goodput, found, is_interrupted = search_goodput(
-            running, trace, estimates.get(peer.name), num_probes, enough, peer.name, tell
+            running, trace, estimates.get(peer.name), num_probes, max_s, enough, peer.name, tell
         )
     except BatonError as error:
         outcome.goodput_note = f"not searched: {error}"

@@ -105,6 +105,12 @@ def probe_length_s(rate: float, probe_s: float) -> float:
     return min(max(probe_s, WARMUP_SHARE * probe_s + MIN_REQUESTS / rate), max(probe_s, MAX_PROBE_S))
 
 
+def longest_search_s(left_s: float, share: float, probe_s: float) -> float:
+    """When a search has to stop though it has probes left: those of a slow server are longer than asked."""
+    least_s = MIN_PROBES * (max(probe_s, MAX_PROBE_S) + DRAIN_S)
+    return min(left_s, max(least_s, 1.3 * share * left_s))
+
+
 def affordable_probes(left_s: float, share: float, probe_s: float, most: int) -> int:
     """How many probes the next search may take of the time that is left, of which it gets `share`, and not
     less than `MIN_PROBES` where the whole of it has room; 0: too few to begin.

@@ -7,6 +7,7 @@ in a cache.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from bench.peers.estimate import (
 )
 from bench.peers.outcome import Goodput, PeerOutcome, SeedBracket, mean_of
 from bench.peers.server import Running
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError
 
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
 WARMUP_OUTPUT_TOKENS = 16
@@ -124,6 +125,7 @@ def search_goodput(
     load: TraceLoad,
     found: Estimate | None,
     max_probes: int,
+    max_s: float,
     one_seed_below: float,
     backend: str,
     tell: Callable[[str], None],
@@ -132,10 +134,11 @@ def search_goodput(
 
     Args:
         found: `estimate_of` this server.
+        max_s: no probe begins that would end later than this.
         one_seed_below: rate below which one seed is enough, `values.SearchSettings`.
 
     Raises:
-        BatonError: the first probe cannot be built.
+        BatonError: the first probe cannot be built, or there is no time for it.
     """
     base = trace_settings(running, load, rate=1.0)  # each probe has a rate of its own
     most_rows = len(read_trace(load.path).rows)
@@ -144,9 +147,16 @@ def search_goodput(
     how = RunSettings(
         slos=load.slos, window=Window(warmup_s=WARMUP_SHARE * load.probe_s), timeout_s=max(60.0, load.probe_s)
     )
+    ends_s = time.monotonic() + max_s
+
+    def offer(probe: Probe, number: int) -> Measurement:
+        if time.monotonic() + probe_length_s(probe.rate, load.probe_s) > ends_s:
+            raise BatonError(f"the {max_s:.0f} s for this search are over")
+        return _measure(running, probe_settings(base, load, probe, number + 1), how, backend)
+
     account, measured = find_max_goodput(
         search,
-        lambda probe, number: _measure(running, probe_settings(base, load, probe, number + 1), how, backend),
+        offer,
         lambda probe, outcome, _: tell(
             f"  {probe.rate:.3g} req/s, seed {probe.seed}: "
             f"{outcome.attainment or 0.0:.1%} of {outcome.num_offered} good"

@@ -61,10 +61,19 @@ class Stage:
         outcome.rounds.append([loop(concurrency, RATES[peer.name]) for concurrency, _ in loops])
 
     def search(
-        self, number: str, trace: Any, found: Any, num_probes: int, enough: float, name: str, tell: Any
+        self,
+        _: str,
+        trace: Any,
+        found: Any,
+        num_probes: int,
+        max_s: float,
+        enough: float,
+        name: str,
+        tell: Any,
     ) -> tuple[list[Goodput], dict[str, Any], bool]:
         self.do(f"search {name}")
         self.probes[name], self.enough[name] = num_probes, enough
+        assert num_probes * 48.0 <= max_s * 1.5
         assert found is not None
         rate = RATES[name] / 100
         done = Goodput(target=0.9, requests_per_s=rate, ci_low=None, ci_high=None, is_converged=True)

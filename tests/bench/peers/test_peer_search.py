@@ -29,6 +29,7 @@ from bench.peers.estimate import (
     Lengths,
     affordable_probes,
     estimate,
+    longest_search_s,
     lowest_rate,
     probe_length_s,
     start_rate,
@@ -167,6 +168,16 @@ def test_searches_share_the_time_that_is_left(left_s: float, share: float, probe
     least = min(MIN_PROBES, most)
     assert probes == 0 or probes >= least
     assert probes <= max(least, max(0.0, left_s) * share / (probe_s + DRAIN_S) + 1e-9)
+
+
+@given(st.floats(1.0, 1e5), st.floats(0.01, 1.0))
+def test_a_search_of_long_probes_has_room_for_the_least_of_them_and_ends_within_what_is_left(
+    left_s: float, share: float
+) -> None:
+    most_s = longest_search_s(left_s, share, 40.0)
+    assert most_s <= left_s
+    assert most_s >= min(left_s, MIN_PROBES * (MAX_PROBE_S + DRAIN_S))
+    assert most_s >= share * left_s
 
 
 @settings(deadline=None, max_examples=80)
