@@ -2,11 +2,13 @@
 
 1. Say which peers cannot run on this machine, make the others ready (`ready`).
 2. Rounds, A/B/A/B: in each, every server in turn is started, warmed up, measured in closed loops and
-   stopped, so that a machine that drifts drifts for all.
-   A peer that is far behind in one round (`outcome.far_behind`) is left out of the later ones.
-3. With a trace, the fastest server of each family is started once more and searched for its max goodput. The
-   searches share what the rounds left of the time (`budget_s`).
-4. After every server the results so far are written: an interrupt loses one server's figures at most, and
+   stopped, so that a machine that drifts drifts for all. Later rounds leave out what changes no ratio that
+   matters (`searching.due_loops`).
+3. With a trace, the fastest server of each family is searched for its max goodput, in its last round, while
+   it runs anyway (a single round is followed by one of searches alone). The searches share the time
+   (`budget_s`) that the loops, measured and still to come, leave (`searching`).
+4. A server that does not start, dies, or stops answering loses what it was asked for, and no other does.
+5. After every server the results so far are written: an interrupt loses one server's figures at most, and
    a later run can add its rounds to them (`earlier`).
 """
 
@@ -20,32 +22,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from bench.load.runner import Measurement
 from bench.machine import Machine
 from bench.peers.comparison import Comparison, Interrupted
-from bench.peers.estimate import affordable_probes
+from bench.peers.estimate import Estimate, affordable_probes, longest_search_s
 from bench.peers.facts import cpu_flags, facts_of, model_shape, time_words
 from bench.peers.limits import best_rates, most_tokens_per_s
 from bench.peers.load import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
+    TraceLoad,
+    estimate_of,
     measure_closed_loop,
     search_goodput,
+    trace_lengths,
     warm_up,
 )
-from bench.peers.outcome import (
-    ClosedLoop,
-    PeerOutcome,
-    closed_loop_from_result,
-    far_behind,
-    fastest,
-    mean_of,
-)
+from bench.peers.outcome import ClosedLoop, PeerOutcome, closed_loop_from_result
 from bench.peers.peer import Peer, Places, why_not
 from bench.peers.prepare import CannotRun, prepare, versions
 from bench.peers.record import Report
+from bench.peers.searching import due_loops, loops_s, one_seed_below, search_share, to_search
 from bench.peers.server import PeerServer, Running
 from cluster.errors import BatonError
 
 MOST_WARMUP_REQUESTS = 8
 Tell = Callable[[str], None]
+Loops = tuple[tuple[int, int], ...]
 
 
 def ready(comparison: Comparison, peers: Sequence[Peer], tell: Tell) -> dict[str, PeerOutcome]:
@@ -93,110 +93,139 @@ def _compare(
             outcomes[peer.name].limits_tok_per_s |= most_tokens_per_s(
                 shape, peer, fastest_seen, loops, INPUT_TOKENS, OUTPUT_TOKENS
             )
-    for number in range(comparison.num_rounds):
+    num_rounds = comparison.num_rounds
+    num_passes = num_rounds + (comparison.trace is not None and num_rounds < 2)  # the last has the searches
+    for number in range(num_passes):
+        _round(comparison, peers, outcomes, number, number == num_passes - 1, report, started_s, tell)
+    if comparison.trace is None:
+        for name, reason in to_search(comparison, peers, outcomes, {})[1].items():
+            outcomes[name].goodput_note = reason
+    report.tell("time", time_words(comparison, time.monotonic() - started_s))
+    report.write()
+
+
+def _round(
+    comparison: Comparison,
+    peers: Sequence[Peer],
+    outcomes: Mapping[str, PeerOutcome],
+    number: int,
+    is_last: bool,
+    report: Report,
+    started_s: float,
+    tell: Tell,
+) -> None:
+    """Every server that is due in this round; in the last one, with the searches."""
+    loops = dict.fromkeys((peer.name for peer in peers), comparison.closed_loops)
+    if number >= comparison.num_rounds:
+        loops = {}
+    elif number:
         for peer in peers:
-            outcome = outcomes[peer.name]
-            title = f"round {number + 1} of {comparison.num_rounds}: {peer.title}"
-            if outcome.cannot_run is not None:
-                continue
-            if number and far_behind(outcome, report.outcomes):
-                outcome.rounds_note = "no further round: less than half of the best peer's at every load"
-                tell(f"{title}: {outcome.rounds_note}")
-                continue
-            tell(title)
-            with _recorded(outcome, report, tell):
-                _measure_peer(comparison, peer, outcome, number, report, tell)
-    _search(comparison, peers, outcomes, report, started_s, tell)
+            loops[peer.name], reasons = due_loops(comparison, peer, peers, outcomes, number)
+            outcomes[peer.name].once |= reasons
+    searched: list[Peer] = []
+    estimates: dict[str, Estimate] = {}
+    if comparison.trace is not None and is_last:
+        estimates = _estimates(comparison.trace, outcomes)
+        promised = {name: one.start_rate for name, one in estimates.items()}
+        searched, reasons = to_search(comparison, peers, outcomes, promised)
+        for peer in peers:
+            outcomes[peer.name].goodput_note = reasons.get(peer.name)
+    names = {peer.name for peer in searched}
+    due = [peer for peer in peers if loops.get(peer.name) and peer.name not in names]
+    able = [peer for peer in (*searched, *due) if outcomes[peer.name].cannot_run is None]
+    for position, peer in enumerate(able):
+        outcome, own_loops = outcomes[peer.name], loops.get(peer.name, ())
+        tell(_title(comparison, peer, own_loops, number))
+        with _recorded(outcome, report, tell), _serving(comparison, peer, outcome, number) as running:
+            if own_loops:
+                _measure_peer(comparison, peer, outcome, running, own_loops, report, tell)
+            if peer.name in names:
+                later = able[position + 1 :]
+                reserved_s = sum(
+                    loops_s(outcomes[one.name], loops.get(one.name, ()), OUTPUT_TOKENS) for one in later
+                )
+                left_s = comparison.budget_s - (time.monotonic() - started_s) - reserved_s
+                waiting = [one for one in later if one.name in names]
+                _search(comparison, peer, outcome, running, left_s, waiting, estimates, report, tell)
+
+
+def _estimates(trace: TraceLoad, outcomes: Mapping[str, PeerOutcome]) -> dict[str, Estimate]:
+    lengths = trace_lengths(trace)
+    found = {name: estimate_of(outcome, trace, lengths) for name, outcome in outcomes.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _title(comparison: Comparison, peer: Peer, loops: Loops, number: int) -> str:
+    if not loops:
+        return f"search alone: {peer.title}"
+    return f"round {number + 1} of {comparison.num_rounds}: {peer.title}"
 
 
 @contextlib.contextmanager
 def _recorded(outcome: PeerOutcome, report: Report, tell: Tell) -> Iterator[None]:
     """Whatever happens to this server, what was measured is written, and the others are measured."""
+    begun_s = time.monotonic()
     try:
         yield
-    except CannotRun as error:
-        outcome.cannot_run = str(error)
-        tell(f"  cannot run: {error}")
+    except (BatonError, OSError) as error:
+        _take_failure(outcome, error, tell)
     except BaseException:
         if report.has_new_figures:  # else an earlier table stays as it is
             report.write()
         raise
+    took_s = round(time.monotonic() - begun_s, 1)
+    outcome.took_s["all"] = round(outcome.took_s.get("all", 0.0) + took_s, 1)
     report.write()
+
+
+def _take_failure(outcome: PeerOutcome, error: Exception, tell: Tell) -> None:
+    """A server without a figure cannot run; one that has some keeps them, and says what is missing."""
+    if not any(outcome.rounds):
+        outcome.cannot_run = str(error)
+        tell(f"  cannot run: {error}")
+        return
+    outcome.rounds_note = f"its last start broke off: {error}"
+    if not outcome.goodput and outcome.goodput_note is None:
+        outcome.goodput_note = f"not searched: {error}"
+    tell(f"  broken off: {error}")
 
 
 def _search(
     comparison: Comparison,
-    peers: Sequence[Peer],
-    outcomes: Mapping[str, PeerOutcome],
+    peer: Peer,
+    outcome: PeerOutcome,
+    running: Running,
+    left_s: float,
+    waiting: Sequence[Peer],
+    estimates: Mapping[str, Estimate],
     report: Report,
-    started_s: float,
     tell: Tell,
 ) -> None:
-    """Max goodput of the chosen servers; the others say why they have none. What an earlier comparison
-    found stays, unless the server is named again."""
-    trace, named = comparison.trace, comparison.goodput_names
-    chosen: list[Peer] = []
-    for peer in peers:
-        outcome = outcomes[peer.name]
-        if outcome.cannot_run is not None or not outcome.rounds:
-            continue
-        if outcome.goodput and (trace is None or peer.name not in named):
-            continue
-        outcome.goodput_note = why_no_search(comparison, peer, peers, outcomes)
-        if outcome.goodput_note is None:
-            chosen.append(peer)
-    for position, peer in enumerate(chosen):
-        assert trace is not None, "without a trace none is chosen"
-        outcome = outcomes[peer.name]
-        left_s = comparison.budget_s - (time.monotonic() - started_s)
-        num_probes = affordable_probes(left_s, len(chosen) - position, trace.probe_s, trace.max_probes)
-        if not num_probes:
-            outcome.goodput_note = f"not searched: the {comparison.budget_s / 60:.0f} minutes were over"
-            tell(f"max goodput: {peer.title}: {outcome.goodput_note}")
-            continue
-        tell(f"max goodput: {peer.title}, at most {num_probes} probes")
-        with _recorded(outcome, report, tell), _serving(comparison, peer, outcome, "goodput") as running:
-            loops = (mean_of(outcome, concurrency) for concurrency in _loads(outcome))
-            means = [mean for mean in loops if mean is not None]
-            try:
-                outcome.goodput, found, is_interrupted = search_goodput(
-                    running, trace, means, num_probes, peer.name, tell
-                )
-            except BatonError as error:
-                outcome.goodput_note = f"not searched: {error}"
-                tell(f"  {outcome.goodput_note}")
-                continue
-            report.keep_search(peer.name, found)
-            if is_interrupted:
-                raise Interrupted
-    report.tell("time", time_words(comparison, time.monotonic() - started_s))
-    report.write()
-
-
-def why_no_search(
-    comparison: Comparison, peer: Peer, peers: Sequence[Peer], outcomes: Mapping[str, PeerOutcome]
-) -> str | None:
-    """None: this server is searched for its max goodput."""
-    if comparison.trace is None:
-        return comparison.no_trace_reason
-    if comparison.goodput_names:
-        is_named = peer.name in comparison.goodput_names
-        return None if is_named else "not among the servers chosen for the search"
-    family = [outcomes[other.name] for other in peers if _family(other) == _family(peer)]
-    best = fastest(family)
-    if outcomes[peer.name] is not best:
-        return f"not searched: {best.title if best else 'another'} is the faster one here"
-    if far_behind(outcomes[peer.name], list(outcomes.values())):
-        return "not searched: less than half of the best peer's throughput at every load"
-    return None
-
-
-def _family(peer: Peer) -> str:
-    return peer.family or peer.name
-
-
-def _loads(outcome: PeerOutcome) -> list[int]:
-    return sorted({run.concurrency for one in outcome.rounds for run in one})
+    """Max goodput of a running server. `waiting`: the servers that are searched after it."""
+    trace = comparison.trace
+    assert trace is not None, "without a trace none is chosen"
+    share = search_share([peer, *waiting], {name: one.start_rate for name, one in estimates.items()})
+    num_probes = affordable_probes(left_s, share, trace.probe_s, trace.max_probes)
+    if not num_probes:
+        outcome.goodput_note = f"not searched: the {comparison.budget_s / 60:.0f} minutes were over"
+        tell(f"max goodput: {peer.title}: {outcome.goodput_note}")
+        return
+    max_s = longest_search_s(left_s, share, trace.probe_s)
+    tell(f"max goodput: {peer.title}, at most {num_probes} probes")
+    begun_s = time.monotonic()
+    enough = one_seed_below(outcome, report.outcomes, min(trace.targets))
+    try:
+        outcome.goodput, found, is_interrupted = search_goodput(
+            running, trace, estimates.get(peer.name), num_probes, max_s, enough, peer.name, tell
+        )
+    except BatonError as error:
+        outcome.goodput_note = f"not searched: {error}"
+        tell(f"  {outcome.goodput_note}")
+        return
+    outcome.took_s["search"] = round(time.monotonic() - begun_s, 1)
+    report.keep_search(peer.name, found)
+    if is_interrupted:
+        raise Interrupted
 
 
 def _outcome(peer: Peer) -> PeerOutcome:
@@ -224,34 +253,44 @@ def _make_ready(peer: Peer, outcome: PeerOutcome, places: Places, isa: frozenset
 
 
 def _measure_peer(
-    comparison: Comparison, peer: Peer, outcome: PeerOutcome, round_number: int, report: Report, tell: Tell
+    comparison: Comparison,
+    peer: Peer,
+    outcome: PeerOutcome,
+    running: Running,
+    loops: Loops,
+    report: Report,
+    tell: Tell,
 ) -> None:
-    with _serving(comparison, peer, outcome, str(round_number + 1)) as running:
-        runs: list[ClosedLoop] = []
-        outcome.rounds.append(runs)
-        for concurrency, num_requests in comparison.closed_loops:
-            if runs and (reason := too_long(runs[-1], num_requests, comparison.max_loop_s)) is not None:
-                outcome.skipped[concurrency] = reason
-                tell(f"  {concurrency} in flight: {reason}")
-                continue
-            measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, time.time_ns())
-            report.keep(peer.name, measurement)
-            _checked(measurement)
-            runs.append(closed_loop_from_result(measurement.result))
-            last = runs[-1]
-            failed = f", {last.num_failed} failed" if last.num_failed else ""
-            tell(
-                f"  {concurrency} in flight: {last.output_tok_per_s:.1f} tok/s, "
-                f"TTFT {last.ttft_p50_ms:.0f} ms, TPOT {last.tpot_p50_ms:.1f} ms{failed}"
-            )
+    """One round of closed loops, with a running server."""
+    begun_s = time.monotonic()
+    runs: list[ClosedLoop] = []
+    outcome.rounds.append(runs)
+    for concurrency, num_requests in loops:
+        if runs and (reason := too_long(runs[-1], num_requests, comparison.max_loop_s)) is not None:
+            outcome.skipped[concurrency] = reason
+            tell(f"  {concurrency} in flight: {reason}")
+            continue
+        measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, time.time_ns())
+        report.keep(peer.name, measurement)
+        _checked(measurement)
+        runs.append(closed_loop_from_result(measurement.result))
+        last = runs[-1]
+        failed = f", {last.num_failed} failed" if last.num_failed else ""
+        tell(
+            f"  {concurrency} in flight: {last.output_tok_per_s:.1f} tok/s, "
+            f"TTFT {last.ttft_p50_ms:.0f} ms, TPOT {last.tpot_p50_ms:.1f} ms{failed}"
+        )
+    took_s = time.monotonic() - begun_s
+    outcome.took_s["loops"] = round(outcome.took_s.get("loops", 0.0) + took_s, 1)
 
 
 @contextlib.contextmanager
-def _serving(comparison: Comparison, peer: Peer, outcome: PeerOutcome, what_for: str) -> Iterator[Running]:
+def _serving(comparison: Comparison, peer: Peer, outcome: PeerOutcome, number: int) -> Iterator[Running]:
     """The server, started and warmed up; stopped at the end."""
-    log = comparison.places.logs / f"serve-{peer.name}-{what_for}.log"
+    log = comparison.places.logs / f"serve-{peer.name}-{number + 1}.log"
     with PeerServer(peer, comparison.cores, log) as running:
         outcome.start_s.append(round(running.start_s, 1))
+        outcome.rounds_note = None  # of an earlier start that failed
         most = max(concurrency for concurrency, _ in comparison.closed_loops)
         _checked(warm_up(running, min(most, MOST_WARMUP_REQUESTS), peer.name, time.time_ns()))
         yield running

@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 
 from bench.peers.comparison import Comparison
+from bench.peers.estimate import MAX_PROBE_S, MIN_REQUESTS
 from bench.peers.load import INPUT_TOKENS, OUTPUT_TOKENS
 from bench.peers.peer import Places
 from bench.roofline import ModelShape
@@ -30,8 +31,9 @@ def facts_of(given: Comparison) -> dict[str, str]:
         slos = ", ".join(f"{slo.metric.value} {slo.bound_s:g} s" for slo in given.trace.slos)
         facts["trace"] = (
             f"{given.trace.path.name}, lengths divided by {given.trace.scale:g}, "
-            f"{given.trace.probe_s:g} s per probe, up to {len(given.trace.seeds)} seeds as the time allows, "
-            f"until pass and fail differ by at most {given.trace.tolerance:.0%}; SLOs: {slos}"
+            f"{given.trace.probe_s:g} s per probe (up to {MAX_PROBE_S:g} s where that has fewer than "
+            f"{MIN_REQUESTS} requests), up to {len(given.trace.seeds)} seeds as the time allows, until pass "
+            f"and fail differ by at most {given.trace.tolerance:.0%}; SLOs: {slos}"
         )
     return facts
 

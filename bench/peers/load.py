@@ -7,6 +7,7 @@ in a cache.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +19,30 @@ from bench.load.client.target import why_gone
 from bench.load.figures.slo import Slo
 from bench.load.figures.window import Window
 from bench.load.goodput.probing import find_max_goodput
-from bench.load.goodput.values import End, SearchSettings, TargetAnswer
+from bench.load.goodput.values import DONE, End, Probe, SearchSettings, TargetAnswer
 from bench.load.plans import arrivals
-from bench.load.plans.build import build_plan
 from bench.load.plans.lengths import parse_lengths
 from bench.load.plans.settings import Oversize, PlanSettings, Synthetic, TraceReplay, at_rate
 from bench.load.plans.traces import read_trace
 from bench.load.runner import Measurement, RunSettings, describe_environment, measure
-from bench.peers.estimate import capacity_estimate, start_rate
-from bench.peers.outcome import Goodput, Mean
+from bench.peers.estimate import (
+    MOST_ALONE,
+    WARMUP_SHARE,
+    Estimate,
+    Lengths,
+    estimate,
+    lowest_rate,
+    probe_length_s,
+    start_rate,
+)
+from bench.peers.outcome import Goodput, PeerOutcome, SeedBracket, mean_of
 from bench.peers.server import Running
+from cluster.errors import BatonError, ConfigError
 
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
 WARMUP_OUTPUT_TOKENS = 16
 REQUEST_TIMEOUT_S = 600.0
-SAMPLE_REQUESTS = 64  # of a trace, for the mean length of its answers
-GROWTH = 2.0  # of the first steps: bisected three times, pass and fail are 1.09 apart
 MAX_RATE = 1000.0
-MIN_REQUESTS = 6  # per probe: fewer say nothing about a share of 90 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class TraceLoad:
     path: Path
     scale: float  # divides the trace's lengths: what a machine of this size can serve
     slos: tuple[Slo, ...]
-    probe_s: float
+    probe_s: float  # arrivals of one probe; more at a low rate (`estimate.probe_length_s`)
     seeds: tuple[int, ...]
     targets: tuple[float, ...]
     max_probes: int  # per server, if the time allows so many
@@ -89,67 +96,109 @@ def trace_settings(running: Running, load: TraceLoad, rate: float) -> PlanSettin
     )
 
 
+def trace_lengths(load: TraceLoad) -> Lengths:
+    """Of all rows, scaled."""
+    rows = read_trace(load.path).rows
+    inputs = sorted(max(1, int(row.input_tokens / load.scale)) for row in rows)
+    return Lengths(
+        mean_input=statistics.fmean(inputs),
+        long_input=inputs[len(inputs) * 9 // 10],
+        mean_output=statistics.fmean(max(1, int(row.output_tokens / load.scale)) for row in rows),
+    )
+
+
+def estimate_of(outcome: PeerOutcome, load: TraceLoad, lengths: Lengths) -> Estimate | None:
+    """From this server's closed loops."""
+    loads = sorted({run.concurrency for one in outcome.rounds for run in one})
+    means = [mean for at in loads if (mean := mean_of(outcome, at)) is not None]
+    return estimate(means, INPUT_TOKENS, OUTPUT_TOKENS, lengths, load.slos)
+
+
+def probe_settings(base: PlanSettings, load: TraceLoad, probe: Probe, salt: int) -> PlanSettings:
+    """One probe: its rate and seed, for as long as it takes to say something."""
+    aimed = at_rate(base, probe.rate, probe.seed, salt)
+    return msgspec.structs.replace(aimed, duration_s=probe_length_s(probe.rate, load.probe_s))
+
+
 def search_goodput(
     running: Running,
     load: TraceLoad,
-    means: Sequence[Mean],
+    found: Estimate | None,
     max_probes: int,
+    max_s: float,
+    one_seed_below: float,
     backend: str,
     tell: Callable[[str], None],
 ) -> tuple[list[Goodput], dict[str, Any], bool]:
     """Max goodput per target share, the search's own account, and whether the user interrupted it.
-    `means`: the server's closed loops.
+
+    Args:
+        found: `estimate_of` this server.
+        max_s: no probe begins that would end later than this.
+        one_seed_below: rate below which one seed is enough, `values.SearchSettings`.
+
+    Raises:
+        BatonError: the first probe cannot be built, or there is no time for it.
     """
-    base = trace_settings(running, load, rate=SAMPLE_REQUESTS / load.probe_s)
-    plan = build_plan(base, None)
-    capacity = capacity_estimate(
-        means,
-        INPUT_TOKENS,
-        OUTPUT_TOKENS,
-        statistics.fmean(request.input_tokens or 1 for request in plan.requests),
-        statistics.fmean(request.output_tokens or 1 for request in plan.requests),
-    )
+    base = trace_settings(running, load, rate=1.0)  # each probe has a rate of its own
     most_rows = len(read_trace(load.path).rows)
-    search = search_settings(load, capacity, max_probes, min(MAX_RATE, (most_rows - 1) / load.probe_s))
+    max_rate = min(MAX_RATE, (most_rows - 1) / load.probe_s)
+    search = search_settings(load, found, max_probes, max_rate, one_seed_below)
     how = RunSettings(
-        slos=load.slos, window=Window(warmup_s=load.probe_s / 6), timeout_s=max(60.0, load.probe_s)
+        slos=load.slos, window=Window(warmup_s=WARMUP_SHARE * load.probe_s), timeout_s=max(60.0, load.probe_s)
     )
-    found, measured = find_max_goodput(
+    ends_s = time.monotonic() + max_s
+
+    def offer(probe: Probe, number: int) -> Measurement:
+        if time.monotonic() + probe_length_s(probe.rate, load.probe_s) > ends_s:
+            raise BatonError(f"the {max_s:.0f} s for this search are over")
+        return _measure(running, probe_settings(base, load, probe, number + 1), how, backend)
+
+    account, measured = find_max_goodput(
         search,
-        lambda probe, number: _measure(
-            running, at_rate(base, probe.rate, probe.seed, number + 1), how, backend
-        ),
+        offer,
         lambda probe, outcome, _: tell(
             f"  {probe.rate:.3g} req/s, seed {probe.seed}: "
             f"{outcome.attainment or 0.0:.1%} of {outcome.num_offered} good"
         ),
         lambda: why_gone(running.target),
     )
-    answers = msgspec.convert(found["answers"], list[TargetAnswer])
+    answers = msgspec.convert(account["answers"], list[TargetAnswer])
     is_interrupted = any(not one.run.is_complete for one in measured)
-    return [goodput_of(answer, found["notes"]) for answer in answers], found, is_interrupted
+    account["probe_wall_s"] = [round(one.run.wall_s, 1) for one in measured]
+    return [goodput_of(answer, account["notes"]) for answer in answers], account, is_interrupted
 
 
 def search_settings(
-    load: TraceLoad, capacity: float | None, max_probes: int, max_rate: float = MAX_RATE
+    load: TraceLoad,
+    found: Estimate | None,
+    max_probes: int,
+    max_rate: float = MAX_RATE,
+    one_seed_below: float = 0.0,
 ) -> SearchSettings:
-    """Seed by seed: a search whose time is over has an answer for each target from the seeds it finished.
+    """Steps of twice the tolerance (on the log scale), so that one bisection ends a bracket.
     `max_rate`: at most what the trace has rows for.
 
     Raises:
         ConfigError: the trace is too short for any rate.
     """
-    min_rate = MIN_REQUESTS / load.probe_s
+    min_rate = lowest_rate(found, load.probe_s)
+    if min_rate > max_rate:
+        raise ConfigError(
+            f"{load.path.name} has too few rows for probes of {load.probe_s:g} s: enough for {max_rate:.3g} "
+            f"req/s, and the search goes down to {min_rate:.3g}; give a longer trace or --probe-seconds less"
+        )
     return SearchSettings(
-        start_rate=start_rate(capacity, min_rate, max_rate),
+        start_rate=start_rate(found, min_rate, max_rate),
         min_rate=min_rate,
         max_rate=max_rate,
         targets=load.targets,
         seeds=load.seeds,
         max_probes=max_probes,
         tolerance=load.tolerance,
-        growth=GROWTH,
-        seed_by_seed=True,
+        growth=(1 + load.tolerance) ** 2,
+        alone_at_min_rate=found is not None and min_rate * found.alone_s <= MOST_ALONE,
+        one_seed_below=one_seed_below,
     )
 
 
@@ -157,8 +206,19 @@ def goodput_of(answer: TargetAnswer, notes: Sequence[str]) -> Goodput:
     """The mean over the seeds that were searched to their end. Seeds that were not are left out of it, and
     told; only if none was, the highest rates that had passed stand in, as a lower bound.
     """
-    done = [one for one in answer.seeds if one.end in (End.FOUND, End.NOTHING_PASSED)]
+    done = [one for one in answer.seeds if one.end in DONE]
     left_out = [str(one.seed) for one in answer.seeds if one not in done]
+    brackets = [
+        SeedBracket(
+            seed=one.seed,
+            passed=one.rate or None,
+            failed=one.failing_rate,
+            end=one.end.value,
+            is_converged=one.is_converged,
+        )
+        for one in answer.seeds
+        if one.end is not End.NOT_SEARCHED
+    ]
     if not done:
         return Goodput(
             target=answer.target,
@@ -170,10 +230,13 @@ def goodput_of(answer: TargetAnswer, notes: Sequence[str]) -> Goodput:
             passed=answer.bracket_low,
             failed=answer.bracket_high,
             num_seeds=answer.num_seeds_searched,
+            seeds=brackets,
         )
     rates = [one.rate or 0.0 for one in done]
     told = [note for note in answer.notes if not any(note.startswith(f"Seed {seed}:") for seed in left_out)]
-    if left_out:
+    enough = [note for note in notes if "which is enough" in note]
+    told += enough
+    if left_out and not enough:
         told.append(f"time for {len(done)} of {len(answer.seeds)} seeds; no seed {', '.join(left_out)}")
     return Goodput(
         target=answer.target,
@@ -185,6 +248,8 @@ def goodput_of(answer: TargetAnswer, notes: Sequence[str]) -> Goodput:
         passed=min(rates),
         failed=max(one.failing_rate or 0.0 for one in done),
         num_seeds=len(done),
+        seeds=brackets,
+        is_out_of_reach=all(one.end is End.OUT_OF_REACH for one in done),
     )
 
 

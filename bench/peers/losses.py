@@ -71,7 +71,12 @@ def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:
                         f"{best:.3g} req/s."
                     )
                 continue
-            if best > own.requests_per_s:
+            if own.is_out_of_reach and best > 0:
+                sentences.append(
+                    f"{baton.title}: {own.target:.0%} is not reachable at any rate; {title} reaches "
+                    f"{best:.3g} req/s."
+                )
+            elif best > own.requests_per_s:
                 sentences.append(
                     f"{baton.title}: max goodput at {own.target:.0%} of {own.requests_per_s:.3g} req/s is "
                     f"{own.requests_per_s / best:.2f} times that of {title} ({best:.3g} req/s)."

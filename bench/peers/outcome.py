@@ -28,6 +28,16 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True):
     invalid_reasons: list[str] = []
 
 
+class SeedBracket(msgspec.Struct, frozen=True, kw_only=True):
+    """What one seed of a search ended with, requests per second."""
+
+    seed: int
+    passed: float | None  # the highest rate that passed; None: none did
+    failed: float | None  # the lowest that failed; None: none did
+    end: str  # as `bench.load.goodput.values.End` names it
+    is_converged: bool
+
+
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Max goodput at one target share, requests per second, with its 95 % interval where there is one."""
 
@@ -40,6 +50,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     passed: float | None = None  # lowest passing rate of the seeds it rests on
     failed: float | None = None  # their highest failing rate
     num_seeds: int = 0  # that it rests on
+    seeds: list[SeedBracket] = []  # searched at all; empty in older files
+    is_out_of_reach: bool = False  # not even requests one at a time met the target: a finding, and no gap
 
 
 class PeerOutcome(msgspec.Struct, kw_only=True):
@@ -55,10 +67,12 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     versions: dict[str, str] = {}
     cannot_run: str | None = None
     start_s: list[float] = []  # one per start
+    took_s: dict[str, float] = {}  # wall clock: `loops`, `search`, and `all` with starts and stops
     rounds: list[list[ClosedLoop]] = []
     goodput: list[Goodput] = []
     goodput_note: str | None = None  # why there is no goodput
-    rounds_note: str | None = None  # why it has fewer rounds than others
+    rounds_note: str | None = None  # why it has fewer rounds than others, at every load
+    once: dict[int, str] = {}  # by concurrency: the same, at that load
     limits_tok_per_s: dict[int, float] = {}  # by concurrency: the most that machine and bytes allow
 
     skipped: dict[int, str] = {}  # by concurrency: why it was not measured
@@ -166,19 +180,6 @@ def best_peer(
         and not math.isnan(mean.output_tok_per_s)
     ]
     return max(found, key=lambda pair: pair[1].output_tok_per_s, default=None)
-
-
-def far_behind(outcome: PeerOutcome, outcomes: Sequence[PeerOutcome]) -> bool:
-    """Less than half of the best peer's throughput at every load measured: another round would change none
-    of the ratios that matter. Never Baton."""
-    if outcome.is_baton:
-        return False
-    loads = {run.concurrency for one in outcome.rounds for run in one}
-    for concurrency in loads:
-        own, best = mean_of(outcome, concurrency), best_peer(outcomes, concurrency)
-        if own is None or best is None or own.output_tok_per_s * 2 >= best[1].output_tok_per_s:
-            return False
-    return bool(loads)
 
 
 def fastest(family: Sequence[PeerOutcome]) -> PeerOutcome | None:

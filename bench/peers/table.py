@@ -39,6 +39,7 @@ def as_markdown(
     ]
     missing += [f"- {title}: {reason}" for title, reason in (not_measured or {}).items()]
     lines += missing or ["Nothing."]
+    lines += _time_table(outcomes)
     lines += ["", "## Settings and versions", ""]
     for one in outcomes:
         told = ", ".join(f"{name} {version}" for name, version in one.versions.items())
@@ -52,6 +53,20 @@ def as_markdown(
         )
         lines += [""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _time_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
+    """Where the time went, all runs of the comparison together; nothing where older files do not say."""
+    timed = [one for one in outcomes if one.took_s]
+    if not timed:
+        return []
+    parts = ("loops", "search", "all")
+    rows = [
+        _row(one.title, *(f"{one.took_s[part]:.0f}" if part in one.took_s else "–" for part in parts))
+        for one in timed
+    ]
+    head = ["| server | closed loops s | search s | with starts and stops s |", "|---|---|---|---|"]
+    return ["", "## Where the time went", "", *head, *rows]
 
 
 def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> list[str]:
@@ -75,6 +90,7 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
             rows.append(_row(one.title, one.precision, *["–"] * 7, "; ".join(notes)))
             continue
         notes += [f"{mean.num_failed} failed"] if mean.num_failed else []
+        notes += [one.once[concurrency]] if concurrency in one.once else []
         notes += [one.rounds_note] if one.rounds_note is not None else []
         rate = mean.output_tok_per_s
         rows.append(
@@ -114,12 +130,14 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
     named = [f"at {target:.0%} {found[1]}" for target, found in best.items() if found is not None]
     rows = [
         "The highest rate that passed: the share of all offered requests inside every SLO was at least the "
-        "target. A search that did not converge tells the highest rate that had passed when it stopped (≥): "
-        "a lower bound, and so is its part in a ratio.",
+        "target. A search has converged when the highest rate that passed and the lowest that failed differ "
+        "by no more than the tolerance (above, at `trace`): the true rate lies between them. One that "
+        "did not converge tells the highest rate that had passed when it stopped (≥): a lower bound, and so "
+        "is its part in a ratio. Where even requests one at a time miss the target, no rate reaches it.",
         "",
         f"Best peer: {', '.join(named) or 'none was found'}.",
         "",
-        "| server | target | req/s | lowest that passed – highest that failed | seeds | 95 % interval "
+        "| server | target | req/s | each seed: passed – failed | seeds | 95 % interval "
         "| to best peer | notes |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -134,7 +152,7 @@ def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
                     one.title,
                     f"{own.target:.0%}",
                     _rate(own),
-                    "–" if own.failed is None else f"{_bound(own.passed)} – {_bound(own.failed)}",
+                    _brackets(own),
                     str(own.num_seeds or "–"),
                     "–" if own.ci_low is None else f"{own.ci_low:.3g}–{_bound(own.ci_high)}",
                     _ratio(own.requests_per_s, None if found is None else found[0]),
@@ -155,9 +173,22 @@ def _best_goodput(outcomes: Sequence[PeerOutcome], target: float) -> tuple[float
     return max(found, default=None)
 
 
+def _brackets(found: Goodput) -> str:
+    """`2.1 – 2.5; 1.9 – 2.2 (not converged)`; an older file has the ends over all seeds alone."""
+    if found.seeds:
+        return "; ".join(
+            f"{'none' if one.passed is None else f'{one.passed:.3g}'} – {_bound(one.failed)}"
+            f"{'' if one.is_converged else ' (not converged)'}"
+            for one in found.seeds
+        )
+    return "–" if found.failed is None else f"{_bound(found.passed)} – {_bound(found.failed)}"
+
+
 def _rate(found: Goodput) -> str:
     if found.requests_per_s is None:
         return "not found"
+    if found.is_out_of_reach:
+        return "0: not reachable at any rate"
     return f"{'' if found.is_converged else '≥ '}{found.requests_per_s:.3g}"
 
 

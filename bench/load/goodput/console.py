@@ -14,7 +14,15 @@ import msgspec
 
 from bench.load.figures.window import SteadyWindow, Window
 from bench.load.goodput.search import GoodputSearch
-from bench.load.goodput.values import End, Probe, ProbeOutcome, SearchSettings, TargetAnswer
+from bench.load.goodput.values import (
+    NOTHING,
+    End,
+    Probe,
+    ProbeOutcome,
+    SearchSettings,
+    SeedAnswer,
+    TargetAnswer,
+)
 
 
 def opening_lines(settings: SearchSettings, duration_s: float, window: Window | SteadyWindow) -> list[str]:
@@ -62,11 +70,20 @@ def answer_lines(found: Mapping[str, Any]) -> list[str]:
     lines = [] if found["is_complete"] else ["INCOMPLETE: the search was cut short; this is what it knows"]
     for answer in msgspec.convert(found["answers"], tuple[TargetAnswer, ...]):
         lines.append(f"max goodput at {answer.target:.0%} attainment: {answer_words(answer)}")
+        searched = [one for one in answer.seeds if one.end is not End.NOT_SEARCHED]
+        lines += [f"  {seed_words(one)}" for one in searched if len(searched) > 1]
         lines += [f"  {note}" for note in answer.notes]
     lines += [f"note: {note}" for note in found["notes"]]
     num = len(found["probes"])
     lines.append(f"{num} probe{'' if num == 1 else 's'} of {found['duration_s']:g} s each")
     return lines
+
+
+def seed_words(one: SeedAnswer) -> str:
+    """`seed 1: 2 req/s passed, 2.1 failed; converged`."""
+    passed = "nothing passed" if not one.rate else f"{one.rate:.4g} req/s passed"
+    failed = "none failed" if one.failing_rate is None else f"{one.failing_rate:.4g} failed"
+    return f"seed {one.seed}: {passed}, {failed}; {'' if one.is_converged else 'not '}converged"
 
 
 def answer_words(answer: TargetAnswer) -> str:
@@ -75,6 +92,8 @@ def answer_words(answer: TargetAnswer) -> str:
     counted = [one.seed for one in answer.seeds if one.rate is not None]
     if answer.rate is None:
         return f"unknown, no rate has passed so far ({_which([one.seed for one in searched], answer)})"
+    if searched and all(one.end in NOTHING for one in searched):
+        return f"not reached at any rate, down to {answer.bracket_high:.4g} req/s ({_which(counted, answer)})"
     rate = f"{'at least ' if answer.is_lower_bound else ''}{answer.rate:.4g} req/s"
     return f"{rate} ({'; '.join([_which(counted, answer), *_bounds(answer)])})"
 

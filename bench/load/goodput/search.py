@@ -2,19 +2,28 @@
 no IO.
 
 1. `next()` says the (rate, seed) to probe; the runner offers that load and `report()`s the attainment.
-2. Each seed has its own bracket per target: doubling or halving finds it, bisection on the log of the rate
-   narrows it to the tolerance. The first seed starts from `start_rate`; each later one from the mean of the
-   earlier answers, in steps that begin at the tolerance and double, so seeds that agree cost about two
-   probes.
-3. Every outcome serves every target: the probes of 90 % bracket the search for 99 %.
-4. `answers()` gives, per target, the mean over the seeds searched so far, the bracket of their rates, and
+2. Each seed has its own bracket per target. The first seed starts from `start_rate`: steps of `growth` lead
+   up; down they grow from step to step, so that a first rate far too high costs few probes. Bisection on the
+   log of the rate then narrows the bracket to the tolerance.
+3. Every outcome serves every target: the probes of 90 % bracket the search for 99 %, which goes on from the
+   rate that 90 % ended at.
+4. Each later seed starts from the mean of the earlier answers, in steps that begin at the tolerance and
+   double: seeds that agree cost two probes, one at each end of the bracket.
+5. The order is what is worth most first: the first seed's answer to every target; then the other seeds' to
+   the lowest target; then theirs to the next. A search that runs out of probes has an answer for each target.
+   Where the first seed ends below `one_seed_below`, it is enough.
+6. `answers()` gives, per target, the mean over the seeds searched so far, the bracket of their rates, and
    with three seeds or more a confidence interval (`values.TargetAnswer`). A seed without a probe is in none
    of it.
 
 The rule under noise, since attainment does not fall evenly with the rate: a rate passes if its attainment is
 at least the target. Of one seed's outcomes the answer is the highest passing rate **below the lowest failing
 one**; a pass above a failure is luck and does not count. So an unlucky failure lowers the answer and a lucky
-pass does not raise it; other seeds and the interval show how much of that there was.
+pass does not raise it; other seeds and the interval show how much of that there was. A bracket that has ended
+stands: a probe of another target that contradicts it later is told, and does not undo it.
+
+A target that fails at `min_rate` has the answer 0: a finding, too. Where requests hardly overlap at that rate
+(`alone_at_min_rate`), it is out of reach at any rate.
 
 A probe whose run was invalid (the client lagged, the run broke off) is repeated once. Invalid again, it
 counts as not passing: what the client could not offer properly cannot be claimed. Notes say so.
@@ -34,7 +43,9 @@ import msgspec
 
 from bench.load.figures.intervals import mean_half_width, wilson
 from bench.load.goodput.values import (
+    DONE,
     MIN_SEEDS,
+    NOTHING,
     End,
     Probe,
     ProbeOutcome,
@@ -82,10 +93,16 @@ class GoodputSearch:
         return None
 
     def _order(self) -> list[tuple[float, int]]:
-        targets, seeds = self.settings.targets, self.settings.seeds
-        if self.settings.seed_by_seed:
-            return [(target, seed) for seed in seeds for target in targets]
-        return [(target, seed) for target in targets for seed in seeds]
+        targets = sorted(self.settings.targets)
+        first, *others = self._wanted_seeds()
+        return [(target, first) for target in targets] + [(t, seed) for t in targets for seed in others]
+
+    def _wanted_seeds(self) -> tuple[int, ...]:
+        """The first alone, once it has ended far below what is worth more seeds."""
+        settings = self.settings
+        bracket = self._bracket(min(settings.targets), settings.seeds[0])
+        is_enough = _end(bracket, settings) in DONE and (bracket.passing or 0.0) < settings.one_seed_below
+        return settings.seeds[:1] if is_enough else settings.seeds
 
     def report(self, probe: Probe, outcome: ProbeOutcome) -> None:
         """Take the outcome of the probe that `next` gave.
@@ -117,11 +134,20 @@ class GoodputSearch:
         return _is_measured(outcome) and (outcome.attainment or 0.0) >= target - ROUNDING
 
     def _bracket(self, target: float, seed: int) -> _Bracket:
-        probes = [probe for probe in self._outcomes if probe.seed == seed]
-        failing = min((probe.rate for probe in probes if not self._passes(probe, target)), default=None)
-        passing = [probe.rate for probe in probes if self._passes(probe, target)]
-        below = max((rate for rate in passing if failing is None or rate < failing), default=None)
-        return _Bracket(below, failing)
+        """As the probes narrowed it one after another, until it had ended."""
+        bracket = _Bracket(None, None)
+        passed: list[float] = []
+        for probe in self._outcomes:
+            if probe.seed != seed or _end(bracket, self.settings) is not None:
+                continue
+            failing = bracket.failing
+            if self._passes(probe, target):
+                passed.append(probe.rate)
+            elif failing is None or probe.rate < failing:
+                failing = probe.rate
+            below = (rate for rate in passed if failing is None or rate < failing)
+            bracket = _Bracket(max(below, default=None), failing)
+        return bracket
 
     def _hint(self, target: float, seed: int) -> float | None:
         """Where the earlier seeds ended, on average; None for the first seed."""
@@ -131,17 +157,34 @@ class GoodputSearch:
         rate = statistics.fmean(self._bracket(target, other).passing or 0.0 for other in earlier)
         return min(max(rate, self.settings.min_rate), self.settings.max_rate)
 
+    def _start(self, target: float, seed: int) -> tuple[float, float]:
+        """The rate that this search starts from, and the factor of its first step away from it: near the
+        earlier seeds' answers; else from where this seed passed an easier target; else `start_rate`.
+        """
+        settings = self.settings
+        hint = self._hint(target, seed)
+        if hint is not None:
+            return hint, 1 + settings.tolerance
+        easier = [self._bracket(other, seed).passing for other in settings.targets if other < target]
+        return min(
+            (rate for rate in easier if rate is not None), default=settings.start_rate
+        ), settings.growth
+
     def _next_rate(self, target: float, seed: int) -> float | None:
         settings, bracket = self.settings, self._bracket(target, seed)
         if _end(bracket, settings) is not None:
             return None
-        return propose(bracket.passing, bracket.failing, self._hint(target, seed), settings)
+        anchor, first_step = self._start(target, seed)
+        return propose(bracket.passing, bracket.failing, anchor, first_step, settings)
 
     def notes(self) -> tuple[str, ...]:
         """What holds for every target: seeds left out, too few seeds, probes that could not be measured."""
-        num = len(self._searched_seeds())
-        missing = [seed for seed in self.settings.seeds if seed not in self._searched_seeds()]
-        notes = [f"Not searched, so in no figure: {_seeds(missing)}."] if missing else []
+        settings, num = self.settings, len(self._searched_seeds())
+        missing = [seed for seed in settings.seeds if seed not in self._searched_seeds()]
+        why = ""
+        if missing and len(self._wanted_seeds()) < len(settings.seeds):
+            why = f" (the first one ended below {settings.one_seed_below:.3g} req/s, which is enough)"
+        notes = [f"Not searched, so in no figure: {_seeds(missing)}{why}."] if missing else []
         if num < MIN_SEEDS:
             notes.append(
                 f"{num} seed{'' if num == 1 else 's'} searched: an interval needs {MIN_SEEDS} or more; "
@@ -175,22 +218,39 @@ class GoodputSearch:
             attainment_low=None if share is None else share[0],
             attainment_high=None if share is None else share[1],
             seeds=seeds,
-            is_converged=all(one.end is End.FOUND for one in seeds),
-            notes=seed_notes(target, seeds, self.settings, len(self._log)),
+            is_converged=all(one.end in DONE for one in seeds if one.seed in self._wanted_seeds()),
+            notes=(*seed_notes(target, seeds, self.settings, len(self._log)), *self._contradictions(target)),
         )
+
+    def _contradictions(self, target: float) -> list[str]:
+        """Probes of another target that fell short below a bracket that had ended: told, and in no figure."""
+        return [
+            f"Seed {probe.seed}: {probe.rate:.4g} req/s, probed later for another target, reached "
+            f"{outcome.attainment:.1%} only; the bracket above it stands."
+            for probe, outcome in self._outcomes.items()
+            if _is_measured(outcome)
+            and not self._passes(probe, target)
+            and probe.rate <= (self._bracket(target, probe.seed).passing or 0.0)
+        ]
 
     def _seed_answer(self, target: float, seed: int) -> SeedAnswer:
         bracket = self._bracket(target, seed)
         outcome = None if bracket.passing is None else self._outcomes[Probe(bracket.passing, seed)]
+        failed = None if bracket.failing is None else self._outcomes[Probe(bracket.failing, seed)]
+        failing_attainment = failed.attainment if failed is not None and _is_measured(failed) else None
         is_searched = seed in self._searched_seeds()
         end = (_end(bracket, self.settings) or End.UNFINISHED) if is_searched else End.NOT_SEARCHED
+        if end in NOTHING and failing_attainment is None:
+            end = End.UNFINISHED  # what could not be measured is no finding
         return SeedAnswer(
             seed=seed,
-            rate=0.0 if end is End.NOTHING_PASSED else bracket.passing,
+            rate=0.0 if end in NOTHING else bracket.passing,
             failing_rate=bracket.failing,
             attainment=None if outcome is None else outcome.attainment,
             num_offered=0 if outcome is None else outcome.num_offered,
             end=end,
+            failing_attainment=failing_attainment,
+            failing_num_offered=0 if failed is None else failed.num_offered,
         )
 
     def _unmeasured_notes(self) -> list[str]:
@@ -217,17 +277,20 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def propose(
-    passing: float | None, failing: float | None, hint: float | None, settings: SearchSettings
+    passing: float | None,
+    failing: float | None,
+    anchor: float,
+    first_step: float,
+    settings: SearchSettings,
 ) -> float:
     """The rate to probe in an open bracket; lies strictly inside it.
 
-    The anchor (the hint, else `start_rate`) comes first, unless a bound is already there. Then steps lead
-    away from it, up after a pass and down after a failure: of factor `growth` without a hint; with one they
-    begin at the tolerance and double on the log scale up to `growth`. No step goes past the middle of the
-    bracket on the log scale, so in the end it is bisected.
+    The anchor comes first, unless a bound is already there. Then steps lead away from it, up after a pass and
+    down after a failure: they begin at the factor `first_step` and double on the log scale, up to `growth` on
+    the way up and without end on the way down, for an overload costs more time than a rate too low. No step
+    goes past the middle of the bracket on the log scale, so in the end it is bisected.
     """
     near = math.sqrt(1 + settings.tolerance)
-    anchor, first_step = (settings.start_rate, settings.growth) if hint is None else (hint, near * near)
     if (passing is None or passing * near < anchor) and (failing is None or anchor * near < failing):
         return anchor
     middle = None if passing is None or failing is None else math.sqrt(passing * failing)
@@ -235,7 +298,7 @@ def propose(
         step = min(settings.growth, first_step * max(1.0, passing / anchor))
         return min(passing * step, settings.max_rate if middle is None else middle)
     assert failing is not None  # else the anchor or a step up was returned
-    step = min(settings.growth, first_step * max(1.0, anchor / failing))
+    step = first_step * max(1.0, anchor / failing)
     return max(failing / step, settings.min_rate if middle is None else middle)
 
 
@@ -246,7 +309,7 @@ def _end(bracket: _Bracket, settings: SearchSettings) -> End | None:
     if passing is not None and passing >= settings.max_rate:
         return End.MAX_RATE
     if failing is not None and failing <= settings.min_rate:
-        return End.NOTHING_PASSED
+        return End.OUT_OF_REACH if settings.alone_at_min_rate else End.NOTHING_PASSED
     return None
 
 

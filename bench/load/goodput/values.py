@@ -24,7 +24,8 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_probes: int = 60
     min_rate: float = 0.01
     max_rate: float = 10_000.0
-    seed_by_seed: bool = False  # all targets of a seed before the next one, else all seeds of a target
+    alone_at_min_rate: bool = False  # requests hardly overlap there: what fails there fails at any rate
+    one_seed_below: float = 0.0  # a first seed that ends below this at the lowest target is enough
 
     def __post_init__(self) -> None:
         checks = (
@@ -52,6 +53,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
                 "start_rate",
                 "a rate from min_rate to max_rate",
             ),
+            (0 <= self.one_seed_below < math.inf, "one_seed_below", "a rate of 0 or more"),
         )
         for is_right, name, wanted in checks:
             if not is_right:
@@ -74,9 +76,14 @@ class End(Enum):
 
     FOUND = "found"  # between a passing and a failing rate, within the tolerance
     NOTHING_PASSED = "nothing_passed"  # not even min_rate; the answer is 0
+    OUT_OF_REACH = "out_of_reach"  # the same, where requests hardly overlap at min_rate: no rate would do
     MAX_RATE = "max_rate"  # max_rate itself passed; the answer is a lower bound
     UNFINISHED = "unfinished"  # stopped, or out of probes; the answer is the highest rate that passed so far
     NOT_SEARCHED = "not_searched"  # no probe of this seed: it has no answer
+
+
+NOTHING = frozenset({End.NOTHING_PASSED, End.OUT_OF_REACH})
+DONE = NOTHING | {End.FOUND}  # a finding, or a bracket within the tolerance
 
 
 class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +93,12 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     attainment: float | None  # measured at `rate`
     num_offered: int  # at `rate`
     end: End
+    failing_attainment: float | None = None  # measured at `failing_rate`; None: that was not measured
+    failing_num_offered: int = 0  # at `failing_rate`
+
+    @property
+    def is_converged(self) -> bool:
+        return self.end in DONE
 
 
 class TargetAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +130,7 @@ class TargetAnswer(msgspec.Struct, frozen=True, kw_only=True):
     attainment_low: float | None  # Wilson 95 % of the attainment pooled over seeds, each at its own answer
     attainment_high: float | None
     seeds: tuple[SeedAnswer, ...]
-    is_converged: bool  # every seed ended FOUND
+    is_converged: bool  # every seed that is worth a search ended found, or with nothing passed
     notes: tuple[str, ...]  # of this target; what holds for all of them is in the search's notes
 
 
@@ -130,10 +143,16 @@ def seed_notes(
 
 
 def _note(one: SeedAnswer, target: float, settings: SearchSettings, num_probes: int) -> str:
+    share = f"{one.failing_attainment or 0.0:.1%} of {one.failing_num_offered} requests"
+    if one.end is End.OUT_OF_REACH:
+        return (
+            f"Seed {one.seed}: {target:.0%} is not reachable at any rate: at {settings.min_rate:.3g} "
+            f"req/s, one at a time for the most part, only {share} met every SLO."
+        )
     if one.end is End.NOTHING_PASSED:
         return (
             f"Seed {one.seed}: no rate reached {target:.0%}, down to the lowest allowed, "
-            f"{settings.min_rate:g} req/s; the answer is 0."
+            f"{settings.min_rate:g} req/s; the answer is 0 ({share} met every SLO there)."
         )
     if one.end is End.MAX_RATE:
         return (

@@ -8,7 +8,14 @@ from typing import Any
 from bench.load.report.scales import duration, quantity
 from bench.load.report.svg import Markup, join, tag
 from bench.load.report.targets import unlike
-from bench.load.report.values import ReportRun, ReportSearch, number, sequence
+from bench.load.report.values import (
+    ReportRun,
+    ReportSearch,
+    is_complete,
+    num_unsent,
+    number,
+    sequence,
+)
 
 
 def banner(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
@@ -16,16 +23,16 @@ def banner(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
     named = list(zip(names, runs, strict=True))
     invalid = [(name, run.result) for name, run in named if run.result.get("valid") is False]
     unknown = [name for name, run in named if not isinstance(run.result.get("valid"), bool)]
-    incomplete = [name for name, run in named if not _is_complete(run)]
+    incomplete = [(name, run.result) for name, run in named if not is_complete(run)]
     parts: list[Markup] = []
     if invalid:
         of = f" ({len(invalid)} of {len(runs)} runs)" if len(runs) > 1 else ""
         reasons = [f"{n}: {_reasons(result)}" if len(runs) > 1 else _reasons(result) for n, result in invalid]
         parts.append(_box("bad", f"INVALID{of}: these figures do not describe the server.", reasons))
     if incomplete:
-        which = f": {', '.join(incomplete)}" if len(runs) > 1 else ""
-        why = "The run ended before everything planned was offered."
-        parts.append(_box("warn", f"INCOMPLETE{which}", [why]))
+        of = f" ({len(incomplete)} of {len(runs)} runs)" if len(runs) > 1 else ""
+        reasons = [f"{n}: {_cut_short(r)}" if len(runs) > 1 else _cut_short(r) for n, r in incomplete]
+        parts.append(_box("bad", f"INCOMPLETE{of}: these figures are of a part of the load.", reasons))
     if unknown:
         which = f": {', '.join(unknown)}" if len(runs) > 1 else ""
         why = "The result file does not say whether the client kept up."
@@ -49,7 +56,7 @@ def search_banner(searches: Sequence[ReportSearch], runs: Sequence[ReportRun]) -
         parts.append(_box("bad", title, used))
     if any(search.outcome.get("is_complete") is False for search in searches):
         parts.append(
-            _box("warn", "INCOMPLETE", ["The search was interrupted; its answers are what it knew then."])
+            _box("bad", "INCOMPLETE", ["The search was cut short; its answers are what it knew then."])
         )
     if runs and not parts:
         believed = [run for run in runs if run.result.get("valid") is not False]
@@ -89,8 +96,11 @@ def _notes(named: Sequence[tuple[str, ReportRun]]) -> list[str]:
     ]
 
 
-def _is_complete(run: ReportRun) -> bool:
-    return run.result.get("is_complete") is not False and (run.records is None or run.records.is_complete)
+def _cut_short(result: Mapping[str, Any]) -> str:
+    unsent = num_unsent(result)
+    offered = number(result, "num_prompts") or 0.0
+    some = f": {unsent:,} of {offered:,.0f} requests were never sent" if unsent else ""
+    return f"The run ended before everything planned was offered{some}."
 
 
 def _reasons(result: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bench.load.report.svg import Markup, join, tag
 from bench.load.report.values import Block, Figure, Omitted, Table
@@ -31,15 +32,21 @@ def fold(title: str, *children: str, is_open: bool = False, css: str | None = No
 
 
 def figure(content: Figure) -> Markup:
-    caption = tag("figcaption", None, tag("b", None, content.title), tag("span", None, content.note))
+    mark = doubt_mark(content.doubt)
+    caption = tag("figcaption", None, tag("b", None, content.title), mark, tag("span", None, content.note))
     data = fold("Data", table(content.table)) if content.table is not None else Markup("")
     css = "wide" if content.is_wide else None
     return tag("figure", {"class": css}, caption, scrolling(content.chart), data)
 
 
-def charts(blocks: Sequence[Block]) -> Markup:
-    """Drawn charts as a grid, then what was left out and why."""
-    drawn = [figure(block) for block in blocks if isinstance(block, Figure)]
+def doubt_mark(words: str | None) -> Markup:
+    """Stands beside what is drawn from, or told of, a run that is not to be believed."""
+    return Markup("") if words is None else element("em", "doubt", words)
+
+
+def charts(blocks: Sequence[Block], doubt: str | None = None) -> Markup:
+    """Drawn charts as a grid, then what was left out and why. `doubt`: the mark that each chart bears."""
+    drawn = [figure(replace(block, doubt=doubt)) for block in blocks if isinstance(block, Figure)]
     left_out = [block for block in blocks if isinstance(block, Omitted)]
     parts = [element("div", "grid-of-charts", *drawn)] if drawn else []
     if left_out:

@@ -14,6 +14,7 @@ from bench.load.report.svg import Markup, escape, join, tag
 from bench.load.report.targets import unlike
 from bench.load.report.values import (
     ReportRun,
+    doubt,
     in_flight,
     load_name,
     mapping,
@@ -170,9 +171,10 @@ def runs_table(runs: Sequence[ReportRun]) -> Markup:
         seed, valid = number(run.result, "arrival", "seed"), run.result.get("valid")
         start = [*([run.target] if has_targets else []), load_name(run.result)]
         start.append("–" if seed is None else f"{seed:.0f}")
-        end = "yes" if valid is True else "NO" if valid is False else "?"
+        word = doubt(run)
+        end = "NO" if valid is False else word or ("yes" if valid is True else "?")
         row = [tag("td", None, cell) for cell in (*start, *cells, end)]
-        rows.append(tag("tr", {"class": "invalid" if valid is False else None}, *row))
+        rows.append(tag("tr", {"class": None if word is None else "invalid"}, *row))
     head = tag("tr", None, *(tag("th", {"scope": "col"}, header) for header in headers))
     whole = tag("table", None, tag("thead", None, head), tag("tbody", None, *rows))
     note = f"Small figures: ratio to {targets[0]} at the same load (the mean over its seeds)."
@@ -190,21 +192,18 @@ def _cell(result: Mapping[str, Any], column: Column) -> float | None:
 
 def _figures(runs: Sequence[ReportRun], column: Column, first_target: str | None) -> list[Markup]:
     """A column of the table, each figure of another target with its ratio to the first one's, if that is
-    given."""
+    given. A run that is invalid or incomplete has that word for a ratio, and none is to it."""
     values = [_cell(run.result, column) for run in runs]
     bases: dict[str, list[float]] = {}
     for run, value in zip(runs, values, strict=True):
-        if value is not None and run.target == first_target:
+        if value is not None and run.target == first_target and doubt(run) is None:
             bases.setdefault(load_name(run.result), []).append(value)
     cells: list[Markup] = []
     for run, value, written in zip(runs, values, aligned(values), strict=True):
         base = bases.get(load_name(run.result))
         reference = fmean(base) if base and run.target != first_target else 0.0
-        has_ratio = value is not None and reference > 0
-        ratio = (
-            element("span", "ratio", f"×{value / reference:.2f}")
-            if has_ratio and value is not None
-            else Markup("")
-        )
+        ratio = Markup("")
+        if value is not None and reference > 0:
+            ratio = element("span", "ratio", doubt(run) or f"×{value / reference:.2f}")
         cells.append(join([escape(written), ratio]))
     return cells

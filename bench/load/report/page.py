@@ -1,6 +1,7 @@
 """One self-contained HTML page from the results of one or several runs.
 
 1. The first screen says what was tested, open or closed loop, whether to believe it, and the main figures.
+   A run that is invalid or incomplete says so above all else, in the page's title, and at each of its charts.
 2. Charts over load, if the runs are at several loads; the search for the highest good rate, if there was one.
 3. Distributions, and per run: activity over time, timeline, lengths, errors.
 4. Settings, environment and seeds; what every word means.
@@ -16,7 +17,7 @@ import hashlib
 from collections.abc import Sequence
 
 from bench.load.report.banner import banner, search_banner
-from bench.load.report.blocks import charts, element, fold, section
+from bench.load.report.blocks import charts, doubt_mark, element, fold, section
 from bench.load.report.details import error_table, glossary, settings
 from bench.load.report.distribution_charts import cdf_charts, evenly, length_charts
 from bench.load.report.frame import Mark
@@ -29,7 +30,15 @@ from bench.load.report.targets import by_load, tell_apart
 from bench.load.report.time_charts import activity_charts
 from bench.load.report.timeline import timeline_charts
 from bench.load.report.turn_charts import turn_charts
-from bench.load.report.values import Block, Omitted, ReportRun, ReportSearch, measured_span, run_names
+from bench.load.report.values import (
+    Block,
+    Omitted,
+    ReportRun,
+    ReportSearch,
+    doubts,
+    measured_span,
+    run_names,
+)
 
 MAX_DETAILED_RUNS = 12
 MAX_ROWS_OF_MANY = 100  # of a timeline, where there are several runs
@@ -40,15 +49,16 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
     runs = tell_apart(runs) if searches else by_load(tell_apart(runs))
     names = run_names(runs)
     title = page_title(runs, bool(searches))
+    mark = None if searches else doubts(runs)  # a search's charts tell its invalid probes apart themselves
     sections: list[tuple[str, str, Markup]] = []
     if searches:
         found = join([search_tiles(searches), charts([search_chart(searches)])])
         sections.append(("search", "Highest good rate", found))
     if len(runs) > 1:
         sections.append(("runs", "Probes" if searches else "Runs", runs_table(runs)))
-        sections.append(("load", "Over load", charts(sweep_charts(runs, has_knee=not searches))))
+        sections.append(("load", "Over load", charts(sweep_charts(runs, has_knee=not searches), mark)))
     if runs:
-        sections.append(("distributions", "Distributions", charts(cdf_charts(runs, names))))
+        sections.append(("distributions", "Distributions", charts(cdf_charts(runs, names), mark)))
         sections += _per_run(runs, names)
         told = fold("All settings", settings(runs, names))
         sections.append(("settings", "Settings, environment, seeds", told))
@@ -56,8 +66,8 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
     links = [tag("a", {"href": f"#{anchor}"}, name) for anchor, name, _ in sections]
     head = [
         tag("h1", None, title),
-        element("p", "lead", lead(runs, bool(searches))) if runs else Markup(""),
         search_banner(searches, runs) if searches else banner(runs, names),
+        element("p", "lead", lead(runs, bool(searches))) if runs else Markup(""),
         headline(runs[0].result) if len(runs) == 1 else Markup(""),
         tag("nav", {"aria-label": "Sections"}, *links),
     ]
@@ -66,19 +76,19 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
         tag("main", None, *(section(*one) for one in sections)),
         tag("footer", None, "Made by baton bench report. The page loads nothing from anywhere."),
     ]
-    return _document(title, join(body))
+    return _document(title if mark is None else f"{mark}: {title}", join(body))
 
 
 def _per_run(runs: Sequence[ReportRun], names: Sequence[str]) -> list[tuple[str, str, Markup]]:
     """One run: its parts as sections. Several: one fold per run, evenly chosen where there are very many."""
     if len(runs) == 1:
-        run, window = runs[0], _window(runs[0])
-        turns = [("turns", "Turns", charts(found))] if (found := turn_charts(run)) else []
+        run, window, mark = runs[0], _window(runs[0]), doubts(runs)
+        turns = [("turns", "Turns", charts(found, mark))] if (found := turn_charts(run)) else []
         over_time = [*activity_charts(run, window), *timeline_charts(run, window)]
         return [
-            ("time", "Over time", charts(over_time)),
+            ("time", "Over time", charts(over_time, mark)),
             *turns,
-            ("lengths", "Lengths", charts(_lengths(run))),
+            ("lengths", "Lengths", charts(_lengths(run), mark)),
             ("errors", "Errors", error_table(run)),
         ]
     chosen = evenly(list(zip(names, runs, strict=True)), MAX_DETAILED_RUNS)
@@ -94,10 +104,12 @@ def _all_of(run: ReportRun) -> list[Markup]:
     window = _window(run)
     blocks = [*activity_charts(run, window), *timeline_charts(run, window, MAX_ROWS_OF_MANY)]
     blocks += [*turn_charts(run), *_lengths(run)]
+    mark = doubts([run])
     return [
+        doubt_mark(mark),
         headline(run.result),
         tag("h3", None, "Charts"),
-        charts(blocks),
+        charts(blocks, mark),
         tag("h3", None, "Errors"),
         error_table(run),
     ]

@@ -41,6 +41,8 @@ nav a{text-decoration:none}
 nav a:hover{text-decoration:underline}
 .banner{border-left:4px solid;border-radius:6px;padding:12px 16px;margin:18px 0 0;
   overflow-wrap:anywhere}
+.doubt{display:inline-block;margin:0 8px;padding:0 6px;border-radius:4px;font-style:normal;
+  font-size:12px;font-weight:650;background:var(--bad-bg);color:var(--bad-ink)}
 .banner strong{letter-spacing:.01em}
 .banner ul{margin:6px 0 0;padding-left:20px}
 .bad{background:var(--bad-bg);color:var(--bad-ink);border-color:var(--bad-rule)}

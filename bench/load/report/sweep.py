@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from bench.load.report.frame import Axis
@@ -20,7 +20,7 @@ from bench.load.report.values import (
     ReportRun,
     Table,
     attainment,
-    is_valid,
+    doubt,
     number,
     offered_load,
     realised_rate,
@@ -110,17 +110,19 @@ def _tip(name: str, at: float, value: float, run: ReportRun, load: Load, unit: s
     realised = realised_rate(run.result) if load is Load.RATE else None
     where += "" if realised is None else f" nominal, {quantity(realised)} offered"
     seed = number(run.result, "arrival", "seed")
-    notes = ("" if seed is None else f", seed {seed:.0f}") + ("" if is_valid(run.result) else ", INVALID run")
+    word = doubt(run)
+    notes = ("" if seed is None else f", seed {seed:.0f}") + ("" if word is None else f", {word} run")
     return f"{name}: {quantity(value, unit)} at {where}{notes}"
 
 
 def knee(sweep: Sweep, share: float) -> float | None:
     """The highest load up to which every load measured had a mean attainment of at least `share`; one load
-    alone has no knee."""
-    if len(sweep.loads()) < 2:
+    alone has no knee, and a run that is invalid or incomplete has no part in it."""
+    believed = replace(sweep, points=[(at, run) for at, run in sweep.points if doubt(run) is None])
+    if len(believed.loads()) < 2:
         return None
     best: float | None = None
-    for load, mean, _, _ in means(measured(sweep, lambda run: attainment(run.result))):
+    for load, mean, _, _ in means(measured(believed, lambda run: attainment(run.result))):
         if mean < share - 1e-9:
             break
         best = load

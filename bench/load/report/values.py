@@ -49,6 +49,7 @@ class Figure:
     chart: Markup
     table: Table | None = None
     is_wide: bool = False
+    doubt: str | None = None  # `doubts` of the runs that it is drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,28 @@ def attainment(result: Mapping[str, Any]) -> float | None:
 
 def is_valid(result: Mapping[str, Any]) -> bool:
     return result.get("valid") is not False
+
+
+def is_complete(run: ReportRun) -> bool:
+    return run.result.get("is_complete") is not False and (run.records is None or run.records.is_complete)
+
+
+def doubt(run: ReportRun) -> str | None:
+    """In a word, why figures of this run are not to be held against others; None: they may be."""
+    if not is_valid(run.result):
+        return "INVALID"
+    return None if is_complete(run) else "INCOMPLETE"
+
+
+def doubts(runs: Sequence[ReportRun]) -> str | None:
+    """The mark of a chart that such runs are part of: `INVALID run`, `1 of 3 runs INVALID`."""
+    found = [word for run in runs if (word := doubt(run)) is not None]
+    if not found:
+        return None
+    if len(runs) == 1:
+        return f"{found[0]} run"
+    told = [f"{found.count(word)} of {len(runs)} runs {word}" for word in dict.fromkeys(found)]
+    return ", ".join(told)
 
 
 def common_slo(runs: Sequence[ReportRun], name: str) -> float | None:

@@ -1,8 +1,8 @@
 """Runs side by side: each headline figure per run, its ratio to the first run, and what makes them unlike.
 
 1. `compare_results` takes results as `result.read_result` gives them.
-2. It warns where the runs did not do the same work. A run that is not valid is shown, but has no ratios, and
-   nothing is held against it.
+2. It warns where the runs did not do the same work. A run that is not valid, or incomplete, is shown and
+   marked, but has no ratios, and nothing is held against it.
 3. `as_text` is for a terminal, `as_dict` for a file.
 """
 
@@ -53,6 +53,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     valid: tuple[
         bool, ...
     ]  # per run; a run that is not valid has its values here, and nothing judged by them
+    complete: tuple[bool, ...]  # per run; the same for one that ended before everything was offered
     rows: tuple[Row, ...]
     warnings: tuple[str, ...]
 
@@ -112,10 +113,13 @@ def compare_results(results: Sequence[Mapping[str, Any]], labels: Sequence[str] 
         raise ConfigError(f"compare: {len(labels)} labels for {len(results)} results; give one per result")
     names = _distinct(labels or [str(one.get("label") or one.get("backend") or "run") for one in results])
     valid = tuple(result.get("valid") is not False for result in results)
-    rows = [_row(metric, results, valid) for metric in METRICS]
+    complete = tuple(result.get("is_complete") is not False for result in results)
+    judged = tuple(map(operator.and_, valid, complete))
+    rows = [_row(metric, results, judged) for metric in METRICS]
     return Comparison(
         labels=names,
         valid=valid,
+        complete=complete,
         rows=tuple(row for row in rows if any(value is not None for value in row.values)),
         warnings=(*_differences(results, names), *_doubts(results, names)),
     )
@@ -137,6 +141,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
         {
             "labels": comparison.labels,
             "valid": comparison.valid,
+            "complete": comparison.complete,
             "rows": rows,
             "warnings": comparison.warnings,
         }
@@ -146,7 +151,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
 
 def as_text(comparison: Comparison) -> str:
     """A table of plain characters; warnings below it."""
-    marks = ("" if is_valid else " (INVALID)" for is_valid in comparison.valid)
+    marks = map(_mark, comparison.valid, comparison.complete)
     header = ["", *map(operator.add, comparison.labels, marks)]
     table = [header] + [
         [
@@ -162,6 +167,11 @@ def as_text(comparison: Comparison) -> str:
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join([*lines, *(f"warning: {warning}" for warning in comparison.warnings)]) + "\n"
+
+
+def _mark(is_valid: bool, is_complete: bool) -> str:
+    words = [*([] if is_valid else ["INVALID"]), *([] if is_complete else ["INCOMPLETE"])]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _cell(row: Row, index: int) -> str:
@@ -192,12 +202,12 @@ def ratio_text(ratio: float) -> str:
     return f"×{round(ratio):,}" if ratio >= 10 else f"×{ratio:.2f}"
 
 
-def _row(metric: Metric, results: Sequence[Mapping[str, Any]], valid: Sequence[bool]) -> Row:
+def _row(metric: Metric, results: Sequence[Mapping[str, Any]], judged: Sequence[bool]) -> Row:
     values = tuple(_number(_get(result, metric.key)) for result in results)
     first = values[0]
     ratios = tuple(
-        value / first if value is not None and first and is_valid and valid[0] else None
-        for value, is_valid in zip(values, valid, strict=True)
+        value / first if value is not None and first and is_judged and judged[0] else None
+        for value, is_judged in zip(values, judged, strict=True)
     )
     return Row(metric=metric, values=values, ratios=ratios)
 
@@ -215,11 +225,15 @@ def _differences(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
 def _doubts(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
     warnings = []
     for name, result in zip(names, results, strict=True):
+        and_so = "no run is judged by it" if result is results[0] else "it is not judged"
+        if result.get("is_complete") is False:
+            warnings.append(
+                f"`{name}` is incomplete, so {and_so}: it ended before everything planned was offered"
+            )
         if result.get("valid") is False:
             reasons = " ".join(
                 str(reason) for reason in result.get("invalid_reasons") or ["no reason is given"]
             )
-            and_so = "no run is judged by it" if result is results[0] else "it is not judged"
             warnings.append(f"`{name}` is not valid, so {and_so}: {reasons}")
         if result.get("completed") == 0:
             warnings.append(f"`{name}` has no request that ended OK, so it has no latencies")

@@ -1,4 +1,8 @@
-"""Baton itself, disaggregated and colocated, 16-bit and int8, as `baton serve` starts it."""
+"""Baton itself, disaggregated and colocated, 16-bit and int8, as `baton serve` starts it.
+
+One row is measured only if it is named: disaggregated with every prompt on the prefill worker, whatever that
+costs. It says what elastic placement is worth.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,12 @@ from bench.peers.peer import PORT, Peer, Places
 
 
 def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
-    def peer(name: str, title: str, num_prefill: int, is_int8: bool = False) -> Peer:
+    def peer(
+        name: str, title: str, num_prefill: int, *, is_int8: bool = False, why_unusual: str | None = None
+    ) -> Peer:
         argv = (places.python, "-m", "cluster.cli", "serve", "--model", places.model, "--port", PORT)
         formats = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
+        placement = ("--placement", "remote") if why_unusual is not None else ()
         note = (
             f"{num_prefill} prefill and 1 decode worker share the cores"
             if num_prefill
@@ -26,19 +33,27 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
             settings={
                 "workers": note,
                 **({"formats": " ".join(formats)} if formats else {}),
+                **({"placement": "--placement remote (default: elastic)"} if placement else {}),
                 "everything else": "defaults of `baton serve`",
             },
-            argv=(*argv, "--prefill", str(num_prefill), "--decode", "1", *formats),
+            argv=(*argv, "--prefill", str(num_prefill), "--decode", "1", *formats, *placement),
             model="",  # whatever it serves
             environment={"PYTHONPATH": str(places.repository)},
             steps=(model_step(places),),
             python=places.python,
             distributions=("baton-serve", "torch"),
             is_baton=True,
+            why_unusual=why_unusual,
         )
 
     return [
         peer("baton-disaggregated", "Baton, disaggregated", 1),
+        peer(
+            "baton-always-remote",
+            "Baton, 1+1, always remote",
+            1,
+            why_unusual="only if named: every prompt on the prefill worker, to compare elastic with",
+        ),
         peer("baton-colocated", "Baton, colocated", 0),
         peer("baton-colocated-int8", "Baton, colocated, int8", 0, is_int8=True),
     ]

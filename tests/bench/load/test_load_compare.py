@@ -158,6 +158,23 @@ def test_nothing_is_judged_by_an_invalid_run(invalid: tuple[int, ...]) -> None:
     assert as_dict(found)["valid"] == list(found.valid)
 
 
+@pytest.mark.parametrize("cut", [0, 1])
+def test_an_incomplete_run_is_marked_and_nothing_is_judged_by_it(cut: int) -> None:
+    runs = [{**one, "label": name} for one, name in ((SLOW, "a"), (FAST, "b"), (FAST, "c"))]
+    runs[cut]["is_complete"] = False
+    found = compare_results(runs)
+    assert found.complete == tuple(index != cut for index in range(3))
+    judged = {index for one in found.rows for index in (1, 2) if one.ratios[index] is not None}
+    assert judged == (set() if cut == 0 else {2})
+    text = as_text(found)
+    assert text.splitlines()[0].count("(INCOMPLETE)") == 1
+    (warning,) = [one for one in found.warnings if "incomplete" in one]
+    assert "before everything planned was offered" in warning
+    assert as_dict(found)["complete"] == list(found.complete)
+    runs[cut]["valid"] = False
+    assert "(INVALID, INCOMPLETE)" in as_text(compare_results(runs)).splitlines()[0]
+
+
 def test_a_run_without_answers_compares() -> None:
     nothing = result_of(run_of([]), "nothing")
     found = compare_results([nothing, FAST])

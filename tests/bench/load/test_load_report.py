@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,33 @@ def test_an_invalid_run_says_so_with_every_reason() -> None:
     assert "The client sent late. It was busy." in page
     assert "INCOMPLETE" in page
     assert "The client kept up" not in page
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"valid": False, "invalid_reasons": ["It lagged."]}, "INVALID"),
+        ({"is_complete": False}, "INCOMPLETE"),
+    ],
+)
+def test_a_run_in_doubt_is_marked_above_all_and_at_each_of_its_charts(
+    change: dict[str, Any], word: str
+) -> None:
+    page = render_report([ReportRun(made_result(**change), make_run(rate=4.0, num=40, seed=1))])
+    charts = check(page)
+    assert f"<title>{word} run: Load test" in page
+    assert page.index(f"<strong>{word}") < page.index('class="lead"') < page.index("<svg")
+    assert page.count(f'<em class="doubt">{word} run</em>') == len(charts) > 0
+    good = render_report([ReportRun(made_result(), make_run(rate=4.0, num=40, seed=1))])
+    assert 'class="doubt"' not in good
+    assert "<title>Load test" in good
+
+
+def test_an_incomplete_run_says_how_much_was_never_sent() -> None:
+    page = render_report([ReportRun(made_result(is_complete=False, failures={"skipped": 30}))])
+    assert "INCOMPLETE: these figures are of a part of the load." in page
+    assert "before everything planned was offered: 30 of 100 requests were never sent." in page
+    assert "Valid." not in page
 
 
 def test_a_valid_run_says_how_well_the_client_kept_up() -> None:

@@ -95,6 +95,35 @@ def test_a_comparison_has_ratios_to_the_first_target_at_the_same_load() -> None:
     assert "SLO attainment against offered rate: all SLOs" in titles(page)
 
 
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"valid": False, "invalid_reasons": ["It lagged."]}, "INVALID"),
+        ({"is_complete": False}, "INCOMPLETE"),
+    ],
+)
+def test_runs_in_doubt_are_marked_in_charts_and_have_no_ratio(change: dict[str, Any], word: str) -> None:
+    first = sweep((1, 2), (0.9, 0.8), label="ours", output_throughput=50.0)
+    second = sweep((1, 2), (0.9, 0.8), label="theirs", output_throughput=75.0)
+    second[0] = ReportRun({**second[0].result, **change})
+    page = render_report([*first, *second])
+    charts = check(page)
+    assert page.count("×1.50") == 3
+    assert f'<span class="ratio">{word}</span>' in page
+    assert f"<strong>{word} (1 of 8 runs)" in page
+    assert page.count(f'<em class="doubt">1 of 8 runs {word}</em>') == len(charts)
+    assert f"{word} run" in page  # at its own point and in its own details
+    held_against = [ReportRun({**run.result, **change}) for run in first]
+    assert "×1.50" not in render_report([*held_against, *second[1:]])
+
+
+def test_a_run_in_doubt_has_no_part_in_the_knee() -> None:
+    runs = sweep((1, 2, 4), (1.0, 0.95, 0.1))
+    runs += [ReportRun({**run.result, "valid": False, "slo_attainment": 0.0}) for run in runs[:2]]
+    (one,) = sweeps(runs, Load.RATE)
+    assert knee(one, 0.9) == 2
+
+
 def test_several_runs_are_told_one_by_one() -> None:
     runs = [real_run(rate=rate, num=30) for rate in (2.0, 5.0)]
     page = render_report(runs)

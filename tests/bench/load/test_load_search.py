@@ -98,14 +98,20 @@ def test_noise_never_loops_and_answers_follow_the_rule(
     for answer in search.answers():
         for one in answer.seeds:
             mine = {probe.rate: outcome for probe, outcome in last.items() if probe.seed == one.seed}
-            passed = {
-                rate
-                for rate, outcome in mine.items()
-                if outcome.valid and outcome.num_offered and (outcome.attainment or 0) >= answer.target
-            }
-            lowest_failure = min(set(mine) - passed, default=math.inf)
+            passed: set[float] = set()
+            lowest_failure, best = math.inf, None
+            for rate, outcome in mine.items():
+                if outcome.valid and outcome.num_offered and (outcome.attainment or 0) >= answer.target:
+                    passed.add(rate)
+                else:
+                    lowest_failure = min(lowest_failure, rate)
+                best = max((one for one in passed if one < lowest_failure), default=None)
+                if lowest_failure <= max(settings.min_rate, (best or 0.0) * 1.05 * (1 + 1e-9)):
+                    break  # what comes later was probed for another target
+                if lowest_failure == math.inf and (best or 0.0) >= settings.max_rate:
+                    break
             known = 0.0 if one.end is End.NOTHING_PASSED else None
-            assert one.rate == max((rate for rate in passed if rate < lowest_failure), default=known)
+            assert one.rate == (known if best is None else best)
             assert (one.failing_rate or math.inf) == lowest_failure
             assert (one.end is End.NOT_SEARCHED) is (not mine)
         with_rate = [one.rate for one in answer.seeds if one.rate is not None]
@@ -136,10 +142,146 @@ def test_nothing_passes() -> None:
     assert answer.rate == 0.0
     assert (answer.attainment_low, answer.attainment_high) == (None, None)
     assert {one.end for one in answer.seeds} == {End.NOTHING_PASSED}
-    assert not answer.is_converged
-    assert "0.5 req/s; the answer is 0" in answer.notes[0]
-    # Halving from 4 to 0.5, then later seeds try the lowest rate at once; the second target needs no probe.
-    assert [probe.rate for probe, _ in search.log] == [4.0, 2.0, 1.0, 0.5, 0.5, 0.5]
+    assert answer.is_converged  # a finding
+    assert {one.failing_attainment for one in answer.seeds} == {0.0}
+    assert "0.5 req/s; the answer is 0 (0.0% of 200 requests met every SLO there)" in answer.notes[0]
+    # Steps down that grow, then later seeds try the lowest rate at once; the second target needs no probe.
+    assert [probe.rate for probe, _ in search.log] == [4.0, 2.0, 0.5, 0.5, 0.5]
+
+
+def test_a_target_out_of_reach_is_a_finding_even_where_the_other_is_found() -> None:
+    """Some requests are too long for the SLO, however alone: 90 % is found, 99 % is not reachable."""
+    settings = settings_of(min_rate=0.2, alone_at_min_rate=True, tolerance=0.2, growth=1.44, max_probes=20)
+    search = run_search(settings, lambda probe: 0.93 if probe.rate <= 1.7 + probe.seed / 10 else 0.5)
+    low, high = search.answers()
+    assert (low.is_converged, high.is_converged) == (True, True)
+    assert {one.end for one in low.seeds} == {End.FOUND}
+    assert {one.end for one in high.seeds} == {End.OUT_OF_REACH}
+    assert high.rate == 0.0
+    assert high.notes[0] == (
+        "Seed 0: 99% is not reachable at any rate: at 0.2 req/s, one at a time for the most part, only 93.0% "
+        "of 200 requests met every SLO."
+    )
+
+
+def test_what_was_not_measured_at_the_lowest_rate_is_no_finding() -> None:
+    lagging = ProbeOutcome(attainment=0.0, num_offered=20, valid=False)
+    search = run_search(settings_of(min_rate=1.0, seeds=(0,)), lambda _: lagging)
+    assert [probe.rate for probe, _ in search.log] == [1.0, 1.0]
+    for answer in search.answers():
+        assert not answer.is_converged
+        assert answer.seeds[0].end is End.UNFINISHED
+        assert answer.rate is None
+
+
+def test_a_first_seed_far_below_the_others_is_enough() -> None:
+    search = run_search(settings_of(one_seed_below=2.0), step_at(1.5))
+    assert {probe.seed for probe, _ in search.log} == {0}
+    for answer in search.answers():
+        assert answer.is_converged
+        assert [one.is_converged for one in answer.seeds] == [True, False, False]
+    assert search.notes()[0] == (
+        "Not searched, so in no figure: seeds 1, 2 (the first one ended below 2 req/s, which is enough)."
+    )
+    near = run_search(settings_of(one_seed_below=1.0), step_at(1.5))
+    assert {probe.seed for probe, _ in near.log} == {0, 1, 2}
+
+
+def test_the_first_seed_is_asked_for_every_target_before_the_others() -> None:
+    search = run_search(settings_of(), slope(5.0, 10.0))
+    seeds = [probe.seed for probe, _ in search.log]
+    first = [seed == 0 for seed in seeds]
+    assert first == sorted(first, reverse=True)
+    cut = run_search(settings_of(max_probes=sum(first)), slope(5.0, 10.0))
+    assert all(answer.seeds[0].end is End.FOUND for answer in cut.answers())
+
+
+def server_of(capacity: float, luck: random.Random) -> Oracle:
+    """A queue with one way to be late: attainment falls with the load, faster near capacity; of as many
+    requests as a probe of 40 s offers each is good or not by itself."""
+    factors = {seed: luck.uniform(0.9, 1.1) for seed in range(3)}
+
+    def oracle(probe: Probe) -> ProbeOutcome:
+        load = probe.rate / (capacity * factors[probe.seed])
+        share = 1 - 0.08 * min(1.0, load) ** 4 if load <= 1 else max(0.0, 0.92 - 2 * (load - 1))
+        num = max(12, round(40 * probe.rate))
+        num_good = sum(luck.random() < share for _ in range(num))
+        return ProbeOutcome(attainment=num_good / num, num_offered=num)
+
+    return oracle
+
+
+PEER_LIKE = {"tolerance": 0.2, "growth": 1.44, "min_rate": 0.145, "alone_at_min_rate": True}
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    capacity=st.floats(0.3, 30.0),
+    error=st.floats(0.15, 4.0),
+    seed=st.integers(0, 10_000),
+)
+def test_a_noisy_server_is_found_within_the_budget_from_a_bad_estimate(
+    capacity: float, error: float, seed: int
+) -> None:
+    given = settings_of(start_rate=max(0.145, capacity * error), max_probes=40, **PEER_LIKE)
+    search = run_search(given, server_of(capacity, random.Random(seed)))
+    assert len(search.log) < 40
+    for answer in search.answers():
+        assert answer.is_converged
+        for one in answer.seeds:
+            assert one.failing_rate is not None
+            assert one.end is End.OUT_OF_REACH or one.failing_rate <= (one.rate or 0.0) * 1.2 * (1 + 1e-6)
+    seed_0 = [probe for probe, _ in search.log if probe.seed == 0]
+    assert len(seed_0) <= 20
+    again = run_search(given, server_of(capacity, random.Random(seed)))
+    assert again.log == search.log  # no clock, no luck of its own
+    assert to_dict(again) == to_dict(search)
+
+
+@settings(deadline=None, max_examples=60)
+@given(capacity=st.floats(0.3, 30.0), error=st.floats(0.15, 4.0), seed=st.integers(0, 10_000))
+def test_a_bracket_only_narrows(capacity: float, error: float, seed: int) -> None:
+    """What has ended stands; before, failing rates never rise, and what passed stays passed until something
+    below it fails."""
+    search = GoodputSearch(settings_of(start_rate=max(0.145, capacity * error), **PEER_LIKE))
+    oracle = server_of(capacity, random.Random(seed))
+    before = search.answers()
+    while (probe := search.next()) is not None:
+        outcome = oracle(probe)
+        assert isinstance(outcome, ProbeOutcome)
+        search.report(probe, outcome)
+        for old, new in zip(before, search.answers(), strict=True):
+            for was, now in zip(old.seeds, new.seeds, strict=True):
+                assert now == was or not was.is_converged
+                assert (now.failing_rate or math.inf) <= (was.failing_rate or math.inf)
+                if was.rate and (now.rate or 0.0) < was.rate:
+                    assert now.failing_rate is not None
+                    assert now.failing_rate <= was.rate
+        before = search.answers()
+
+
+def test_bad_luck_far_below_does_not_undo_a_bracket() -> None:
+    """On the way down for 99 %, two of twelve requests fail at the lowest rate: 90 % stays found."""
+    given = settings_of(start_rate=2.0, seeds=(0,), max_probes=40, **PEER_LIKE)
+    search = run_search(given, lambda p: 0.83 if p.rate < 0.2 else 0.95 if p.rate <= 2.5 else 0.4)
+    low, high = search.answers()
+    assert low.seeds[0].end is End.FOUND
+    assert 2.5 / 1.2 <= (low.rate or 0.0) <= 2.5
+    assert high.seeds[0].end is End.OUT_OF_REACH
+    (note,) = low.notes
+    assert note == (
+        "Seed 0: 0.145 req/s, probed later for another target, reached 83.0% only; the bracket above it "
+        "stands."
+    )
+    assert len({probe for probe, _ in search.log}) == len(search.log) <= 8
+
+
+def test_later_seeds_and_targets_are_cheap_where_they_agree() -> None:
+    given = settings_of(start_rate=1.0, max_probes=40, **PEER_LIKE)
+    search = run_search(given, lambda p: 1.0 if p.rate <= 1.9 else 0.95 if p.rate <= 2.9 else 0.4)
+    by_seed = [sum(probe.seed == seed for probe, _ in search.log) for seed in (0, 1, 2)]
+    assert by_seed[0] <= 8
+    assert max(by_seed[1:]) <= 4  # two ends for each target
 
 
 def test_everything_passes() -> None:
@@ -328,6 +470,8 @@ def test_another_probe_than_the_due_one_is_refused() -> None:
         ({"tolerance": 0.0}, "tolerance"),
         ({"tolerance": math.nan}, "tolerance"),
         ({"max_probes": 0}, "max_probes"),
+        ({"one_seed_below": -1.0}, "one_seed_below"),
+        ({"one_seed_below": math.nan}, "one_seed_below"),
         ({"min_rate": 0.0}, "min_rate"),
         ({"min_rate": 5.0, "max_rate": 4.0}, "min_rate"),
         ({"start_rate": math.nan}, "start_rate"),
@@ -344,14 +488,15 @@ def test_settings_that_cannot_work(change: dict[str, Any], name: str) -> None:
     passing=st.none() | rates,
     ratio=st.floats(1.06, 1e4),
     has_failing=st.booleans(),
-    hint=st.none() | rates,
+    anchor=rates,
+    first_step=st.floats(1.05, 4.0),
 )
 def test_a_proposal_lies_strictly_inside_the_bracket(
-    passing: float | None, ratio: float, has_failing: bool, hint: float | None
+    passing: float | None, ratio: float, has_failing: bool, anchor: float, first_step: float
 ) -> None:
     settings = settings_of()
     failing = min((passing or 1.0) * ratio, settings.max_rate) if has_failing else None
-    rate = propose(passing, failing, hint, settings)
+    rate = propose(passing, failing, anchor, first_step, settings)
     assert (passing or 0.0) < rate < (failing or math.inf)
     assert settings.min_rate <= rate <= settings.max_rate
 

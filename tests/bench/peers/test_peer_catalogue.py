@@ -67,6 +67,16 @@ def test_baton_runs_both_ways() -> None:
     assert PEERS["baton-colocated"].argv[-4:] == ("--prefill", "0", "--decode", "1")
 
 
+def test_the_row_with_every_prompt_remote_is_measured_only_if_named() -> None:
+    remote = PEERS["baton-always-remote"]
+    assert not remote.is_usual
+    assert remote.is_baton
+    assert remote.argv == (*PEERS["baton-disaggregated"].argv, "--placement", "remote")
+    assert remote.settings["placement"].startswith("--placement remote")
+    usual = [peer.name for peer in PEERS.values() if peer.is_baton and peer.is_usual]
+    assert usual == ["baton-disaggregated", "baton-colocated", "baton-colocated-int8"]
+
+
 def test_vllm_gets_all_cores_and_its_allocator() -> None:
     environment = PEERS["vllm-float32"].environment
     assert environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "0"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +144,17 @@ def test_an_interrupt_says_what_is_written(
     has_figures: bool,
     kind: type[BaseException],
 ) -> None:
-    def measure_peer(_: Comparison, peer: Peer, outcome: Any, number: int, report: Any, tell: Any) -> None:
+    @contextlib.contextmanager
+    def serving(*_: Any) -> Iterator[None]:
+        yield
+
+    def measure_peer(
+        _: Comparison, peer: Peer, outcome: Any, running: None, loops: Any, report: Any, tell: Any
+    ) -> None:
         report.has_new_figures = has_figures
         raise kind
 
+    monkeypatch.setattr(compare_peers, "_serving", serving)
     monkeypatch.setattr(compare_peers, "_measure_peer", measure_peer)
     assert run(tmp_path, "--peers", "baton-colocated") == 130
     said = capsys.readouterr().err.splitlines()

@@ -9,9 +9,9 @@ from bench.peers.outcome import (
     ClosedLoop,
     Goodput,
     PeerOutcome,
+    SeedBracket,
     best_peer,
     closed_loop_from_result,
-    far_behind,
     fastest,
     invalid_runs,
     mean_of,
@@ -231,16 +231,6 @@ def test_a_loop_that_would_take_too_long_is_left_out_with_its_reason() -> None:
     assert text.count(reason) == 1
 
 
-def test_only_a_peer_behind_at_every_load_gets_no_further_round() -> None:
-    quick = outcome("quick", [run(1, 40.0), run(8, 100.0)])
-    half = outcome("half", [run(1, 19.0), run(8, 50.0)])
-    slow = outcome("slow", [run(1, 19.0), run(8, 49.0)])
-    baton = outcome("baton", [run(1, 1.0), run(8, 1.0)])
-    unmeasured = outcome("unmeasured")
-    outcomes = [baton, quick, half, slow, unmeasured]
-    assert [one.name for one in outcomes if far_behind(one, outcomes)] == ["slow"]
-
-
 def test_a_family_is_searched_at_its_fastest_under_the_highest_load() -> None:
     at_one, at_many = (
         outcome("a", [run(1, 60.0), run(32, 90.0)]),
@@ -266,3 +256,44 @@ def test_a_search_that_found_nothing_yet_is_not_a_zero() -> None:
     assert "| Baton | 99% | not found | – | – | – | – | not converged |" in text
     assert "| Rival | 99% | 0.5 | – | – | – | 1.00 |  |" in text
     assert "Best peer: at 99% Rival." in text
+
+
+def test_each_seed_of_a_search_tells_its_bracket() -> None:
+    seeds = [
+        SeedBracket(seed=0, passed=2.1, failed=2.5, end="found", is_converged=True),
+        SeedBracket(seed=1, passed=None, failed=2.5, end="unfinished", is_converged=False),
+    ]
+    found = Goodput(
+        target=0.9, requests_per_s=2.1, ci_low=None, ci_high=None, is_converged=True, num_seeds=1, seeds=seeds
+    )
+    text = as_markdown([outcome("baton", [run(1, 9.0)], goodput=[found])], [1], [])
+    assert "| Baton | 90% | 2.1 | 2.1 – 2.5; none – 2.5 (not converged) | 1 |" in text
+
+
+def test_a_target_out_of_reach_is_said_and_is_no_gap() -> None:
+    note = "Seed 0: 99% is not reachable at any rate: at 0.3 req/s only 96.0% met every SLO."
+    out_of_reach = Goodput(
+        target=0.99,
+        requests_per_s=0.0,
+        ci_low=None,
+        ci_high=None,
+        is_converged=True,
+        notes=[note],
+        is_out_of_reach=True,
+    )
+    found = Goodput(target=0.99, requests_per_s=0.5, ci_low=None, ci_high=None, is_converged=True)
+    outcomes = [
+        outcome("baton", [run(1, 9.0)], goodput=[out_of_reach]),
+        outcome("rival", [run(1, 9.0)], goodput=[found]),
+    ]
+    text = as_markdown(outcomes, [1], [])
+    assert f"| Baton | 99% | 0: not reachable at any rate | – | – | – | 0.00 | {note} |" in text
+    assert goodput_losses(outcomes) == ["Baton: 99% is not reachable at any rate; Rival reaches 0.5 req/s."]
+
+
+def test_a_loop_that_was_not_repeated_says_why_and_where_the_time_went() -> None:
+    one = outcome("rival", [run(1, 9.0)], once={1: "no further round: it is slow"}, took_s={"all": 61.4})
+    text = as_markdown([one], [1], [])
+    assert "no further round: it is slow |" in text
+    assert "| Rival | – | – | 61 |" in text
+    assert "## Where the time went" not in as_markdown([outcome("rival", [run(1, 9.0)])], [1], [])

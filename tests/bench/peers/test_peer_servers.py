@@ -179,15 +179,15 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
     assert "the dog ate the weights" in (outcomes["dying"].cannot_run or "")
     assert "no_such_flag" in (outcomes["absent"].cannot_run or "")
     order = [line for line in told if line.startswith("round")]
-    assert [line.rpartition(" ")[2] for line in order] == ["Baton", "Rival", "Dying", "Baton", "Rival"]
+    assert [line.rpartition(" ")[2] for line in order] == ["Baton", "Rival", "Dying", "Rival", "Baton"]
     written = json.loads((tmp_path / "out" / "peers.json").read_text())
     assert [peer["name"] for peer in written["peers"]] == ["baton", "rival", "dying", "absent"]
     assert len(written["results"]["rival"]) == 2
     assert [one.target for one in outcomes["rival"].goodput] == [0.9]
     assert outcomes["dying"].goodput == []
     assert [line for line in told if line.startswith("max goodput")] == [
-        "max goodput: Baton, at most 1 probes",
         "max goodput: Rival, at most 1 probes",
+        "max goodput: Baton, at most 1 probes",
     ]
     assert len(written["searches"]["rival"]["probes"]) == 1
     table = (tmp_path / "out" / "peers.md").read_text()
@@ -196,6 +196,9 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
     assert "measured after all" not in table
     assert "- model: a script" in table
     assert "of a budget of 10" in table
+    assert outcomes["rival"].took_s["search"] > 0
+    assert outcomes["rival"].took_s["all"] > outcomes["rival"].took_s["search"]
+    assert len(outcomes["rival"].start_s) == 2  # searched while its last round's server ran
     add_a_round(comparison, peers[:2])
 
 
