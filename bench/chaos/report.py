@@ -1,4 +1,4 @@
-"""What a chaos run showed: the figures (JSON), and of those a table: a row per kind of fault, then the streams.
+"""What a chaos run showed: the figures (JSON), and of those a table: a row per kind of fault, then streams.
 
 Detection counts from the signal to the router giving that epoch of the worker up. A process that is killed is
 not gone at once: the system takes its memory apart first and closes its streams only then. So there is also

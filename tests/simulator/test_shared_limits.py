@@ -15,7 +15,7 @@ from cluster.ids import RouterId
 from router.quotas.book import Hold, Wait
 from router.quotas.limits import Demand, KeyLimits
 
-LIMITS = KeyLimits(tokens_per_min=600, concurrent=3)
+LIMITS = KeyLimits(tokens_per_min=200, concurrent=3)
 
 
 class Router(Process):
@@ -23,7 +23,6 @@ class Router(Process):
 
     def __init__(self, simulation: Simulation, name: str) -> None:
         super().__init__(simulation.site.queue, simulation.site.rng, name, simulation.site.routers[0].epoch)
-        self.verdicts: list[Hold | Wait] = []
 
     def next_deadline(self) -> None:
         return None
@@ -46,7 +45,7 @@ def test_several_routers_serve_all_within_shared_limits(seed: int) -> None:
     report = simulation.run()
     assert report.violation is None
     assert sum(report.outcomes.values()) == 60
-    assert report.counters["rate limited"] > 0
+    assert report.counters.get("rate limited", 0) > 0
     redis = simulation.site.redis
     assert redis is not None
     assert sum(redis.spent.values()) > 600
@@ -63,7 +62,7 @@ def test_redis_gone_stops_nobody(seed: int) -> None:
     assert report.violation is None
     assert report.faults["Redis gone"] > 0
     assert sum(report.touched["Redis gone"].values()) > 0
-    assert report.outcomes["exact"] + report.outcomes["stop string"] + report.outcomes["too large"] == 60
+    assert report.outcomes["exact"] + report.outcomes["stop string"] + report.outcomes["deadline"] == 60
 
 
 def test_redis_is_a_fault_only_where_routers_share_one() -> None:
@@ -73,7 +72,8 @@ def test_redis_is_a_fault_only_where_routers_share_one() -> None:
 
 def test_a_request_waits_for_its_lease_and_no_longer_than_the_deadline() -> None:
     simulation, redis, router, limits = world()
-    queue, ends = simulation.site.queue, []
+    queue = simulation.site.queue
+    ends: list[tuple[float, Hold | Wait]] = []
     limits.take("t", LIMITS, Demand(10, 10), lambda verdict: ends.append((queue.now, verdict)))
     queue.run(0.01)
     redis.go_away()
@@ -98,9 +98,9 @@ def test_a_request_waits_for_its_lease_and_no_longer_than_the_deadline() -> None
 
 def test_more_than_a_tenant_may_use_is_seen() -> None:
     _, redis, _, _ = world()
-    redis.spent["t"] = 600
+    redis.spent["t"] = 210
     redis.check_bound(LIMITS)
-    redis.spent["t"] = 631  # a minute's, and a slice of 5 %
+    redis.spent["t"] = 211  # a minute's, and a slice of 5 %
     with pytest.raises(Violation) as caught:
         redis.check_bound(LIMITS)
     assert caught.value.rule == "limits"
