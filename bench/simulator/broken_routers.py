@@ -10,7 +10,6 @@ from cluster.sampling import TokenOutput
 from cluster.wire.messages import TokenRow
 from router.attempt import AttemptRecord, LiveRequest, Order
 from router.conductor import Conductor
-from router.conductor_io import FromWorker
 from router.leases import LeaseKeeper
 from router.legs import Legs
 from router.quotas.book import QuotaBook
@@ -72,15 +71,6 @@ def _tell_nobody(original: Broken) -> Broken:
     return let_go
 
 
-def _any_epoch(original: Broken) -> Broken:
-    def handle(self: Conductor, event: Any, now: float) -> Any:
-        if isinstance(event, FromWorker) and (epoch := self.workers.epoch(event.worker)) is not None:
-            event = FromWorker(event.worker, epoch, event.message)
-        return original(self, event, now)
-
-    return handle
-
-
 def _no_last_attempt(original: Broken) -> Broken:
     def retry(self: Conductor, live: LiveRequest, *rest: Any, **named: Any) -> None:
         live.num_failed = 0
@@ -140,7 +130,6 @@ ROUTER_MUTATIONS: Final[tuple[Mutation, ...]] = (
     Mutation("forget to renew leases", [Patch(LeaseKeeper, "pop_due", _no_renewals)]),
     Mutation("take every row as new", [Patch(AttemptRecord, "take_row", _every_row_is_new)]),
     Mutation("deliver rows before token 0", [Patch(Legs, "_take_row", _rows_before_token_0)]),
-    Mutation("take messages of older epochs", [Patch(Conductor, "handle", _any_epoch)]),
     Mutation("give every attempt the same number", [Patch(Legs, "reserve", _one_number)]),
     Mutation("take token 0 twice", [Patch(Legs, "_take_first_token", _token_0_twice)]),
     Mutation("try without end", [Patch(Conductor, "_retry", _no_last_attempt)]),

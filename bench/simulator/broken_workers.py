@@ -157,14 +157,6 @@ def _publish_uncomputed(_: Broken) -> Broken:
     return publish
 
 
-def _older_attempts_too(_: Broken) -> Broken:
-    def lease_of(self: Intake, peer: Peer, request: Any, attempt: Any) -> Lease | None:
-        lease = self._live.get(request) or self._leases.get((request, attempt))
-        return lease if lease is not None and lease.writer == peer else None
-
-    return lease_of
-
-
 def _room_for_all(original: Broken) -> Broken:
     return lambda *given, **named: original(*given, **{**named, "num_here": 0})
 
@@ -204,7 +196,6 @@ WORKER_MUTATIONS: Final[tuple[Mutation, ...]] = (
         "share blocks across salts",
         [Patch(block_hash, "root_hash", _one_salt), Patch(PrefixIndex, "_is", _any_salt)],
     ),
-    Mutation("take KV messages of older attempts", [Patch(Intake, "_lease_of", _older_attempts_too)]),
     Mutation(
         "let leases live for ever",
         [
