@@ -78,7 +78,8 @@ def find_all(
             raise BatonError(
                 f"the search for `{mutation.name}` ended with status {done.returncode}; see above"
             )
-        return msgspec.json.decode(done.stdout, type=Found | None)
+        found: Found | None = msgspec.json.decode(done.stdout, type=Found | None)
+        return found
 
     with ThreadPoolExecutor(num_jobs) as pool:
         yield from zip(mutations, pool.map(find_one, mutations), strict=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from bench.simulator.events import EventQueue
@@ -210,7 +211,7 @@ class SharedLimits:
 
     def _sync_tenants(self) -> None:
         for tenant in self.book.due():
-            self._in_turn(tenant, lambda tenant=tenant: self._routine(tenant))  # type: ignore[misc]
+            self._in_turn(tenant, partial(self._routine, tenant))
 
     def _routine(self, tenant: str) -> None:
         if self.book.is_lost or tenant not in self.book.due():
