@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def write(path: Path, content: dict[str, Any], text: str) -> None:
 
 
 def _fault(totals: Totals, kind: str) -> dict[str, Any]:
-    hit = totals.touched.get(kind, {})
+    hit: dict[str, int] = totals.touched.get(kind, Counter())
     return {
         "times": totals.faults[kind],
         "requests_hit": sum(hit.values()),

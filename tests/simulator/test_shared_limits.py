@@ -84,7 +84,8 @@ def test_a_request_waits_for_its_lease_and_no_longer_than_the_deadline() -> None
     assert isinstance(second, Hold)
     assert 0.0 < granted_at < 0.01
     assert alone_at == pytest.approx(0.01 + DEADLINE_S)
-    assert limits.book.is_lost
+    is_lost = limits.book.is_lost
+    assert is_lost
     redis.come_back(empty=True)
     queue.run(3.0)
     assert not limits.book.is_lost
