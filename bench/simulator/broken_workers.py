@@ -14,6 +14,7 @@ from cluster.kv.prefix import PrefixIndex
 from cluster.sampling import TokenOutput
 from cluster.wire.messages import KvClosed, KvPiece
 from cluster.worker_io import Peer, RouterLost, ToPeer
+from decode_worker import intake
 from decode_worker.core import DecodeCore
 from decode_worker.intake import Intake
 from decode_worker.lease import Lease
@@ -156,6 +157,10 @@ def _publish_uncomputed(_: Broken) -> Broken:
     return publish
 
 
+def _room_for_all(original: Broken) -> Broken:
+    return lambda *given, **named: original(*given, **{**named, "num_here": 0})
+
+
 def _deaf_to_lost_routers(original: Broken) -> Broken:
     def apply(self: Any, event: Any, now: float) -> Any:
         return [] if isinstance(event, RouterLost) else original(self, event, now)
@@ -208,4 +213,5 @@ WORKER_MUTATIONS: Final[tuple[Mutation, ...]] = (
             Patch(PrefillCore, "_apply", _deaf_to_lost_routers),
         ],
     ),
+    Mutation("grant more places than there are", [Patch(intake, "admit", _room_for_all)]),
 )
