@@ -40,7 +40,7 @@ QUICK = {
     "try without end": 0,
     "leave requests with dead workers": 0,
     "let leases live for ever": 0,
-    "grant more places than there are": 0,
+    "grant more places than there are": 90,
     "admit before a limit was leased": 0,
     "resume from the prompt alone": 0,
     "let go without telling the workers": 6,
