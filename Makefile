@@ -52,7 +52,7 @@ chaos: $(STAMP)
 
 # A million requests in virtual time, faults at any message or step; every rule of the protocol is checked.
 simulate-faults: $(STAMP)
-	$(BIN)/baton simulate --faults --seeds 2000 --requests 500 $(SIMULATE_ARGS)
+	$(BIN)/baton simulate --faults --seeds 2000 --requests 500 --out bench/results/simulate-faults-$(shell uname -m).json $(SIMULATE_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

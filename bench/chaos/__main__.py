@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from bench.chaos.report import to_json, to_table
 from bench.chaos.run import TWO_AND_TWO, ChaosSettings, run_chaos
+from bench.machine import cpu_facts
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -38,16 +40,22 @@ def main() -> None:
         arguments=tuple(given.serve) or TWO_AND_TWO,
     )
     outcome = run_chaos(settings, lambda text: print(text, file=sys.stderr, flush=True))
-    print(to_table(outcome))
+    cpu, _ = cpu_facts()
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m bench.chaos", *sys.argv[1:]]),
+        "machine": {"cpu": cpu, "num_cores": len(os.sched_getaffinity(0))},
         "seed": settings.seed,
         "concurrency": settings.concurrency,
         "serve": list(settings.arguments),
     } | to_json(outcome)
+    table = to_table(result)
+    print(table)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(f"\nwritten: {given.out}")
+    heading = f"$ {result['command']}\n{result['date']}, {os.cpu_count()} cores of {cpu}\n\n"
+    given.out.with_suffix(".txt").write_text(heading + table + "\n")
+    print(f"\nwritten: {given.out}, and as text {given.out.with_suffix('.txt').name}")
     if outcome.num_equal < outcome.num_streams or not outcome.is_quiet:
         sys.exit(1)
 

@@ -2,8 +2,8 @@
 
 1. `Injector.next` picks a kind and a worker from a seed: never the last decode worker that serves, so that
    every stream can still be served.
-2. KILL ends the process at once. STOP freezes it: half of them go on after `AWAKE_S`, when the router has
-   given them up, the others stay until the launcher kills them. TERM asks it to drain.
+2. KILL ends the process; when it had ended is noted. STOP freezes it: half of them go on after `AWAKE_S`,
+   when the router has given them up, the others stay until the launcher kills them. TERM asks it to drain.
 3. `read_events` reads the router's log (JSON lines): when a worker was gone for it, which requests moved, how
    long each was without a token.
 """
@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 AWAKE_S: Final = 3.6
+ENDED_S: Final = 60.0  # a killed process that has not ended by then is not waited for
 SETTLED_S: Final = 8.0  # after a fault, what `/cluster` says of its victim is true
 
 _GONE = re.compile(r"(\S+) epoch (\d+) is gone: (.*)")
@@ -84,7 +86,14 @@ class Resumed:
 class Injector:
     """Chooses and sends. `workers` are the entries of `/cluster`."""
 
-    def __init__(self, seed: int, kinds: tuple[Kind, ...] = tuple(Kind)) -> None:
+    def __init__(
+        self,
+        seed: int,
+        kinds: tuple[Kind, ...] = tuple(Kind),
+        ended: dict[tuple[str, int], float] | None = None,
+    ) -> None:
+        """`ended` is filled with when killed processes had ended: (worker, epoch) |-> wall-clock time."""
+        self._ended = {} if ended is None else ended
         self._rng = random.Random(seed)
         self._kinds = kinds
         self._turn = 0
@@ -101,13 +110,28 @@ class Injector:
         kind = self._kinds[self._turn % len(self._kinds)]
         self._turn += 1
         self._hit_at[victim["id"], victim["epoch"]] = time.monotonic()
+        process = os.pidfd_open(victim["pid"])
         fault = Fault(kind, victim["id"], victim["epoch"], time.time())
-        os.kill(victim["pid"], signal.Signals[f"SIG{kind.value}"])
+        signal.pidfd_send_signal(process, signal.Signals[f"SIG{kind.value}"])
+        if kind is Kind.KILL:
+            watch = threading.Thread(target=self._await_end, args=(process, fault), daemon=True)
+            watch.start()
+        else:
+            os.close(process)
         if kind is Kind.STOP and self._rng.random() < 0.5:
             wake = threading.Timer(AWAKE_S, _awaken, (victim["pid"],))
             wake.daemon = True
             wake.start()
         return fault
+
+    def _await_end(self, process: int, fault: Fault) -> None:
+        """Closes `process`, a pidfd: it is readable when the process has ended."""
+        try:
+            readable, _, _ = select.select([process], [], [], ENDED_S)
+            if readable:
+                self._ended[fault.worker, fault.epoch] = time.time()
+        finally:
+            os.close(process)
 
     def _is_unhurt(self, worker: dict[str, Any]) -> bool:
         """Not hit just now: a stopped worker looks ready until it is found silent."""

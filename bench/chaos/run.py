@@ -61,6 +61,7 @@ class ChaosOutcome:
     gone: list[Gone] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
     resumed: list[Resumed] = field(default_factory=list)
+    ended: dict[tuple[str, int], float] = field(default_factory=dict)  # (worker, epoch) |-> wall-clock
     rolling_s: float | None = None
     stale_messages: dict[str, int] = field(default_factory=dict)
     is_quiet: bool = False
@@ -171,7 +172,7 @@ def _load(
 def _disturb(
     cluster: ServedCluster, settings: ChaosSettings, outcome: ChaosOutcome, say: Callable[[str], None]
 ) -> None:
-    injector = Injector(settings.seed)
+    injector = Injector(settings.seed, ended=outcome.ended)
     while len(outcome.faults) < settings.num_faults:
         time.sleep(settings.pause_s)
         deadline = time.monotonic() + FAULT_TIMEOUT_S

@@ -120,8 +120,8 @@ def _round(
         loops = {}
     elif number:
         for peer in peers:
-            loops[peer.name], reasons = due_loops(comparison, peer, peers, outcomes, number)
-            outcomes[peer.name].once |= reasons
+            loops[peer.name], once = due_loops(comparison, peer, peers, outcomes, number)
+            outcomes[peer.name].once |= once
     searched: list[Peer] = []
     estimates: dict[str, Estimate] = {}
     if comparison.trace is not None and is_last:

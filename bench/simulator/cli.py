@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.load.results.files import check_output
 from bench.simulator.batch import Batch, run
+from bench.simulator.results import header, of_runs, text_of_runs, write
 from bench.simulator.scenario import draw
 from bench.simulator.simulation import Report, Simulation
 from bench.simulator.table import Totals, render
@@ -33,6 +37,9 @@ def simulate(
     every_moment: Annotated[
         bool, typer.Option("--every-moment", help="one fault of each kind at every event of a small run")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="write the result there as JSON, and as text beside it")
+    ] = None,
 ) -> None:
     """Run the same routers, workers and caches as the live cluster in virtual time, and check every rule.
 
@@ -47,12 +54,42 @@ def simulate(
         scenario = draw(seed, num_requests=requests, faults=faults)
         _finish([Simulation(scenario, typer.echo).run()], faults, requests, is_struck=False)
         return
+    if out is not None:
+        check_output(out)
     first, count = (first_seed, seeds) if seed is None else (seed, 1)
     batch = Batch(first, count, requests, faults, every_moment)
     num_workers = (
         1 if seed is not None else min(jobs or os.cpu_count() or 1, count if not every_moment else 1024)
     )
-    _finish(_shown(batch, num_workers), faults, requests, is_struck=every_moment)
+    started = time.perf_counter()
+    reports = _shown(batch, num_workers)
+    if out is not None:
+        content = header(_command(batch), time.perf_counter() - started, num_workers)
+        totals = _totals(reports)
+        content |= {
+            "first_seed": first,
+            "seeds": count,
+            "requests_per_seed": requests,
+            **of_runs(totals),
+        }
+        write(out, content, text_of_runs(content, totals))
+    _finish(reports, faults, requests, is_struck=every_moment)
+
+
+def _command(batch: Batch) -> str:
+    """What makes these runs again."""
+    if batch.every_moment:
+        return "baton simulate --every-moment"
+    first = f" --first-seed {batch.first_seed}" if batch.first_seed else ""
+    faults = " --faults" if batch.faults else ""
+    return f"baton simulate{faults} --seeds {batch.num_seeds}{first} --requests {batch.num_requests}"
+
+
+def _totals(reports: list[Report]) -> Totals:
+    totals = Totals()
+    for report in sorted(reports, key=lambda report: report.seed):
+        totals.add(report)
+    return totals
 
 
 def _shown(batch: Batch, num_workers: int) -> list[Report]:
@@ -73,9 +110,7 @@ def _shown(batch: Batch, num_workers: int) -> list[Report]:
 
 
 def _finish(reports: list[Report], faults: bool, requests: int, *, is_struck: bool) -> None:
-    totals = Totals()
-    for report in reports:
-        totals.add(report)
+    totals = _totals(reports)
     typer.echo(render(totals))
     typer.echo(
         f"{totals.num_runs:,} runs, {totals.num_requests:,} requests, {totals.num_events:,} events, "

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 
 from bench.simulator.model import EOS, VOCABULARY, Oracle
 from bench.simulator.site import Site
-from bench.simulator.verdict import Outcome, judge, judge_lifecycle
+from bench.simulator.verdict import (
+    Outcome,
+    judge,
+    judge_attempts,
+    judge_deadline,
+    judge_lifecycle,
+    was_handed_over,
+)
 from bench.simulator.violation import Violation
 from cluster.errors import BatonError
 from cluster.ids import RequestId
@@ -76,12 +83,16 @@ class Workload:
             token_ids=tuple(prompt),
             sampling=sampling,
             cache_salt="" if rng.random() < 0.8 else "other",
-            deadline_s=30.0 if rng.random() < 0.05 else None,
+            deadline_s=self._deadline_s() if rng.random() < 0.05 else None,
             tenant=f"tenant-{self._num_drawn % 3}",
             share=1.0 + self._num_drawn % 3,
         )
         self._site.oracles[spec.request] = Oracle(spec)
         return spec
+
+    def _deadline_s(self) -> float:
+        """Some are short where there are faults: without any, every request is to end with its tokens."""
+        return 1.0 if self._site.scenario.fault_every is not None and self._num_drawn % 2 else 30.0
 
     def stop_after(self, oracle: Oracle) -> int | None:
         """After how many tokens the client finds its stop string."""
@@ -115,6 +126,7 @@ class Client:
         self.oracle: Oracle | None = None
         self.num_tokens = 0
         self.num_retries = 0
+        self.num_failed = 0  # retries but those of attempts that a draining worker handed over
         self.touched: set[str] = set()
         self.waiting_since = 0.0  # for a place, in the router's clock
         self.submitted_at = 0.0
@@ -144,12 +156,17 @@ class Client:
         spec = self._workload.draw(self._so_far)
         self.oracle = self._site.oracles[spec.request]
         self.router = router
-        self.num_tokens = self.num_retries = 0
+        self.num_tokens = self.num_retries = self.num_failed = 0
         self.touched = set()
         self._stop_after = self._workload.stop_after(self.oracle)
         self._is_last = False
         self._outcome = None
         router.later(self._site.network.delay(), self._submit, router, spec)
+
+    def come_again(self, in_s: float) -> None:
+        """It was over its limits: it asks the same router again."""
+        assert self.router is not None
+        self.router.later(in_s, self._submit, self.router, self.spec)
 
     def leave(self) -> None:
         """The client closes its connection."""
@@ -195,14 +212,17 @@ class Client:
         match life.event:
             case LifecycleEvent.RETRIED:
                 self.num_retries += 1
+                self.num_failed += not was_handed_over(life)
                 self.waiting_since = router.now()
                 judge_lifecycle(self._site, life)
+                judge_attempts(self._site, self)
             case LifecycleEvent.FAILED:
                 judge_lifecycle(self._site, life)
 
     def ended(self) -> None:
         if self._outcome is None:
             raise Violation("end", f"{self.request}: ended without a last delivery")
+        judge_deadline(self)
         self._end()
 
     def _failed(self, error: BatonError) -> None:
@@ -211,9 +231,7 @@ class Client:
 
     def _submit(self, router: RouterProcess, spec: RequestSpec) -> None:
         self.submitted_at = self.waiting_since = router.now()
-        wait_s = router.submit(self, spec)
-        if wait_s is not None:
-            router.later(wait_s, self._submit, router, spec)
+        router.submit(self, spec)
 
     def _end(self) -> None:
         outcome, oracle = self._outcome, self.oracle

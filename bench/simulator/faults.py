@@ -16,6 +16,7 @@ from bench.simulator.network import Endpoint
 from bench.simulator.prefill_process import PrefillEdge, PrefillProcess
 from bench.simulator.process import Process
 from bench.simulator.router_process import RouterProcess
+from bench.simulator.shared_limits import Redis
 from bench.simulator.worker_process import WorkerProcess
 from cluster.wire.messages import Role
 
@@ -62,6 +63,8 @@ class Injector:
             "clock jump": (lambda: [*workers(), *routers()], self._jump),
             "client abort": (self._clients, lambda client: client.leave()),
         }
+        if simulation.site.redis is not None:
+            self.kinds["Redis gone"] = (self._shared_state, self._lose_redis)
 
     def start(self) -> None:
         """Strike at random events from now on."""
@@ -154,6 +157,10 @@ class Injector:
             if edge.is_up
         ]
 
+    def _shared_state(self) -> list[Redis]:
+        redis = self._site.redis
+        return [] if redis is None or redis.is_away else [redis]
+
     def _clients(self) -> list[Client]:
         return [client for client in self._simulation.clients if client.router is not None]
 
@@ -168,7 +175,7 @@ class Injector:
             router = client.router
             if router is None:
                 continue
-            if client is target or router is target:
+            if client is target or router is target or isinstance(target, Redis):
                 client.touched.add(kind)
             elif isinstance(target, WorkerProcess):
                 workers = router.conductor.workers
@@ -257,6 +264,12 @@ class Injector:
 
         self._last(self._some_time(), end, holds_up=False)
 
+    def _lose_redis(self, redis: Redis) -> None:
+        """Stopped, or gone and back without what it knew."""
+        redis.go_away()
+        is_empty = self._rng.random() < 0.5
+        self._last(self._some_time(), lambda: redis.come_back(empty=is_empty), holds_up=False)
+
     # ---- what happens at once
 
     def _drain(self, worker: WorkerProcess) -> None:
@@ -290,4 +303,6 @@ def _name(target: Any) -> str:
         return f"{target.process} <- {target.peer.process}"
     if isinstance(target, PrefillEdge):
         return f"{target.owner} -> {target.peer.worker}.{target.peer.epoch}"
+    if isinstance(target, Redis):
+        return "Redis"
     return str(target) if isinstance(target, Process) else str(target.request)

@@ -133,6 +133,25 @@ def check_orphans(worker: WorkerProcess) -> None:
             )
 
 
+def check_conductor(router: RouterProcess) -> None:
+    """Who holds an attempt is there: a worker that is gone has none of any request.
+
+    Raises:
+        Violation: lost.
+    """
+    claims = router.conductor.workers.in_flight()
+    for live in router.conductor._requests.values():
+        attempt = live.attempt
+        if attempt is None:
+            continue
+        holders = [attempt.decode] if attempt.decode_holds else []
+        if attempt.prefill is not None and attempt.prefill_holds:
+            holders.append(attempt.prefill)
+        for worker in holders:
+            if live.request not in claims.get(worker, ()):
+                raise Violation("lost", f"{router}: {live.request}/{attempt.number} is with {worker}")
+
+
 def left_on_worker(worker: WorkerProcess) -> str | None:
     """What a worker still holds when nothing is wanted any more; None if nothing."""
     if worker.core.quiet():
@@ -143,7 +162,7 @@ def left_on_worker(worker: WorkerProcess) -> str | None:
 def left_on_router(router: RouterProcess) -> str | None:
     """As `left_on_worker`."""
     conductor = router.conductor
-    if conductor.quiet() and router.quotas.quiet() and not router.clients:
+    if conductor.quiet() and router.limits_are_quiet() and not router.clients:
         return None
     return (
         f"{router}: {conductor.num_live} requests, {conductor._requests.num_deadlines} deadlines, "

@@ -1,21 +1,34 @@
 """Breaks one rule of the protocol at a time: does the simulator find what it is there to find?
 
 Each mutation replaces methods of the live classes while its runs last. A mutation that no seed reveals means
-that the simulator is blind there, and the command fails: `python -m bench.simulator.mutations [--seeds N]`.
+that the simulator is blind there, and the command fails:
+`python -m bench.simulator.mutations [--seeds N] [--jobs N] [--out FILE]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
 
-from bench.simulator.broken_rules import MUTATIONS, Mutation
+import msgspec
+
+from bench.simulator.broken_routers import ROUTER_MUTATIONS
+from bench.simulator.broken_workers import WORKER_MUTATIONS
+from bench.simulator.mutation import Mutation
+from bench.simulator.results import header, made, write
 from bench.simulator.scenario import draw
 from bench.simulator.simulation import Simulation
+from cluster.errors import BatonError
 
+MUTATIONS: Final = ROUTER_MUTATIONS + WORKER_MUTATIONS
 DEFAULT_SEEDS = 200
 REQUESTS_PER_SEED = 150
 
@@ -52,24 +65,69 @@ def find(mutation: Mutation, seeds: Sequence[int]) -> Found | None:
     return None
 
 
+def find_all(
+    mutations: Sequence[Mutation], seeds: range, num_jobs: int
+) -> Iterable[tuple[Mutation, Found | None]]:
+    """Each in a process of its own, in the order given."""
+
+    def find_one(mutation: Mutation) -> Found | None:
+        given = msgspec.json.encode((mutation.name, seeds.start, seeds.stop)).decode()
+        command = [sys.executable, "-m", "bench.simulator.mutations", "--one", given]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+        if done.returncode != 0:
+            raise BatonError(
+                f"the search for `{mutation.name}` ended with status {done.returncode}; see above"
+            )
+        found: Found | None = msgspec.json.decode(done.stdout, type=Found | None)
+        return found
+
+    with ThreadPoolExecutor(num_jobs) as pool:
+        yield from zip(mutations, pool.map(find_one, mutations), strict=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """A table of mutation → seeds needed → rule; 1 if one was not found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=DEFAULT_SEEDS, help="at most so many per mutation")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", help="mutations whose name has this text")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--out", type=Path, help="write the result there as JSON, and as text beside it")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.one is not None:
+        name, first, end = msgspec.json.decode(given.one, type=tuple[str, int, int])
+        (mutation,) = [mutation for mutation in MUTATIONS if mutation.name == name]
+        sys.stdout.buffer.write(msgspec.json.encode(find(mutation, range(first, end))))
+        return 0
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    blind = 0
-    print(f"{'rule broken':<46} {'seeds':>5}  found as")
-    for mutation in MUTATIONS:
-        if given.only and given.only not in mutation.name:
-            continue
-        found = find(mutation, seeds)
-        blind += found is None
-        seeds_text, how = ("-", "NOT FOUND") if found is None else (str(found.num_seeds), found.violation)
-        print(f"{mutation.name:<46} {seeds_text:>5}  {how[:140]}", flush=True)
-    return 1 if blind else 0
+    wanted = [mutation for mutation in MUTATIONS if not given.only or given.only in mutation.name]
+    started = time.perf_counter()
+    lines = [f"{'rule broken':<46} {'seeds':>5}  found as"]
+    rows = []
+    print(lines[0])
+    for mutation, found in find_all(wanted, seeds, given.jobs):
+        lines.append(_line(mutation, found))
+        print(lines[-1], flush=True)
+        rows.append({"rule": mutation.name, "found": None if found is None else asdict(found)})
+    num_found = sum(row["found"] is not None for row in rows)
+    lines.append(f"{num_found} of {len(rows)} found.")
+    print(lines[-1])
+    if given.out is not None:
+        command = f"python -m bench.simulator.mutations --seeds {given.seeds} --first-seed {given.first_seed}"
+        command += f" --only '{given.only}'" if given.only else ""
+        content = header(command, time.perf_counter() - started, given.jobs) | {
+            "seeds": {"first": seeds.start, "most": len(seeds)},
+            "requests_per_seed": REQUESTS_PER_SEED,
+            "mutations": rows,
+        }
+        write(given.out, content, "\n".join([f"$ {command}", "", *lines, "", made(content)]))
+    return 0 if num_found == len(rows) else 1
+
+
+def _line(mutation: Mutation, found: Found | None) -> str:
+    seeds, how = ("-", "NOT FOUND") if found is None else (str(found.num_seeds), found.violation)
+    return f"{mutation.name:<46} {seeds:>5}  {how[:140]}"
 
 
 if __name__ == "__main__":

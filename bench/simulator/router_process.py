@@ -2,7 +2,8 @@
 
 1. A worker's first message is `Register`: refused, or welcomed and fed as `WorkerJoined`
    (`router.worker_links`).
-2. A request takes what it may use of its tenant's limits, or its client comes again when it is told to.
+2. A request takes what it may use of its tenant's limits (shared through Redis where there are several
+   routers), or its client comes again when it is told to.
    Every event goes to `Conductor.handle`, its actions out in order (`router.driver`).
 3. A worker that says nothing for too long gets a second look, then it is given up and its stream fenced.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.simulator.network import Endpoint
 from bench.simulator.process import Process
+from bench.simulator.shared_limits import SharedLimits
 from bench.simulator.site import Site
 from bench.simulator.violation import Violation
 from cluster.ids import Epoch, RequestId, RouterId, WorkerId
@@ -71,7 +73,8 @@ class RouterProcess(Process):
         self.slot = slot
         self.conductor = Conductor(site.scenario.conductor)
         self.clients: dict[RequestId, Client] = {}
-        self.quotas = QuotaBook()
+        self._quotas = QuotaBook()
+        self._shared = None if site.redis is None else SharedLimits(site.redis, self, RouterId(str(self)))
         self._holds: dict[RequestId, Hold] = {}
         self._site = site
         self._links: dict[WorkerId, _Link] = {}
@@ -88,17 +91,29 @@ class RouterProcess(Process):
             self._is_warm = self.conductor.workers.view().has_ready(Role.DECODE)
         return self.is_alive and self._is_warm
 
-    def submit(self, client: Client, spec: RequestSpec) -> float | None:
-        """None, or after how long the client may come again."""
+    def submit(self, client: Client, spec: RequestSpec) -> None:
+        """Accept it, or let the client come again; perhaps after a lease of its tenant's limits."""
+
+        def decided(verdict: Hold | Wait) -> None:
+            if isinstance(verdict, Wait):
+                assert verdict.retry_after_s is not None, "a prompt longer than what a minute has"
+                self._site.counters["rate limited"] += 1
+                client.come_again(verdict.retry_after_s)
+                return
+            self._holds[spec.request] = verdict
+            self.clients[spec.request] = client
+            self.feed(Submitted(spec))
+
+        limits = self._site.scenario.limits
         demand = Demand(len(spec.token_ids), spec.sampling.max_tokens)
-        verdict = self.quotas.take(spec.tenant, self._site.scenario.limits, demand, self.now())
-        if isinstance(verdict, Wait):
-            self._site.counters["rate limited"] += 1
-            return verdict.retry_after_s
-        self._holds[spec.request] = verdict
-        self.clients[spec.request] = client
-        self.feed(Submitted(spec))
-        return None
+        if self._shared is None:
+            decided(self._quotas.take(spec.tenant, limits, demand, self.now()))
+        else:
+            self._shared.take(spec.tenant, limits, demand, decided)
+
+    def limits_are_quiet(self) -> bool:
+        """Nothing of any tenant's limits is held."""
+        return self._quotas.quiet() and (self._shared is None or self._shared.quiet())
 
     def feed(self, event: Event) -> None:
         """As `ConductorDriver.feed`."""
@@ -127,7 +142,11 @@ class RouterProcess(Process):
         self.arm()
 
     def _settle(self, request: RequestId, num_tokens: int) -> None:
-        self.quotas.settle(self._holds.pop(request), num_tokens, self.now())
+        hold = self._holds.pop(request)
+        if self._shared is None:
+            self._quotas.settle(hold, num_tokens, self.now())
+        else:
+            self._shared.settle(hold, num_tokens)
 
     def next_deadline(self) -> float | None:
         return self.conductor.next_deadline()

@@ -47,7 +47,7 @@ class Scenario:
     token_s: float = 0.0002
     restart_s: float = 0.3  # from a worker's death to its next epoch
     fault_every: int | None = None
-    limits: KeyLimits = KeyLimits()  # noqa: RUF009 -- frozen; of each of the tenants, on each router
+    limits: KeyLimits = KeyLimits()  # noqa: RUF009 -- frozen; of each of the tenants
 
 
 def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
@@ -63,12 +63,15 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
     room = num_decode * min(max_num_seqs, 3 * decode_blocks // most_blocks)  # requests that fit at once
     live_times = rng.random() < 0.2
     peer_timeout_s = 10.0 if live_times else rng.choice([1.0, 3.0])
+    num_clients = max(2, round(room * rng.choice([0.3, 0.5, 0.7, 1.1])))
+    think_s = rng.choice([0.0, 0.005, 0.05])
+    num_routers = rng.choice([1, 1, 1, 2])
     return Scenario(
         seed=seed,
         num_requests=num_requests,
-        num_clients=max(2, round(room * rng.choice([0.3, 0.5, 0.7, 1.1]))),
-        think_s=rng.choice([0.0, 0.005, 0.05]),
-        num_routers=rng.choice([1, 1, 1, 2]),
+        num_clients=num_clients,
+        think_s=think_s,
+        num_routers=num_routers,
         num_prefill=rng.choice([0, 1, 1, 2, 2, 3]),
         num_decode=num_decode,
         in_place=rng.random() < 0.5,
@@ -97,8 +100,15 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
         block_s=rng.choice([0.0001, 0.001, 0.01]),
         restart_s=rng.choice([0.1, 0.5, 2.0]),
         fault_every=rng.choice([300, 800, 800, 2000]) if faults else None,
-        limits=KeyLimits(tokens_per_min=1500, concurrent=2) if seed % 4 == 1 else KeyLimits(),
+        limits=_limits(seed, num_routers),
     )
+
+
+def _limits(seed: int, num_routers: int) -> KeyLimits:
+    """Several routers always have some, so that they have to share them."""
+    if num_routers > 1:
+        return KeyLimits(tokens_per_min=3000, concurrent=4)
+    return KeyLimits(tokens_per_min=1500, concurrent=2) if seed % 4 == 1 else KeyLimits()
 
 
 def _targets(rng: random.Random) -> Targets:

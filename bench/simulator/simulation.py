@@ -114,6 +114,8 @@ class Simulation:
             for router in self.site.routers:
                 inspection.check_index(router, worker)
             inspection.check_empty(worker)
+        if self.site.redis is not None:
+            self.site.redis.check_bound(self.scenario.limits)
 
     def _left(self) -> str | None:
         for worker in self.site.alive():
@@ -136,14 +138,17 @@ class Simulation:
         self.site.queue.after(CHECK_S, self._check)
 
     def check_now(self) -> None:
-        """The books and leases of the next worker.
+        """The books and leases of the next worker, the attempts of the next router.
 
         Raises:
-            Violation: I1, I3 or I6.
+            Violation: I1, I3, I6 or lost.
         """
+        self._num_checks += 1
+        router = self.site.routers[self._num_checks % len(self.site.routers)]
+        if router.is_alive:
+            inspection.check_conductor(router)
         workers = self.site.alive()
         if workers:
-            self._num_checks += 1
             worker = workers[self._num_checks % len(workers)]
             inspection.check_books(worker)
             inspection.check_lease_times(worker)

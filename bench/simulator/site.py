@@ -12,6 +12,7 @@ from bench.simulator.events import EventQueue
 from bench.simulator.model import Oracle
 from bench.simulator.network import Endpoint, Network
 from bench.simulator.scenario import Scenario
+from bench.simulator.shared_limits import Redis
 from cluster.ids import RequestId, WorkerId
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Site:
             self.queue, random.Random(f"{scenario.seed}/network"), scenario.delay_s, self.log.arrival
         )
         self.oracles: dict[RequestId, Oracle] = {}
+        self.redis = Redis(self.queue) if scenario.num_routers > 1 else None
         self.routers: list[RouterProcess] = []  # the present one of each slot
         self.workers: dict[WorkerId, WorkerProcess] = {}  # the newest of each name
         self._started: list[WorkerProcess] = []

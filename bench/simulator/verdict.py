@@ -4,7 +4,8 @@
 2. With faults: its attempts are used up; or nothing could serve it just then; or it waited for a place as
    long as it may, or would have had to.
 3. Never because workers that run the same protocol broke it: wrong pieces, tokens out of order.
-4. A wanted lease does not expire unless somebody who renews or hears of it was held up (I3).
+4. No request takes more attempts than it may, or outlives its own deadline, as its router's clock has it.
+5. A wanted lease does not expire unless somebody who renews or hears of it was held up (I3).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from bench.simulator.clients import Client
 
 _SLACK_S = 0.001
+_LATE_S = 0.5  # after its deadline a request is over
 # What an attempt may never end with, and the rule it would break.
 _FORBIDDEN: Final = {
     "bad_kv": "I5",
@@ -65,7 +67,7 @@ def judge(site: Site, client: Client, error: BatonError) -> Outcome:
         if needed > scenario.decode_blocks * scenario.block_size:
             return Outcome.TOO_LARGE
     elif site.num_faults:
-        if client.num_retries + 1 >= limits.max_attempts:
+        if client.num_failed + 1 >= limits.max_attempts:
             return Outcome.EXHAUSTED
         if isinstance(error, Overloaded) and any(why in error.message for why in (BACKLOG, QUEUE_TOO_SLOW)):
             return Outcome.NO_ROOM
@@ -79,6 +81,37 @@ def judge(site: Site, client: Client, error: BatonError) -> Outcome:
     raise Violation(
         "end", f"{spec.request} after {client.num_retries} retries: {type(error).__name__}: {error}"
     )
+
+
+def was_handed_over(life: Lifecycle) -> bool:
+    """Of a retry: by a draining worker, so that it does not count as failed."""
+    return ": draining: " in life.detail
+
+
+def judge_attempts(site: Site, client: Client) -> None:
+    """After a retry.
+
+    Raises:
+        Violation: there was none left.
+    """
+    most = site.scenario.conductor.max_attempts
+    if client.num_failed >= most:
+        raise Violation("end", f"{client.request}: {client.num_failed} attempts failed, {most} are the most")
+
+
+def judge_deadline(client: Client) -> None:
+    """When a request is over. Its router may have been held up.
+
+    Raises:
+        Violation: that was too late.
+    """
+    router, deadline_s = client.router, client.spec.deadline_s
+    assert router is not None
+    if deadline_s is None or router.queue.now - router.undisturbed_since < _LATE_S:
+        return
+    late_s = router.now() - client.submitted_at - deadline_s
+    if late_s > _LATE_S:
+        raise Violation("end", f"{client.request}: over {late_s:.2f} s after its deadline")
 
 
 def judge_lifecycle(site: Site, life: Lifecycle) -> None:

@@ -15,6 +15,8 @@ RULES: Final = {
     "I8": "the tokens equal those of the undisturbed run",
     "end": "each request ends once, in time, with its tokens or an error that the rules allow",
     "quiet": "nothing is left when all requests have ended",
+    "limits": "no tenant gets more than its limits allow, through all routers together",
+    "lost": "a request is never left with a worker that is gone",
     "core": "no decision fails",
 }
 

@@ -164,7 +164,7 @@ class SliceBook:
 
     def ask(self, name: str, demand: Demand | None, now: float) -> LeaseAsk:
         """A lease that covers a request which was `Short`, or (None) the routine one. What is brought back
-        leaves this book with it."""
+        leaves this book with it, places too."""
         sharer = self._sharers[name]
         limits = sharer.tenant.limits
         num_tokens = None if demand is None else reserved_tokens(demand, limits)
@@ -178,11 +178,13 @@ class SliceBook:
             least = max(0.0, cost - part.at_hand)
             buckets[limit.value] = BucketAsk(per_min, wanted - part.at_hand, least, part.back)
             part.back = 0.0
+        slots = sharer.running + (0 if demand is None else 1 + sharer.running // 4)
+        sharer.slots = min(sharer.slots, slots)  # others may have the rest before the answer is here
         return LeaseAsk(
             tenant=name,
             buckets=buckets,
             most_slots=limits.concurrent,
-            slots=sharer.running + (0 if demand is None else 1 + sharer.running // 4),
+            slots=slots,
             running=sharer.running,
         )
 

@@ -20,7 +20,8 @@ SLICE = ChaosSettings(
 @pytest.mark.timeout(600)
 def test_every_stream_survives_and_is_equal() -> None:
     outcome = run_chaos(SLICE, print)
-    print(to_table(outcome))
+    result = to_json(outcome)
+    print(to_table(result))
     assert outcome.num_streams >= SLICE.num_streams
     assert {fault.kind for fault in outcome.faults} == set(Kind)
     assert [
@@ -28,5 +29,6 @@ def test_every_stream_survives_and_is_equal() -> None:
     ] == []
     assert outcome.num_equal == outcome.num_complete == outcome.num_streams
     assert outcome.is_quiet, "something is left on a worker"
-    for fault in to_json(outcome)["faults"]:
+    for fault in result["faults"]:
         assert fault["detected_s"] is not None, f"the router did not notice {fault}"
+        assert (fault["process_ended_s"] is not None) == (fault["kind"] == "KILL")

@@ -15,7 +15,7 @@ from bench.simulator.model import NOTHING, Engine, Oracle, Pool
 from bench.simulator.prefill_process import PrefillProcess
 from bench.simulator.scenario import draw
 from bench.simulator.simulation import Simulation
-from bench.simulator.verdict import Outcome, judge, judge_lifecycle
+from bench.simulator.verdict import Outcome, judge, judge_deadline, judge_lifecycle
 from bench.simulator.violation import RULES, Violation
 from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.errors import ContextLengthExceeded, DeadlineExceeded, WorkerLost
@@ -231,6 +231,14 @@ def test_work_for_a_request_that_is_over_is_seen() -> None:
     seen("I3", lambda: inspection.check_orphans(decode))
 
 
+def test_a_request_that_is_left_with_a_dead_worker_is_seen() -> None:
+    simulation, _, decode, _ = busy_cluster(in_place=False)
+    router = simulation.site.routers[0]
+    inspection.check_conductor(router)
+    router.conductor.workers.leave(decode.worker)
+    seen("lost", lambda: inspection.check_conductor(router))
+
+
 def test_what_is_left_at_the_end_is_seen() -> None:
     simulation, _, decode, _ = busy_cluster(in_place=False)
     assert inspection.left_on_worker(decode) is not None
@@ -309,10 +317,37 @@ def test_without_faults_no_error_is_allowed() -> None:
     error = WorkerLost("lost")
     seen("end", lambda: client.deliver(Failed(error)))
     simulation.site.num_faults = 1
-    client.num_retries = 2
+    client.num_retries = client.num_failed = 2
     assert judge(simulation.site, client, error) is Outcome.EXHAUSTED
-    client.num_retries = 0
+    client.num_retries = client.num_failed = 0
     seen("end", lambda: judge(simulation.site, client, error))
+
+
+def test_an_attempt_too_many_is_seen() -> None:
+    simulation, client = client_with_request()
+    simulation.site.num_faults = 1
+    handed_over = Lifecycle(
+        client.request, LifecycleEvent.RETRIED, 0.0, detail="decode-0: draining: it leaves"
+    )
+    failed = Lifecycle(client.request, LifecycleEvent.RETRIED, 0.0, detail="decode-0: step_failed: memory")
+    for life in (handed_over, failed, handed_over, failed, handed_over):
+        client.lifecycle(life)
+    assert (client.num_retries, client.num_failed) == (5, 2)
+    seen("end", lambda: client.lifecycle(failed))
+
+
+def test_a_request_that_outlives_its_deadline_is_seen() -> None:
+    _, client = client_with_request()
+    client.oracle = Oracle(replace_deadline(spec(), 10.0))
+    router = client.router
+    assert router is not None
+    router.undisturbed_since = -10.0
+    client.submitted_at = router.now() - 10.4
+    judge_deadline(client)
+    client.submitted_at -= 0.2
+    seen("end", lambda: judge_deadline(client))
+    router.undisturbed_since = router.queue.now  # it could not know
+    judge_deadline(client)
 
 
 def test_a_deadline_and_a_prompt_too_large_are_allowed_only_when_true() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from bench.simulator import mutations
 from bench.simulator.batch import Batch, run
-from bench.simulator.broken_rules import MUTATIONS, Mutation
 from bench.simulator.cli import app
+from bench.simulator.mutation import Mutation
+from bench.simulator.mutations import MUTATIONS
 from bench.simulator.simulation import Report
 from bench.simulator.table import Totals, render
 from cluster.cli import app as baton
@@ -31,6 +35,13 @@ QUICK = {
     "share blocks before they are computed": 0,
     "share blocks across salts": 0,
     "forget which attempts were taken": 78,
+    "give every attempt the same number": 0,
+    "take token 0 twice": 0,
+    "try without end": 0,
+    "leave requests with dead workers": 0,
+    "let leases live for ever": 0,
+    "grant more places than there are": 90,
+    "admit before a limit was leased": 0,
     "resume from the prompt alone": 0,
     "let go without telling the workers": 6,
 }
@@ -66,6 +77,44 @@ def test_one_seed_gives_the_same_hash_with_and_without_its_log() -> None:
     assert line in logged.output
     assert "Reserve(request=" in logged.output
     assert "Reserve(request=" not in plain.output
+
+
+def test_the_result_is_written_as_json_and_as_text(tmp_path: Path) -> None:
+    out = tmp_path / "runs.json"
+    options = ["--faults", "--seeds", "3", "--requests", "40", "--jobs", "1", "--out", str(out)]
+    result = runner.invoke(app, options)
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    assert content["command"] == "baton simulate --faults --seeds 3 --requests 40"
+    assert (content["runs"], content["requests"], content["violations"]) == (3, 120, 0)
+    assert sum(content["outcomes"].values()) == 120
+    assert sum(kind["times"] for kind in content["faults"].values()) == content["faults_injected"] > 0
+    assert content["wall_s"] > 0
+    assert content["machine"]["num_cores"] >= 1
+    text = out.with_suffix(".txt").read_text()
+    assert text.startswith(f"$ {content['command']}\n")
+    for kind, count in content["faults"].items():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{kind}  ")]
+        assert line.removeprefix(kind).split()[0] == f"{count['times']:,}"
+
+
+def test_the_mutation_check_writes_what_it_found(tmp_path: Path) -> None:
+    out = tmp_path / "mutations.json"
+    given = ["--only", "resample token 0", "--seeds", "5", "--out", str(out)]
+    assert mutations.main(given) == 0
+    (row,) = json.loads(out.read_text())["mutations"]
+    assert row["rule"] == "resample token 0"
+    assert row["found"]["violation"]
+    assert "1 of 1 found." in out.with_suffix(".txt").read_text()
+
+
+def test_a_rule_that_is_not_missed_ends_the_mutation_check_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutations, "find_all", lambda wanted, *_: [(wanted[0], None)])
+    out = tmp_path / "mutations.json"
+    assert mutations.main(["--only", "free before ack", "--out", str(out)]) == 1
+    assert "NOT FOUND" in out.with_suffix(".txt").read_text()
 
 
 def test_a_log_needs_a_seed() -> None:

@@ -328,3 +328,23 @@ def test_a_wait_is_long_enough_when_nobody_else_takes(seed: int) -> None:
         again = a_or_b.take(limits, cost)
         assert isinstance(again, Hold)
         a_or_b.settle(again, cost)
+
+
+def test_places_that_are_brought_back_are_not_taken_while_the_lease_is_under_way() -> None:
+    """The answer takes its time, and another router has them already."""
+    clock = ManualClock()
+    memory = Memory(clock)
+    one, other = Router(memory, "a"), Router(memory, "b")
+    limits, small = KeyLimits(concurrent=4), Demand(1, 0)
+    holds = [one.take(limits, 1) for _ in range(4)]
+    for hold in holds[1:]:
+        assert isinstance(hold, Hold)
+        one.settle(hold, 1)
+    ask = one.book.ask("t", None, clock.now())
+    grant = now_of(one.state.lease(ask))
+    clock.advance(0.2)
+    taken = [other.take(limits, 1) for _ in range(4)]
+    assert sum(isinstance(verdict, Hold) for verdict in taken) == 3
+    assert isinstance(one.book.take("t", limits, small, clock.now()), Short)
+    one.book.granted(ask, grant, clock.now())
+    assert one.book.num_held("t") + other.book.num_held("t") == 4

@@ -1,14 +1,10 @@
-"""Rules of the protocol, each with a way to break it: what `bench.simulator.mutations` lets be found.
-
-A `Patch` replaces one attribute of a live class or module by what `broken` makes of the original.
-"""
+"""Rules that workers keep, each with a way to break it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+from bench.simulator.mutation import Broken, Mutation, Patch
 from cluster import block_hash
 from cluster.engine.fence import AttemptFence
 from cluster.engine.sequence import Sequence as TokenSequence
@@ -17,102 +13,16 @@ from cluster.kv.edge import Piece
 from cluster.kv.prefix import PrefixIndex
 from cluster.sampling import TokenOutput
 from cluster.wire.kv_messages import KvClosed, KvPiece
-from cluster.wire.messages import TokenRow
-from cluster.worker_io import Peer, ToPeer
+from cluster.worker_io import Peer, RouterLost, ToPeer
+from decode_worker import lease_table
+from decode_worker.core import DecodeCore
 from decode_worker.intake import Intake
 from decode_worker.lease import Lease
+from decode_worker.lease_table import LeaseTable
 from decode_worker.scheduler import DecodeScheduler
 from prefill_worker.attempts import AttemptTable, PrefillAttempt
 from prefill_worker.core import PrefillCore
 from prefill_worker.handoff import Handoff, HandoffState
-from router.attempt import AttemptRecord, LiveRequest, Order
-from router.leases import LeaseKeeper
-from router.legs import Legs
-from router.quotas.book import QuotaBook
-
-Broken = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """`broken(original)` takes the place of `owner.name`."""
-
-    owner: Any
-    name: str
-    broken: Callable[[Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    """One rule, not kept."""
-
-    name: str
-    patches: Sequence[Patch]
-
-
-# ---- the router's rules --------------------------------------------------------------------------
-
-
-def _any_attempt(original: Broken) -> Broken:
-    def take(self: Legs, worker: Any, live: LiveRequest, message: Any, now: float) -> Any:
-        attempt = live.attempt
-        if attempt is None:
-            return original(self, worker, live, message, now)
-        number, attempt.number = attempt.number, message.attempt
-        try:
-            return original(self, worker, live, message, now)
-        finally:
-            attempt.number = number
-
-    return take
-
-
-def _every_row_is_new(_: Broken) -> Broken:
-    def take_row(self: AttemptRecord, row: TokenRow) -> tuple[Order, Sequence[TokenOutput]]:
-        self.next_row += len(row.outputs)
-        return Order.NEW, row.outputs
-
-    return take_row
-
-
-def _rows_before_token_0(original: Broken) -> Broken:
-    def take_row(self: Legs, live: LiveRequest, attempt: AttemptRecord, row: TokenRow) -> Any:
-        had, attempt.has_first_token = attempt.has_first_token, True
-        try:
-            return original(self, live, attempt, row)
-        finally:
-            attempt.has_first_token = had
-
-    return take_row
-
-
-def _prompt_only(_: Broken) -> Broken:
-    return lambda self: list(self.spec.token_ids)
-
-
-def _no_renewals(original: Broken) -> Broken:
-    def pop_due(self: LeaseKeeper, now: float) -> list[Any]:
-        original(self, now)
-        return []
-
-    return pop_due
-
-
-def _tell_nobody(original: Broken) -> Broken:
-    def let_go(self: Legs, live: LiveRequest, abort_reason: str | None) -> None:
-        if live.attempt is not None:
-            live.attempt.prefill_holds = live.attempt.decode_holds = False
-        original(self, live, abort_reason)
-
-    return let_go
-
-
-def _never_settle(_: Broken) -> Broken:
-    def settle(self: QuotaBook, hold: Any, num_tokens: int, now: float, *, counts: bool = True) -> None:
-        return
-
-    return settle
-
 
 # ---- the prefill worker's rules ------------------------------------------------------------------
 
@@ -248,6 +158,17 @@ def _publish_uncomputed(_: Broken) -> Broken:
     return publish
 
 
+def _room_for_all(original: Broken) -> Broken:
+    return lambda *given, **named: original(*given, **{**named, "num_here": 0})
+
+
+def _deaf_to_lost_routers(original: Broken) -> Broken:
+    def apply(self: Any, event: Any, now: float) -> Any:
+        return [] if isinstance(event, RouterLost) else original(self, event, now)
+
+    return apply
+
+
 def _one_salt(original: Broken) -> Broken:
     return lambda key, block_size, salt: original(key, block_size, "")
 
@@ -259,14 +180,11 @@ def _any_salt(_: Any) -> Any:
     return staticmethod(same)
 
 
-MUTATIONS: Final[tuple[Mutation, ...]] = (
-    Mutation("skip the attempt check", [Patch(Legs, "take", _any_attempt)]),
+WORKER_MUTATIONS: Final[tuple[Mutation, ...]] = (
     Mutation("skip the epoch check", [Patch(Intake, "edge_up", _restart_proves_death)]),
     Mutation("free before ack", [Patch(PrefillCore, "_first_token", _free_before_ack)]),
     Mutation("resample token 0", [Patch(Intake, "_start_if_complete", _sample_token_0_again)]),
     Mutation("lose the bitmap check", [Patch(Intake, "_start_if_complete", _no_bitmap_check)]),
-    Mutation("keep a quota's place when the request is over", [Patch(QuotaBook, "settle", _never_settle)]),
-    Mutation("forget to renew leases", [Patch(LeaseKeeper, "pop_due", _no_renewals)]),
     Mutation("reuse quarantined blocks", [Patch(Lease, "touched", _no_quarantine)]),
     Mutation("ignore KvClosed", [Patch(Intake, "from_peer", _deaf_to_closed)]),
     Mutation("a broken stream proves death", [Patch(Intake, "edge_down", _broken_stream_proves_death)]),
@@ -280,10 +198,21 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         [Patch(block_hash, "root_hash", _one_salt), Patch(PrefixIndex, "_is", _any_salt)],
     ),
     Mutation(
+        "let leases live for ever",
+        [
+            Patch(LeaseTable, "expire", lambda _: lambda self, now: []),
+            Patch(LeaseTable, "next_deadline", lambda _: lambda self: None),
+        ],
+    ),
+    Mutation(
         "forget which attempts were taken", [Patch(AttemptFence, "is_stale", lambda _: lambda *_: False)]
     ),
-    Mutation("take every row as new", [Patch(AttemptRecord, "take_row", _every_row_is_new)]),
-    Mutation("deliver rows before token 0", [Patch(Legs, "_take_row", _rows_before_token_0)]),
-    Mutation("resume from the prompt alone", [Patch(LiveRequest, "input_ids", _prompt_only)]),
-    Mutation("let go without telling the workers", [Patch(Legs, "let_go", _tell_nobody)]),
+    Mutation(
+        "work on for routers that are gone",
+        [
+            Patch(DecodeCore, "_apply", _deaf_to_lost_routers),
+            Patch(PrefillCore, "_apply", _deaf_to_lost_routers),
+        ],
+    ),
+    Mutation("grant more places than there are", [Patch(lease_table, "admit", _room_for_all)]),
 )
