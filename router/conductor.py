@@ -54,6 +54,7 @@ from cluster.wire.messages import (
     WorkerState,
 )
 from router.admission import AdmissionQueue
+from router.affinity import Affinity, Near
 from router.attempt import LiveRequest, targets_of
 from router.conductor_io import (
     Action,
@@ -97,6 +98,7 @@ class Conductor:
         self._policy = policy or Elastic(config.policy, config.slo)
         self._lengths = OutputLengths()
         self._requests: dict[RequestId, LiveRequest] = {}
+        self._affinity = Affinity()
         self._queue = AdmissionQueue(config.max_queued, config.max_overtake_s)
         self._deadlines: Deadlines[RequestId] = Deadlines()
         self._num_submitted = 0
@@ -214,6 +216,8 @@ class Conductor:
         decision = self._policy.place(self.workers.view(), self._placement_request(live, now), now)
         if isinstance(decision, Placement):
             self._queue.placed(live.request, self._turn(live))
+            near = Near(decision.prefill or decision.decode, decision.decode)
+            self._affinity.note(live.spec.tenant, live.spec.affinity, near)
             self._wait(live, now + self._legs.reserve(live, decision, now).wait_s)
             return None
         if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
@@ -228,7 +232,8 @@ class Conductor:
 
     def _placement_request(self, live: LiveRequest, now: float) -> PlacementRequest:
         expected = self._lengths.expect(len(live.spec.token_ids))
-        return live.placement_request(expected, self._config.max_backlog_s, now)
+        near = self._affinity.of(live.spec.tenant, live.spec.affinity)
+        return live.placement_request(expected, self._config.max_backlog_s, now, near)
 
     def _reject(self, live: LiveRequest, reject: Reject, now: float) -> None:
         """It finds no place. One that had one is told why it lost that."""

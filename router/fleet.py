@@ -26,7 +26,7 @@ NOBODY = StepModel(0.0, 0.0, 1.0, 0.0, 0.0)  # of a row without a worker
 EXPOSED = 0.1  # share of a transfer that is not hidden behind the prefill
 NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never the least
 
-_FLOATS = 18
+_FLOATS = 20
 _FLAGS = 3
 
 
@@ -64,13 +64,15 @@ class Fleet:
         self.work_s: Column = floats[8]  # prefill queued there, of prompts expected in time
         self.late_s: Column = floats[9]  # prefill queued there, of all others
         self.queued_load_s: Column = floats[10]  # what that work will add to each step as decode, there
-        self.rows: Column = floats[11]  # decoding there
+        self.rows: Column = floats[11]  # decoding there, in every step
         self.context: Column = floats[12]
         self.coming_rows: Column = floats[13]  # placed there to decode, and not there yet
         self.coming_context: Column = floats[14]
         self.kv_used: Column = floats[15]  # tokens
         self.kv_promised: Column = floats[16]  # to what is placed there and holds nothing there yet
         self.last_placed: Column = floats[17]  # order of the latest placement there; 0: never
+        self.yield_s: Column = floats[18]  # of a step with all rows that need not be in it, theirs
+        self.late_rate: Column = floats[19]  # share of the time that late prompts got lately; 0: not measured
         self.can_prefill: Flags = flags[0]
         self.can_decode: Flags = flags[1]
         self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere

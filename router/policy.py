@@ -15,7 +15,8 @@ import numpy as np
 
 from cluster.ids import BlockHash, WorkerId
 from cluster.slo_classes import Targets
-from router.choosing import is_any
+from router.affinity import Near
+from router.choosing import NONE, is_any
 from router.config import PolicyConfig
 from router.elastic import Ask, Place, place
 from router.fleet import Column, Flags
@@ -35,6 +36,7 @@ class PlacementRequest:
     max_wait_s: float = math.inf  # it is turned away rather than wait longer for its first token
     avoid: frozenset[WorkerId] = frozenset()  # workers an earlier attempt failed on
     too_large_for: frozenset[WorkerId] = frozenset()  # workers that said they can never hold it
+    near: Near | None = None  # where its session was last
 
     @property
     def max_kv_tokens(self) -> int:
@@ -145,6 +147,7 @@ class Elastic:
         if num_measured:
             life_s = float(view.life_s.sum()) / num_measured
         is_known = math.isfinite(request.max_wait_s) and not is_any(prefills & ~view.is_measured)
+        near = request.near if cached_blocks is None else None
         return Ask(
             num_tokens=request.num_tokens,
             expected_output=request.expected_output,
@@ -154,6 +157,8 @@ class Elastic:
             max_wait_s=request.max_wait_s if is_known else math.inf,
             may_prefill=prefills,
             may_decode=decodes,
+            near_prefill=NONE if near is None else view.rows.get(near.prefill, NONE),
+            near_decode=NONE if near is None else view.rows.get(near.decode, NONE),
         )
 
     def _targets(self, own: Targets) -> Targets:

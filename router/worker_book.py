@@ -300,8 +300,12 @@ class WorkerBook:
         fleet.work_s[row] = known.work.value(_work_s(totals, known.model))
         fleet.queued_load_s[row] = known.queued_load.value(_load_s(totals, known.model))
         fleet.late_s[row] = load.late_prefill_s
-        fleet.rows[row] = foreign.rows + totals.rows
-        fleet.context[row] = foreign.context + totals.context
+        yielding, yielding_context = load.yielding_rows, load.yielding_context
+        fleet.rows[row] = max(0, foreign.rows + totals.rows - yielding)
+        fleet.context[row] = max(0, foreign.context + totals.context - yielding_context)
+        model = known.model
+        fleet.yield_s[row] = model.per_token_s * yielding + model.per_context_s * yielding_context
+        fleet.late_rate[row] = load.late_rate
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
         fleet.coming_context[row] = foreign.coming_context + totals.coming_context
         fleet.kv_used[row] = num_blocks * register.geometry.block_size
