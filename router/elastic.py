@@ -108,7 +108,7 @@ class _Waits:
 
     own_s: Column
     ttft_s: Column
-    lacks_kv: Flags
+    lacks_kv: Flags | None  # None: nobody
     mine_s: Column
     start_s: Column | float
 
@@ -125,11 +125,12 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
     unable = ~able
     waits = _predict(fleet, ask, targets, settings)
     ttft_s = waits.ttft_s
-    ttft_s[unable] = np.inf
+    np.copyto(ttft_s, np.inf, where=unable)
     soonest_s = lowest(ttft_s)
     first_s = ttft_s
     if soonest_s > targets.ttft_s:
-        first_s = np.maximum(_backlog_s(fleet, waits, targets, settings), ttft_s)
+        first_s = np.maximum(_backlog_s(fleet, waits, targets, settings), targets.ttft_s)
+        np.copyto(first_s, np.inf, where=unable)
         if (least_s := lowest(first_s)) > ask.max_wait_s:
             return TurnAway(least_s - ask.max_wait_s)
     wait_s = min(soonest_s, targets.ttft_s)
@@ -152,7 +153,8 @@ def _choose_prefill(
 ) -> int:
     """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
     in_time = ttft_s <= settings.early * targets.ttft_s
-    in_time &= ~waits.lacks_kv
+    if waits.lacks_kv is not None:
+        in_time &= ~waits.lacks_kv
     if not is_any(in_time):
         return oldest(ttft_s, fleet, settings.tie, ask.near_prefill)
     if step_s is not None:
@@ -162,7 +164,7 @@ def _choose_prefill(
         in_time = good if is_any(good) else in_time
     cost = waits.own_s / _decode_s(fleet, ask)
     np.multiply(cost, settings.prefill_only_worth, out=cost, where=~fleet.can_decode)
-    cost[~in_time] = np.inf
+    np.copyto(cost, np.inf, where=~in_time)
     return oldest_of(near(cost, settings.near), ttft_s, fleet, settings.tie, ask.near_prefill)
 
 
@@ -193,10 +195,9 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
     own_s = _own_s(fleet, ask)
     mine_s = fleet.work_s + own_s
-    staying = np.minimum(mine_s, targets.ttft_s)  # then 1 - that / life, at least a half
+    staying = np.minimum(mine_s, min(targets.ttft_s, ask.life_s / 2))  # then 1 - that / life
     staying /= -ask.life_s
     staying += 1
-    np.maximum(staying, 0.5, out=staying)
     reading_s = fleet.context * staying
     reading_s += ask.num_tokens
     reading_s *= fleet.per_context_s
@@ -204,27 +205,28 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     share = fleet.rows * staying  # then 1 - the load of decode / step
     share += 1
     share *= fleet.per_token_s
+    reading_s += fleet.queued_load_s
     share += reading_s
-    share += fleet.queued_load_s
     share /= -step_s
     share += 1
-    reading_s += fleet.queued_load_s
     reading_s += fleet.floor_s
     is_full = reading_s > step_s
     if is_any(is_full):
         share[is_full] = 0.0
     np.maximum(share, settings.min_share, out=share)
     start_s: Column | float = step_s / 2
-    is_idle = (fleet.rows + fleet.queued_load_s) == 0
-    if is_any(is_idle):
+    if lowest(fleet.rows) == 0:
+        is_idle = (fleet.rows + fleet.queued_load_s) == 0
         share[is_idle] = 0.95
         start_s = np.where(is_idle, fleet.fixed_s + fleet.floor_s, start_s)
     held = fleet.kv_used + fleet.kv_promised
-    lacking = held + (ask.num_tokens + 1)
-    lacking -= fleet.kv_tokens
-    lacks_kv = lacking > 0
-    lacks_kv &= held > 0
-    if is_any(lacks_kv):  # what is held goes within the life of a row, or with the prompts before this one
+    lacking = held - fleet.kv_tokens
+    lacks_kv: Flags | None = lacking > -(ask.num_tokens + 1)
+    if not is_any(lacks_kv):
+        lacks_kv = None
+    else:  # what is held goes within the life of a row, or with the prompts before this one
+        lacks_kv &= held > 0
+        lacking += ask.num_tokens + 1
         hold_s = np.where(fleet.can_decode, min(ask.life_s, _LONG_S), fleet.work_s)
         start_s = start_s + np.where(lacks_kv, hold_s * lacking / np.maximum(held, 1.0), 0.0)
     ttft_s = mine_s / share
@@ -325,7 +327,7 @@ def choose_decode(
         return prefill if is_near else best
     cost = _decode_s(fleet, ask)
     cost /= fleet.per_token_s
-    cost[~good] = np.inf
+    np.copyto(cost, np.inf, where=~good)
     if cost[prefill] <= lowest(cost) * (1 + settings.near):
         return prefill
     taken_s = settings.kv_worth * step_limit_s * moving / np.maximum(fleet.kv_tokens, 1.0)

@@ -49,12 +49,14 @@ class Fleet:
         self.resize(len(models))
         for row, model in enumerate(models):
             self.set_model(row, model)
+        self.rows[:] = 0.0
         self.kv_tokens[:] = kv_tokens
         self.bytes_s[:] = bytes_s
         self.can_prefill[:] = self.can_decode[:] = self.can_send[:] = True
 
     def _bind(self, floats: Column, flags: Flags) -> None:
         self._floats, self._flags = floats, flags
+        self._least_reading: float | None = None  # not known
         self.num_workers = floats.shape[1]
         # the worker's step model; `reading`: of a key, in tokens computed
         self.fixed_s, self.floor_s, self.per_token_s = floats[0], floats[1], floats[2]
@@ -92,19 +94,24 @@ class Fleet:
         """Nobody's again."""
         self._floats[:, row] = 0.0
         self._flags[:, row] = False
-        self.bytes_s[row] = 1.0
+        self.bytes_s[row] = self.rows[row] = 1.0
+        self.kv_tokens[row] = np.inf  # so a decision sees neither an idle worker nor a full one here
         self.set_model(row, NOBODY)
         self.reading[row] = NO_WORTH
+        self._least_reading = None
 
     def set_model(self, row: int, model: StepModel) -> None:
         self.fixed_s[row], self.floor_s[row] = model.fixed_s, model.floor_s
         self.per_token_s[row] = per_token_s = max(model.per_token_s, 1e-12)
         self.per_context_s[row], self.per_attention_s[row] = model.per_context_s, model.per_attention_s
         self.reading[row] = model.per_context_s / per_token_s
+        self._least_reading = None
 
     def least_reading(self) -> float:
         """Of a key, in tokens computed, anywhere."""
-        return float(self.reading.min()) if self.num_workers else 0.0
+        if self._least_reading is None:
+            self._least_reading = float(self.reading.min()) if self.num_workers else 0.0
+        return self._least_reading
 
     def exposed_s(self, prefill: int, num_bytes: Column | float, handoff_s: float) -> Column:
         """How long the stream stands still while `num_bytes` move from `prefill` to each worker."""

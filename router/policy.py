@@ -109,17 +109,18 @@ class Elastic:
         ready = fleet.can_decode
         if not is_any(ready):
             return Reject(RejectReason.NO_WORKER)
-        large = ready & (view.capacity >= request.max_kv_tokens)
+        large = view.decode_capacity >= max(1, request.max_kv_tokens)
         _bar(view, large, request.too_large_for)
         if not is_any(large):
-            limit = int(np.where(ready, view.capacity, 0.0).max()) + 1
+            limit = int(view.decode_capacity.max()) + 1
             return Reject(RejectReason.TOO_LARGE, limit)
         cached_blocks = view.prefix.lookup(request.hashes, fleet.num_workers)
         needed = self._new_blocks(view, request, cached_blocks)
-        decodes = large & (view.slots > 0) & (needed <= view.blocks) & (needed < view.refused)
+        decodes = needed <= view.open_blocks
+        decodes &= large
         if not is_any(decodes):
             return Reject(RejectReason.BUSY)
-        prefills = fleet.can_prefill & fleet.can_send & (view.capacity >= request.num_tokens)
+        prefills = view.send_capacity >= request.num_tokens
         if request.avoid:
             decodes = _without(view, decodes, request.avoid)
             _bar(view, prefills, request.avoid)
@@ -142,11 +143,10 @@ class Elastic:
         cached = None
         if cached_blocks is not None:
             cached = np.minimum(cached_blocks * view.block_size, request.num_tokens - 1)
-        num_measured = np.count_nonzero(view.life_s > 0)
         life_s = request.expected_output * self.defaults.tpot_s
-        if num_measured:
-            life_s = float(view.life_s.sum()) / num_measured
-        is_known = math.isfinite(request.max_wait_s) and not is_any(prefills & ~view.is_measured)
+        if view.num_lives:
+            life_s = float(view.life_s.sum()) / view.num_lives
+        is_known = math.isfinite(request.max_wait_s) and not any(prefills[row] for row in view.guessed)
         near = request.near if cached_blocks is None else None
         return Ask(
             num_tokens=request.num_tokens,
@@ -174,7 +174,8 @@ class Elastic:
         if cached_blocks is None:
             return np.full(view.fleet.num_workers, max(1.0, num_blocks))
         most_cached = (request.num_tokens - 1) // view.block_size  # the last token is always computed
-        needed: Column = np.maximum(1.0, num_blocks - np.minimum(cached_blocks, most_cached))
+        needed: Column = np.minimum(cached_blocks, min(most_cached, num_blocks - 1))
+        np.subtract(num_blocks, needed, out=needed)
         return needed
 
     def _placement(

@@ -1,4 +1,4 @@
-"""Requests of one session meet where the last one was, as long as that costs nothing and no prefix says more."""
+"""Requests of one session meet where the last one was, if that costs nothing and no prefix says more."""
 
 from __future__ import annotations
 

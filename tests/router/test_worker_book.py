@@ -152,7 +152,7 @@ def test_without_a_model_the_gauges_stand_in() -> None:
     fleet, p0 = made.view().fleet, at(made, P0)
     assert work_s(made, P0) == pytest.approx(0.25)
     assert (fleet.per_token_s[p0], fleet.floor_s[p0]) == (pytest.approx(5e-4), 0.03)
-    assert not made.view().is_measured[p0]
+    assert p0 in made.view().guessed
 
 
 def test_a_refusal_holds_until_there_is_news() -> None:
