@@ -191,20 +191,13 @@ class SloScheduler(Generic[P]):
             self._credit_s = max(0.0, self._credit_s - yield_s)
         if oldest is not None:
             self._age(oldest, step, tpot_s, now, may_claim=not decode.num_yielding)
-        for prompt in overdue:
-            if not step.take(prompt, step.end_of_share_s(settings.overdue_share)):
-                break
+        self._lend(step, overdue, settings.overdue_share, reserve)
         on_time = shortest_first(classes, settings.short_slack)
         for prompt in on_time:
             if not step.take(prompt):
                 break
         if decode.num_yielding and not step.num_yielding and settings.late_share > 0:
-            end_s = step.end_of_share_s(settings.late_share)
-            step.keep(reserve)
-            for prompt in islice(self._not_on_time(), settings.max_late_looked_at):
-                if not step.take(prompt, end_s):
-                    break
-            step.keep(-reserve)
+            self._lend(step, self._not_on_time(), settings.late_share, reserve)
         if decode.num_yielding and not step.num_yielding:
             if step.is_empty or step.has_room(yield_s):
                 step.add_yielding(decode, decode.num_yielding)
@@ -234,6 +227,15 @@ class SloScheduler(Generic[P]):
         if past:
             return min(past, key=_deadline)
         return self._demoted[0] if self._demoted else None
+
+    def _lend(self, step: StepFilling[P], prompts: Iterable[P], share: float, reserve: int) -> None:
+        """This share of what is left of the step's budget."""
+        end_s = step.end_of_share_s(share)
+        step.keep(reserve)
+        for prompt in islice(prompts, self.settings.max_late_looked_at):
+            if not step.take(prompt, end_s):
+                break
+        step.keep(-reserve)
 
     def _overdue(self, now: float) -> list[P]:
         """Oldest first; batch work never is."""
