@@ -108,6 +108,7 @@ class SloScheduler(Generic[P]):
         self.settings = settings or SloSettings()
         self.work_s = 0.0  # prefill of the prompts on time, as of the last plan and the prompts added since
         self.load_s = 0.0  # what their decode will add to each step
+        self.on_time_share = 1.0  # of what rows with a target leave: theirs, not the overdue prompts'
         self.num_demoted = 0
         self.newly_late: list[P] = []  # found past their deadlines by the last plan
         self.planned_late_s: float | None = None  # in the last plan, of those not on time; None: none waited
@@ -176,7 +177,7 @@ class SloScheduler(Generic[P]):
             budget_s = max(step_budget_s(self.targets, math.inf, settings), 2 * least_s)
         looked_at = self._waiting[: settings.max_looked_at]
         overdue = self._overdue(now)
-        shared = 1.0 - settings.overdue_share if overdue else 1.0
+        self.on_time_share = shared = 1.0 - settings.overdue_share if overdue else 1.0
         classes = classify(looked_at, now, model, decode, tpot_s, settings.min_share, shared)
         self.work_s, self.load_s, self._demoted = classes.work_s, classes.load_s, classes.demoted
         self.num_demoted = len(classes.demoted)

@@ -213,11 +213,12 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     is_full = reading_s > step_s
     if is_any(is_full):
         share[is_full] = 0.0
+    share *= fleet.on_time_share
     np.maximum(share, settings.min_share, out=share)
     start_s: Column | float = step_s / 2
     if lowest(fleet.rows) == 0:
         is_idle = (fleet.rows + fleet.queued_load_s) == 0
-        share[is_idle] = 0.95
+        share[is_idle] = 0.95 * fleet.on_time_share[is_idle]
         start_s = np.where(is_idle, fleet.fixed_s + fleet.floor_s, start_s)
     held = fleet.kv_used + fleet.kv_promised
     lacking = held - fleet.kv_tokens

@@ -26,7 +26,7 @@ NOBODY = StepModel(0.0, 0.0, 1.0, 0.0, 0.0)  # of a row without a worker
 EXPOSED = 0.1  # share of a transfer that is not hidden behind the prefill
 NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never the least
 
-_FLOATS = 20
+_FLOATS = 21
 _FLAGS = 3
 
 
@@ -75,6 +75,7 @@ class Fleet:
         self.last_placed: Column = floats[17]  # order of the latest placement there; 0: never
         self.yield_s: Column = floats[18]  # of a step with all rows that need not be in it, theirs
         self.late_rate: Column = floats[19]  # share of the time that late prompts got lately; 0: not measured
+        self.on_time_share: Column = floats[20]  # of what decode leaves of a step, for prompts in time
         self.can_prefill: Flags = flags[0]
         self.can_decode: Flags = flags[1]
         self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere
@@ -94,7 +95,7 @@ class Fleet:
         """Nobody's again."""
         self._floats[:, row] = 0.0
         self._flags[:, row] = False
-        self.bytes_s[row] = self.rows[row] = 1.0
+        self.bytes_s[row] = self.rows[row] = self.on_time_share[row] = 1.0
         self.kv_tokens[row] = np.inf  # so a decision sees neither an idle worker nor a full one here
         self.set_model(row, NOBODY)
         self.reading[row] = NO_WORTH

@@ -308,7 +308,7 @@ class WorkerBook:
         fleet.context[row] = max(0, foreign.context + totals.context - yielding_context)
         model = known.model
         fleet.yield_s[row] = model.per_token_s * yielding + model.per_context_s * yielding_context
-        fleet.late_rate[row] = load.late_rate
+        fleet.late_rate[row], fleet.on_time_share[row] = load.late_rate, load.on_time_share
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
         fleet.coming_context[row] = foreign.coming_context + totals.coming_context
         fleet.kv_used[row] = num_blocks * register.geometry.block_size

@@ -103,7 +103,6 @@ class _Caller(Client):
     def ended(self) -> None:
         if self.call.error is None:
             self.call.finish_s = self._site.queue.now
-        del self._site.oracles[self.request]
         self._on_end(self.call)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from cluster.config import WorkerConfig
 from cluster.engine.sequence import Sequence
 from cluster.live_step_model import LiveStepModel
-from cluster.slo_classes import AGED_SHARE, LATE_SHARE, Targets
+from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings
 from cluster.step_model import StepModel, StepWork
 from cluster.wire.messages import WorkerLoad
@@ -40,14 +40,16 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
 
     Without streams a step may take a twentieth of a TTFT: whoever arrives meanwhile waits no longer. Late
     rows and prompts take all that the others leave: no time is kept from them while a worker could compute.
+    Prompts come first there, and one that has waited twice its target goes before those on time too, in a
+    share that leaves them some: whoever is late waits a few times as long as others, not ten times.
     """
     return SloSettings(
         max_idle_step_s=targets.ttft_s / 20,
         longest=2.0,
         aged_share=AGED_SHARE,
         late_share=LATE_SHARE,
-        overdue_s=2 * targets.ttft_s,
-        overdue_share=0.25,
+        overdue_s=targets.ttft_s,
+        overdue_share=OVERDUE_SHARE,
         yielding_load=math.inf,
         splits_yielding=True,
         short_slack=0.5,
@@ -138,4 +140,5 @@ class Pacer:
             late_prefill_s=self.prompts.late_s if len(self.prompts) else 0.0,
             queued_load_s=self.prompts.load_s if len(self.prompts) else 0.0,
             late_rate=self.late_rate,
+            on_time_share=self.prompts.on_time_share if len(self.prompts) else 1.0,
         )
