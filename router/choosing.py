@@ -21,6 +21,11 @@ def is_any(flags: Flags) -> bool:
     return bool(flags.size and flags[flags.argmax()])
 
 
+def are_all(flags: Flags) -> bool:
+    """As `flags.all()`."""
+    return not flags.size or bool(flags[flags.argmin()])
+
+
 def lowest(column: Column) -> float:
     """As `column.min()`."""
     return float(column[column.argmin()])

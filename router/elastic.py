@@ -47,7 +47,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, Targets
-from router.choosing import NONE, is_any, lowest, near, oldest, oldest_of
+from router.choosing import NONE, are_all, is_any, lowest, near, oldest, oldest_of
 from router.fleet import Column, Flags, Fleet
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
@@ -135,10 +135,11 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
             return TurnAway(least_s - ask.max_wait_s)
     wait_s = min(soonest_s, targets.ttft_s)
     step_s = None
-    if not fleet.can_send.all():  # some decode what they compute: how long their steps would be
+    if not are_all(fleet.can_send):  # some decode what they compute: how long their steps would be
         step_s = _decode_step_s(fleet, ask, _staying(ask, wait_s))
-    prefill = _choose_prefill(fleet, ask, ttft_s, waits, step_s, targets, settings)
-    decode = choose_decode(fleet, ask, prefill, targets, settings, wait_s, step_s)
+    decode_s = _decode_s(fleet, ask)
+    prefill = _choose_prefill(fleet, ask, ttft_s, waits, step_s, decode_s, targets, settings)
+    decode = choose_decode(fleet, ask, prefill, targets, settings, wait_s, step_s, decode_s)
     return Place(prefill, decode, float(first_s[prefill]))
 
 
@@ -148,6 +149,7 @@ def _choose_prefill(
     ttft_s: Column,
     waits: _Waits,
     step_s: Column | None,
+    decode_s: Column,
     targets: Targets,
     settings: ElasticSettings,
 ) -> int:
@@ -162,7 +164,7 @@ def _choose_prefill(
         good |= fleet.can_send
         good &= in_time
         in_time = good if is_any(good) else in_time
-    cost = waits.own_s / _decode_s(fleet, ask)
+    cost = waits.own_s / decode_s
     np.multiply(cost, settings.prefill_only_worth, out=cost, where=~fleet.can_decode)
     np.copyto(cost, np.inf, where=~in_time)
     return oldest_of(near(cost, settings.near), ttft_s, fleet, settings.tie, ask.near_prefill)
@@ -292,9 +294,10 @@ def choose_decode(
     settings: ElasticSettings,
     wait_s: float,
     step_s: Column | None = None,
+    decode_s: Column | None = None,
 ) -> int:
-    """The worker where a prompt that worker `prefill` will have computed in `wait_s` should decode. `step_s`:
-    as `_decode_step_s`, if it is known."""
+    """The worker where a prompt that worker `prefill` will have computed in `wait_s` should decode. `step_s`,
+    `decode_s`: as `_decode_step_s` and `_decode_s`, if they are known."""
     if not fleet.can_send[prefill]:
         return prefill
     decodes = fleet.can_decode if ask.may_decode is None else ask.may_decode
@@ -326,8 +329,7 @@ def choose_decode(
         best = oldest(over_s, fleet, settings.tie, ask.near_decode)
         is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
         return prefill if is_near else best
-    cost = _decode_s(fleet, ask)
-    cost /= fleet.per_token_s
+    cost = (_decode_s(fleet, ask) if decode_s is None else decode_s) / fleet.per_token_s
     np.copyto(cost, np.inf, where=~good)
     if cost[prefill] <= lowest(cost) * (1 + settings.near):
         return prefill
