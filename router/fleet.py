@@ -96,7 +96,7 @@ class Fleet:
         self._floats[:, row] = 0.0
         self._flags[:, row] = False
         self.bytes_s[row] = self.rows[row] = self.on_time_share[row] = 1.0
-        self.kv_tokens[row] = np.inf  # so a decision sees neither an idle worker nor a full one here
+        self.kv_tokens[row] = 1e18  # so a decision sees neither an idle worker nor a full one here
         self.set_model(row, NOBODY)
         self.reading[row] = NO_WORTH
         self._least_reading = None

@@ -40,7 +40,7 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
 
     Without streams a step may take a twentieth of a TTFT: whoever arrives meanwhile waits no longer. Late
     rows and prompts take all that the others leave: no time is kept from them while a worker could compute.
-    Prompts come first there, and one that has waited twice its target goes before those on time too, in a
+    Prompts come first there, and one that has waited four times its target goes before those on time too, in a
     share that leaves them some: whoever is late waits a few times as long as others, not ten times.
     """
     return SloSettings(
@@ -48,7 +48,7 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
         longest=2.0,
         aged_share=AGED_SHARE,
         late_share=LATE_SHARE,
-        overdue_s=targets.ttft_s,
+        overdue_s=3 * targets.ttft_s,
         overdue_share=OVERDUE_SHARE,
         yielding_load=math.inf,
         splits_yielding=True,
