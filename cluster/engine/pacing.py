@@ -40,8 +40,8 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
 
     Without streams a step may take a twentieth of a TTFT: whoever arrives meanwhile waits no longer. Late
     rows and prompts take all that the others leave: no time is kept from them while a worker could compute.
-    Prompts come first there, and one that has waited four times its target goes before those on time too, in a
-    share that leaves them some: whoever is late waits a few times as long as others, not ten times.
+    Prompts come first there, and one that has waited four times its target goes before those on time too,
+    in a share that leaves them some: whoever is late waits a few times as long as others, not ten times.
     """
     return SloSettings(
         max_idle_step_s=targets.ttft_s / 20,

@@ -433,8 +433,8 @@ def test_an_overdue_prompt_goes_before_those_on_time_within_its_share_and_the_bu
 
 
 def test_the_share_of_overdue_prompts_is_no_longer_promised_to_others() -> None:
-    """4,500 tokens would just be in time for 0.1 s without it."""
-    queue = [waiting(4_500, 0.1)]
+    """4,000 tokens would just be in time for 0.1 s without it."""
+    queue = [waiting(4_000, 0.1)]
     assert not classify(queue, 0.0, MODEL, DecodeBatch(), TARGETS.tpot_s, 0.03).demoted
     assert classify(queue, 0.0, MODEL, DecodeBatch(), TARGETS.tpot_s, 0.03, 0.75).demoted
 
