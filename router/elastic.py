@@ -224,11 +224,10 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
         start_s = np.where(is_idle, fleet.fixed_s + fleet.floor_s, start_s)
     held = fleet.kv_used + fleet.kv_promised
     lacking = held - fleet.kv_tokens
-    lacks_kv: Flags | None = lacking > -(ask.num_tokens + 1)
-    if not is_any(lacks_kv):
-        lacks_kv = None
-    else:  # what is held goes within the life of a row, or with the prompts before this one
-        lacks_kv &= held > 0
+    is_lacking: Flags = lacking > -(ask.num_tokens + 1)
+    lacks_kv: Flags | None = None
+    if is_any(is_lacking):  # what is held goes within the life of a row, or with the prompts before this one
+        lacks_kv = is_lacking & (held > 0)
         lacking += ask.num_tokens + 1
         hold_s = np.where(fleet.can_decode, min(ask.life_s, _LONG_S), fleet.work_s)
         start_s = start_s + np.where(lacks_kv, hold_s * lacking / np.maximum(held, 1.0), 0.0)
