@@ -29,6 +29,11 @@ class Targets:
 
 DEFAULT_TARGETS = Targets(ttft_s=2.0, tpot_s=0.1)
 
+# What a live worker gives to prompts that are not on time; routers predict waits by it.
+AGED_SHARE = 0.05  # of its time, in any case
+LATE_SHARE = 1.0  # of what is left beside work on time, before rows that yield
+OVERDUE_SHARE = 0.75  # of what rows with a target leave, once one has waited four times its target
+
 
 class Prompt(Protocol):
     """What planning reads of a prompt; it changes nothing."""
@@ -87,13 +92,20 @@ class Classes(Generic[P]):
 
 
 def classify(
-    prompts: Iterable[P], now: float, model: StepModel, decode: DecodeBatch, tpot_s: float, min_share: float
+    prompts: Iterable[P],
+    now: float,
+    model: StepModel,
+    decode: DecodeBatch,
+    tpot_s: float,
+    min_share: float,
+    shared: float = 1.0,
 ) -> Classes[P]:
     """Who will be on time; see the module.
 
     Args:
         prompts: by deadline.
         tpot_s: length of a step.
+        shared: of what decode leaves of a step, the share of those on time.
     """
     kept: list[tuple[float, int, float, float, P]] = []  # (-total cost, order, prefill, load, prompt)
     dropped: list[tuple[int, P]] = []
@@ -118,7 +130,7 @@ def classify(
         share = 1 - (model.fixed_s + load_s * staying + added_s) / tpot_s
         if model.fixed_s + model.floor_s + reading_s * staying + added_s - num_kept * per_token_s > tpot_s:
             share = 0.0
-        share = max(share, min_share)
+        share = max(share * shared, min_share)
         wait_s = work_s / share
         own_s.append(cost_s / share)
         if now + wait_s > prompt.deadline_s:

@@ -15,12 +15,15 @@ Algorithm of `plan`:
      for good. Batch prompts are never on time: they have no deadline that anything gives way to.
   3. *Chunks*: prompts on time, in order of deadline, as many tokens as fit the budget; then, of what is left,
      late ones, demoted ones and batch ones, the oldest first, if their decode too leaves the batch within its
-     target. With `short_slack`, a short prompt goes before longer ones with earlier deadlines, as long as it
-     takes no more than that share of their slack: nobody becomes late by it. A step that completes a prompt
-     ends when that is due.
+     target. While rows yield, `late_share` of what is left is these prompts', then the rows come, then these
+     prompts again: no target is at stake between them, and a first token is waited for most. With
+     `short_slack`, a short prompt goes before longer ones with earlier deadlines, as long as it takes no more
+     than that share of their slack: nobody becomes late by it. A step that completes a prompt ends when that
+     is due.
   4. A step that would be empty takes a chunk whatever the budget: a worker that can compute does.
 
-Order: deadline, then arrival. Nobody is demoted while the work fits.
+Order: deadline, then arrival. Nobody is demoted while the work fits. A prompt that has been late for
+`overdue_s` goes before those on time, in `overdue_share` of what the rows with a target leave of a step.
 
 When nothing fits: no chunk; the decode batch goes on alone.
 
@@ -46,7 +49,8 @@ from itertools import chain, islice
 from typing import Generic
 
 from cluster.slo_classes import DecodeBatch, P, Prompt, Targets, classify, prefill_s, shortest_first
-from cluster.step_model import StepModel, StepWork, chunk_attention
+from cluster.slo_step import StepFilling
+from cluster.step_model import StepModel, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,9 @@ class SloSettings:
     yielding_load: float = 0.25  # share of a step that rows which yield may take; more prompts do not begin
     splits_yielding: bool = False  # rows that yield are in a step one by one, not all or none
     aged_share: float = 0.01  # of the time, for those that are not on time
+    late_share: float = 0.0  # of what those on time leave: prompts' before rows that yield
+    overdue_s: float = math.inf  # a prompt so late has a share before those on time ...
+    overdue_share: float = 0.0  # ... of what rows with a target leave
     bank_use: float = 0.25  # share of a stream's lead that one step may use
     longest: float = math.inf  # TPOTs that a step may take at most, whatever the lead: readers see gaps too
     catch_up: float = 0.1  # share of a stream's lag that one step makes up for
@@ -101,8 +108,10 @@ class SloScheduler(Generic[P]):
         self.settings = settings or SloSettings()
         self.work_s = 0.0  # prefill of the prompts on time, as of the last plan and the prompts added since
         self.load_s = 0.0  # what their decode will add to each step
+        self.on_time_share = 1.0  # of what rows with a target leave: theirs, not the overdue prompts'
         self.num_demoted = 0
         self.newly_late: list[P] = []  # found past their deadlines by the last plan
+        self.planned_late_s: float | None = None  # in the last plan, of those not on time; None: none waited
         self._waiting: list[P] = []  # by deadline
         self._late: deque[P] = deque()  # past their deadlines, oldest first
         self._batch: list[P] = []  # by deadline
@@ -167,10 +176,14 @@ class SloScheduler(Generic[P]):
             least_s = model.step_s(StepWork(1))  # targets tighter than that leave half of a step to prompts
             budget_s = max(step_budget_s(self.targets, math.inf, settings), 2 * least_s)
         looked_at = self._waiting[: settings.max_looked_at]
-        classes = classify(looked_at, now, model, decode, tpot_s, settings.min_share)
+        overdue = self._overdue(now)
+        self.on_time_share = shared = 1.0 - settings.overdue_share if overdue else 1.0
+        classes = classify(looked_at, now, model, decode, tpot_s, settings.min_share, shared)
         self.work_s, self.load_s, self._demoted = classes.work_s, classes.load_s, classes.demoted
         self.num_demoted = len(classes.demoted)
-        step: _Step[P] = _Step(model, decode, now, budget_s, room, settings.max_chunk_tokens, begin)
+        step: StepFilling[P] = StepFilling(
+            model, decode, now, budget_s, room, settings.max_chunk_tokens, begin
+        )
         yield_s = model.per_token_s * decode.num_yielding + model.per_context_s * decode.yielding_context
         oldest = self._oldest()
         self._earn(now, is_owed=oldest is not None or decode.num_yielding > 0)
@@ -179,10 +192,13 @@ class SloScheduler(Generic[P]):
             self._credit_s = max(0.0, self._credit_s - yield_s)
         if oldest is not None:
             self._age(oldest, step, tpot_s, now, may_claim=not decode.num_yielding)
+        self._lend(step, overdue, settings.overdue_share, reserve)
         on_time = shortest_first(classes, settings.short_slack)
         for prompt in on_time:
             if not step.take(prompt):
                 break
+        if decode.num_yielding and not step.num_yielding and settings.late_share > 0:
+            self._lend(step, self._not_on_time(), settings.late_share, reserve)
         if decode.num_yielding and not step.num_yielding:
             if step.is_empty or step.has_room(yield_s):
                 step.add_yielding(decode, decode.num_yielding)
@@ -200,6 +216,7 @@ class SloScheduler(Generic[P]):
                     break
         if oldest is None or step.has(oldest):
             self._aged_at = now
+        self.planned_late_s = None if oldest is None else self._late_s(step.chunks, on_time)
         return StepPlan(step.chunks, step.num_yielding)
 
     def _not_on_time(self) -> Iterable[P]:
@@ -211,6 +228,31 @@ class SloScheduler(Generic[P]):
         if past:
             return min(past, key=_deadline)
         return self._demoted[0] if self._demoted else None
+
+    def _lend(self, step: StepFilling[P], prompts: Iterable[P], share: float, reserve: int) -> None:
+        """This share of what is left of the step's budget."""
+        end_s = step.end_of_share_s(share)
+        step.keep(reserve)
+        for prompt in islice(prompts, self.settings.max_late_looked_at):
+            if not step.take(prompt, end_s):
+                break
+        step.keep(-reserve)
+
+    def _overdue(self, now: float) -> list[P]:
+        """Oldest first; batch work never is."""
+        since_s = now - self.settings.overdue_s
+        late = islice(self._late, self.settings.max_late_looked_at)
+        return [prompt for prompt in late if prompt.deadline_s <= since_s]
+
+    def _late_s(self, chunks: list[tuple[P, int]], on_time: Sequence[P]) -> float:
+        """What these chunks compute of prompts that are not on time."""
+        ids = set(map(id, on_time))
+        model = self.model
+        return sum(
+            prefill_s(model, prompt.num_computed + count, prompt.num_computed)
+            for prompt, count in chunks
+            if id(prompt) not in ids
+        )
 
     def _expire(self, now: float) -> None:
         count = 0
@@ -230,7 +272,7 @@ class SloScheduler(Generic[P]):
             self._credit_s += (now - self._planned_at) * self.settings.aged_share
         self._is_owed, self._planned_at = is_owed, now
 
-    def _age(self, oldest: P, step: _Step[P], tpot_s: float, now: float, *, may_claim: bool) -> None:
+    def _age(self, oldest: P, step: StepFilling[P], tpot_s: float, now: float, *, may_claim: bool) -> None:
         """A chunk for the oldest one, from the share it has waited for, or because it has paused long enough.
         While rows yield, the share is theirs."""
         rest_s = prefill_s(self.model, oldest.num_tokens, oldest.num_computed)
@@ -246,99 +288,3 @@ class SloScheduler(Generic[P]):
 
 def _deadline(prompt: Prompt) -> float:
     return prompt.deadline_s
-
-
-class _Step(Generic[P]):
-    """The chunks of one step as they are chosen."""
-
-    def __init__(
-        self,
-        model: StepModel,
-        decode: DecodeBatch,
-        now: float,
-        budget_s: float,
-        room: int,
-        max_chunk_tokens: int,
-        begin: Callable[[P], None] | None,
-    ) -> None:
-        self.num_yielding = 0
-        self.room = room
-        self._taken: dict[int, tuple[P, int]] = {}  # by id, in order
-        self._model = model
-        self._now = now
-        self._budget_s = budget_s
-        self._left = max_chunk_tokens
-        self._begin = begin
-        self._tokens = decode.num_rows
-        self._context = decode.context
-        self._attention = 0.0
-
-    @property
-    def chunks(self) -> list[tuple[P, int]]:
-        return list(self._taken.values())
-
-    @property
-    def is_empty(self) -> bool:
-        return self._tokens == 0
-
-    def has(self, prompt: P) -> bool:
-        return id(prompt) in self._taken
-
-    def has_room(self, seconds: float) -> bool:
-        """Whether more work of so many seconds keeps the budget (beyond the ridge)."""
-        return self._model.step_s(self._work) + seconds <= self._budget_s
-
-    def most_yielding(self, decode: DecodeBatch) -> int:
-        """How many of the rows that yield fit."""
-        mean = decode.yielding_context / decode.num_yielding
-        return self._model.most_rows(self._work, mean, decode.num_yielding, self._budget_s)
-
-    def add_yielding(self, decode: DecodeBatch, num_rows: int) -> None:
-        self._tokens += num_rows
-        self._context += round(decode.yielding_context * num_rows / decode.num_yielding)
-        self.num_yielding = num_rows
-
-    def keep(self, num_tokens: int) -> None:
-        """KV that whoever comes now must leave."""
-        self.room -= num_tokens
-
-    @property
-    def _work(self) -> StepWork:
-        return StepWork(self._tokens, self._context, self._attention)
-
-    def take(self, prompt: P) -> bool:
-        """As much of it as the budget allows. False: the step is full."""
-        return self._take(prompt, self._budget_s)
-
-    def force(self, prompt: P, wanted_s: float) -> bool:
-        """A chunk of at most `wanted_s`, a token at least, within the budget or not. False: there is no KV
-        for it, or the step has as many tokens as it may have."""
-        self._take(prompt, self._model.step_s(self._work) + wanted_s, least=1)
-        return self.has(prompt)
-
-    def _take(self, prompt: P, budget_s: float, least: int = 0) -> bool:
-        _, taken = self._taken.get(id(prompt), (prompt, 0))
-        new_tokens = 0 if taken else prompt.new_kv_tokens
-        if new_tokens and new_tokens > self.room:
-            return True  # others may be smaller
-        count = self._count(prompt, taken, budget_s, least)
-        if count <= 0:
-            return prompt.num_tokens - prompt.num_computed == taken
-        if new_tokens and self._begin is not None:
-            self._begin(prompt)
-            count = self._count(prompt, 0, budget_s, 1)
-        start = prompt.num_computed + taken
-        self._taken[id(prompt)] = (prompt, taken + count)
-        self.room -= new_tokens
-        self._left -= count
-        self._tokens += count
-        self._attention += chunk_attention(start, count)
-        if start + count == prompt.num_tokens and self._now < prompt.deadline_s < self._now + self._budget_s:
-            # its first token comes when the step ends: not later than it is due, if that can be
-            self._budget_s = max(prompt.deadline_s - self._now, self._model.step_s(self._work))
-        return True
-
-    def _count(self, prompt: P, taken: int, budget_s: float, least: int) -> int:
-        start = prompt.num_computed + taken
-        limit = min(prompt.num_tokens - start, self._left)
-        return min(limit, max(least, self._model.most_chunk_tokens(self._work, start, limit, budget_s)))

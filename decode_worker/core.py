@@ -155,6 +155,7 @@ class DecodeCore:
     def load(self) -> WorkerLoad:
         counts, scheduler = self._blocks.counts(), self._scheduler
         coming = self._leases.sequences()
+        yielding_rows, yielding_context = scheduler.yielding()
         load = WorkerLoad(
             running=scheduler.num_running,
             waiting=scheduler.num_preempted + self._leases.num_live,
@@ -171,6 +172,8 @@ class DecodeCore:
             kv_bytes_received=self._intake.num_bytes,
             decode_rows=scheduler.num_decoding,
             decode_context=scheduler.decode_context,
+            yielding_rows=yielding_rows,
+            yielding_context=yielding_context,
             coming_rows=len(coming),
             coming_context=sum(sequence.num_tokens for sequence in coming),
             row_life_s=0.0 if math.isinf(scheduler.lives.mean_s) else scheduler.lives.mean_s,

@@ -104,6 +104,11 @@ class DecodeScheduler:
         """Keys that the decoding sequences read in a step."""
         return sum(len(sequence.token_ids) for sequence in self._decoding)
 
+    def yielding(self) -> tuple[int, int]:
+        """Of the sequences that decode, those that need not be in every step: (how many, their keys)."""
+        lengths = [len(sequence.token_ids) for sequence in self._decoding if sequence.pace.yields]
+        return len(lengths), sum(lengths)
+
     @property
     def num_preempted(self) -> int:
         return len(self._preempted)

@@ -19,6 +19,7 @@ from cluster.request import RequestSlo, RequestSpec, RequestState, transition
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.slo_classes import Targets
 from cluster.wire.messages import FirstToken, PriorityClass, SloTargets, TokenRow
+from router.affinity import Near
 from router.delivery import NewTokens, RequestSummary
 from router.policy import PlacementRequest
 
@@ -174,8 +175,11 @@ class LiveRequest:
             priority_class=self.spec.slo.priority_class,
         )
 
-    def placement_request(self, expected_output: float, max_backlog_s: float, now: float) -> PlacementRequest:
-        """What placement needs to know to place the next attempt. `expected_output`: of such a prompt."""
+    def placement_request(
+        self, expected_output: float, max_backlog_s: float, now: float, near: Near | None = None
+    ) -> PlacementRequest:
+        """What placement needs to know to place the next attempt. `expected_output`: of such a prompt;
+        `near`: where its session was last."""
         targets, max_tokens = self.targets, self.spec.sampling.max_tokens
         max_wait_s = math.inf  # one that had a place is not turned away
         if self.num_reserves == 0:
@@ -192,6 +196,7 @@ class LiveRequest:
             max_wait_s=max_wait_s,
             avoid=frozenset(self.avoid),
             too_large_for=frozenset(self.too_large_for),
+            near=near,
         )
 
     def note_first_token(self, message: FirstToken, now: float) -> None:

@@ -13,11 +13,17 @@ from numpy.typing import NDArray
 from router.fleet import Column, Flags, Fleet
 
 Rows = NDArray[np.intp]  # numbers of some workers, rising
+NONE = -1  # no row
 
 
 def is_any(flags: Flags) -> bool:
     """As `flags.any()`."""
     return bool(flags.size and flags[flags.argmax()])
+
+
+def are_all(flags: Flags) -> bool:
+    """As `flags.all()`."""
+    return not flags.size or bool(flags[flags.argmin()])
 
 
 def lowest(column: Column) -> float:
@@ -31,13 +37,18 @@ def near(cost: Column, share: float) -> Rows:
     return rows
 
 
-def oldest(score: Column, fleet: Fleet, share: float) -> int:
-    """Of those whose score is within this share of the least: the one that was placed on longest ago."""
-    rows = near(score, share)
-    return int(rows[fleet.last_placed[rows].argmin()])
+def oldest(score: Column, fleet: Fleet, share: float, preferred: int = NONE) -> int:
+    """Of those whose score is within this share of the least: the preferred one, else the one that was placed
+    on longest ago."""
+    return _oldest(near(score, share), fleet, preferred)
 
 
-def oldest_of(rows: Rows, score: Column, fleet: Fleet, share: float) -> int:
+def oldest_of(rows: Rows, score: Column, fleet: Fleet, share: float, preferred: int = NONE) -> int:
     """As `oldest`, of these rows. `score`: of all."""
-    rows = rows[near(score[rows], share)]
+    return _oldest(rows[near(score[rows], share)], fleet, preferred)
+
+
+def _oldest(rows: Rows, fleet: Fleet, preferred: int) -> int:
+    if preferred != NONE and preferred in rows:
+        return preferred
     return int(rows[fleet.last_placed[rows].argmin()])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
@@ -49,10 +47,9 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     decode_silence_s: float = 60.0
     stall_timeout_s: float = 15.0
     queue_timeout_s: float = 30.0
-    # A request whose first token is further away is refused (`router.attempt`). Off: at 30 s, of 64 requests
-    # with 32 in flight on two cores 45 were refused; let in, none waited longer than 67 s. Who finds no room
-    # is refused all the same, by `queue_timeout_s`.
-    max_backlog_s: float = math.inf
+    # A request whose first token is further away is refused (`router.attempt`): as long as a prompt may take
+    # (`prefill_timeout_s`), and as the longest Retry-After there is.
+    max_backlog_s: float = 60.0
     recovery_wait_s: float = 20.0
     max_queued: int = 1024
     max_overtake_s: float = 5.0

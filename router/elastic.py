@@ -27,12 +27,14 @@ that was placed will have come.
 A prompt is not split between P and D: every worker that may do both lets chunks ride beside its decode rows,
 so what a D has free is already offered as a P.
 
-Order: of equal ones the least recently placed, then the lower index.
+Order: of equal ones where the session was last, if no prefix is known; then the least recently placed, then
+the lower index.
 
 When nothing fits: workers without KV room are taken only if all are full; for good, if no worker could ever
 hold it. Overload demotes, on the worker (`cluster.slo_schedule`), rather than rejects: a demoted request
-still runs in what is left. It is rejected only when the whole backlog before it, demoted work included, would
-take longer than `max_wait_s` everywhere, with the time after which it will have drained enough.
+still runs in what is left: behind all that waits, at the rate that such prompts get there (`_backlog_s`). It
+is rejected only when that would take longer than `max_wait_s` everywhere, with the time after which the
+backlog will have drained enough.
 
 Bounds: O(workers) in a few vector operations; no state, no clock.
 """
@@ -44,8 +46,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.slo_classes import Targets
-from router.choosing import is_any, lowest, near, oldest, oldest_of
+from cluster.slo_classes import AGED_SHARE, LATE_SHARE, Targets
+from router.choosing import NONE, are_all, is_any, lowest, near, oldest, oldest_of
 from router.fleet import Column, Flags, Fleet
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
@@ -81,6 +83,8 @@ class Ask:
     max_wait_s: float = math.inf  # for the first token, whatever the target
     may_prefill: Flags | None = None
     may_decode: Flags | None = None
+    near_prefill: int = NONE  # rows where its session was last
+    near_decode: int = NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +108,9 @@ class _Waits:
 
     own_s: Column
     ttft_s: Column
-    lacks_kv: Flags
+    lacks_kv: Flags | None  # None: nobody
     mine_s: Column
-    share: Column
     start_s: Column | float
-
-    def backlog_s(self, fleet: Fleet) -> Column:
-        """As `ttft_s`, behind all that waits."""
-        seconds: Column = (self.mine_s + fleet.late_s) / self.share + self.start_s
-        return seconds
 
 
 def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Place | TurnAway:
@@ -127,20 +125,22 @@ def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -
     unable = ~able
     waits = _predict(fleet, ask, targets, settings)
     ttft_s = waits.ttft_s
-    ttft_s[unable] = np.inf
+    np.copyto(ttft_s, np.inf, where=unable)
     soonest_s = lowest(ttft_s)
-    if soonest_s > targets.ttft_s and math.isfinite(ask.max_wait_s):
-        backlog_s = waits.backlog_s(fleet)
-        backlog_s[unable] = np.inf
-        if (least_s := lowest(backlog_s)) > ask.max_wait_s:
+    first_s = ttft_s
+    if soonest_s > targets.ttft_s:
+        first_s = np.maximum(_backlog_s(fleet, waits, targets, settings), targets.ttft_s)
+        np.copyto(first_s, np.inf, where=unable)
+        if (least_s := lowest(first_s)) > ask.max_wait_s:
             return TurnAway(least_s - ask.max_wait_s)
     wait_s = min(soonest_s, targets.ttft_s)
     step_s = None
-    if not fleet.can_send.all():  # some decode what they compute: how long their steps would be
+    if not are_all(fleet.can_send):  # some decode what they compute: how long their steps would be
         step_s = _decode_step_s(fleet, ask, _staying(ask, wait_s))
-    prefill = _choose_prefill(fleet, ask, ttft_s, waits, step_s, targets, settings)
-    decode = choose_decode(fleet, ask, prefill, targets, settings, wait_s, step_s)
-    return Place(prefill, decode, float(ttft_s[prefill]))
+    decode_s = _decode_s(fleet, ask)
+    prefill = _choose_prefill(fleet, ask, ttft_s, waits, step_s, decode_s, targets, settings)
+    decode = choose_decode(fleet, ask, prefill, targets, settings, wait_s, step_s, decode_s)
+    return Place(prefill, decode, float(first_s[prefill]))
 
 
 def _choose_prefill(
@@ -149,23 +149,25 @@ def _choose_prefill(
     ttft_s: Column,
     waits: _Waits,
     step_s: Column | None,
+    decode_s: Column,
     targets: Targets,
     settings: ElasticSettings,
 ) -> int:
     """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
     in_time = ttft_s <= settings.early * targets.ttft_s
-    in_time &= ~waits.lacks_kv
+    if waits.lacks_kv is not None:
+        in_time &= ~waits.lacks_kv
     if not is_any(in_time):
-        return oldest(ttft_s, fleet, settings.tie)
+        return oldest(ttft_s, fleet, settings.tie, ask.near_prefill)
     if step_s is not None:
         good = step_s <= min(targets.tpot_s, targets.gap_s) * settings.safety * settings.local_bonus
         good |= fleet.can_send
         good &= in_time
         in_time = good if is_any(good) else in_time
-    cost = waits.own_s / _decode_s(fleet, ask)
+    cost = waits.own_s / decode_s
     np.multiply(cost, settings.prefill_only_worth, out=cost, where=~fleet.can_decode)
-    cost[~in_time] = np.inf
-    return oldest_of(near(cost, settings.near), ttft_s, fleet, settings.tie)
+    np.copyto(cost, np.inf, where=~in_time)
+    return oldest_of(near(cost, settings.near), ttft_s, fleet, settings.tie, ask.near_prefill)
 
 
 def _decode_s(fleet: Fleet, ask: Ask) -> Column:
@@ -195,10 +197,9 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
     own_s = _own_s(fleet, ask)
     mine_s = fleet.work_s + own_s
-    staying = np.minimum(mine_s, targets.ttft_s)  # then 1 - that / life, at least a half
+    staying = np.minimum(mine_s, min(targets.ttft_s, ask.life_s / 2))  # then 1 - that / life
     staying /= -ask.life_s
     staying += 1
-    np.maximum(staying, 0.5, out=staying)
     reading_s = fleet.context * staying
     reading_s += ask.num_tokens
     reading_s *= fleet.per_context_s
@@ -206,32 +207,56 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     share = fleet.rows * staying  # then 1 - the load of decode / step
     share += 1
     share *= fleet.per_token_s
+    reading_s += fleet.queued_load_s
     share += reading_s
-    share += fleet.queued_load_s
     share /= -step_s
     share += 1
-    reading_s += fleet.queued_load_s
     reading_s += fleet.floor_s
     is_full = reading_s > step_s
     if is_any(is_full):
         share[is_full] = 0.0
+    share *= fleet.on_time_share
     np.maximum(share, settings.min_share, out=share)
     start_s: Column | float = step_s / 2
-    is_idle = (fleet.rows + fleet.queued_load_s) == 0
-    if is_any(is_idle):
-        share[is_idle] = 0.95
+    if lowest(fleet.rows) == 0:
+        is_idle = (fleet.rows + fleet.queued_load_s) == 0
+        share[is_idle] = 0.95 * fleet.on_time_share[is_idle]
         start_s = np.where(is_idle, fleet.fixed_s + fleet.floor_s, start_s)
     held = fleet.kv_used + fleet.kv_promised
-    lacking = held + (ask.num_tokens + 1)
-    lacking -= fleet.kv_tokens
-    lacks_kv = lacking > 0
-    lacks_kv &= held > 0
-    if is_any(lacks_kv):  # what is held goes within the life of a row, or with the prompts before this one
+    lacking = held - fleet.kv_tokens
+    is_lacking: Flags = lacking > -(ask.num_tokens + 1)
+    lacks_kv: Flags | None = None
+    if is_any(is_lacking):  # what is held goes within the life of a row, or with the prompts before this one
+        lacks_kv = is_lacking & (held > 0)
+        lacking += ask.num_tokens + 1
         hold_s = np.where(fleet.can_decode, min(ask.life_s, _LONG_S), fleet.work_s)
         start_s = start_s + np.where(lacks_kv, hold_s * lacking / np.maximum(held, 1.0), 0.0)
     ttft_s = mine_s / share
     ttft_s += start_s
-    return _Waits(own_s, ttft_s, lacks_kv, mine_s, share, start_s)
+    return _Waits(own_s, ttft_s, lacks_kv, mine_s, start_s)
+
+
+def _backlog_s(fleet: Fleet, waits: _Waits, targets: Targets, settings: ElasticSettings) -> Column:
+    """Per worker, seconds until the first token of a prompt that is not in time there: behind all that waits.
+
+    As the worker's scheduler works (`cluster.slo_schedule`): of a step, rows with a target leave
+
+        left = 1 - (fixed + per_token * rows + per_context * context) / step
+
+    and rows that yield, half of those coming among them by then, take no more than 1 - `LATE_SHARE` of it
+    from these prompts, which have `AGED_SHARE` in any case. A worker that has measured a higher rate is
+    believed.
+    """
+    step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
+    left = fleet.fixed_s + fleet.per_token_s * fleet.rows + fleet.per_context_s * fleet.context
+    left /= -step_s
+    left += 1
+    yielding = (fleet.yield_s + fleet.coming_rows * fleet.per_token_s / 2) / step_s
+    rate = left - np.minimum(yielding, (1 - LATE_SHARE) * left)
+    np.maximum(rate, fleet.late_rate, out=rate)
+    np.maximum(rate, AGED_SHARE, out=rate)
+    seconds: Column = (waits.mine_s + fleet.late_s) / rate + waits.start_s
+    return seconds
 
 
 def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Column:
@@ -268,9 +293,10 @@ def choose_decode(
     settings: ElasticSettings,
     wait_s: float,
     step_s: Column | None = None,
+    decode_s: Column | None = None,
 ) -> int:
-    """The worker where a prompt that worker `prefill` will have computed in `wait_s` should decode. `step_s`:
-    as `_decode_step_s`, if it is known."""
+    """The worker where a prompt that worker `prefill` will have computed in `wait_s` should decode. `step_s`,
+    `decode_s`: as `_decode_step_s` and `_decode_s`, if they are known."""
     if not fleet.can_send[prefill]:
         return prefill
     decodes = fleet.can_decode if ask.may_decode is None else ask.may_decode
@@ -299,16 +325,15 @@ def choose_decode(
         if not is_any(can):
             can = decodes
         over_s = np.where(can, step_s, np.inf)
-        best = oldest(over_s, fleet, settings.tie)
+        best = oldest(over_s, fleet, settings.tie, ask.near_decode)
         is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
         return prefill if is_near else best
-    cost = _decode_s(fleet, ask)
-    cost /= fleet.per_token_s
-    cost[~good] = np.inf
+    cost = (_decode_s(fleet, ask) if decode_s is None else decode_s) / fleet.per_token_s
+    np.copyto(cost, np.inf, where=~good)
     if cost[prefill] <= lowest(cost) * (1 + settings.near):
         return prefill
     taken_s = settings.kv_worth * step_limit_s * moving / np.maximum(fleet.kv_tokens, 1.0)
-    return oldest_of(near(cost, settings.near), spread_s + taken_s, fleet, settings.tie)
+    return oldest_of(near(cost, settings.near), spread_s + taken_s, fleet, settings.tie, ask.near_decode)
 
 
 def _is_best_where_computed(

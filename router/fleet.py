@@ -26,7 +26,7 @@ NOBODY = StepModel(0.0, 0.0, 1.0, 0.0, 0.0)  # of a row without a worker
 EXPOSED = 0.1  # share of a transfer that is not hidden behind the prefill
 NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never the least
 
-_FLOATS = 18
+_FLOATS = 21
 _FLAGS = 3
 
 
@@ -49,12 +49,14 @@ class Fleet:
         self.resize(len(models))
         for row, model in enumerate(models):
             self.set_model(row, model)
+        self.rows[:] = 0.0
         self.kv_tokens[:] = kv_tokens
         self.bytes_s[:] = bytes_s
         self.can_prefill[:] = self.can_decode[:] = self.can_send[:] = True
 
     def _bind(self, floats: Column, flags: Flags) -> None:
         self._floats, self._flags = floats, flags
+        self._least_reading: float | None = None  # not known
         self.num_workers = floats.shape[1]
         # the worker's step model; `reading`: of a key, in tokens computed
         self.fixed_s, self.floor_s, self.per_token_s = floats[0], floats[1], floats[2]
@@ -64,13 +66,16 @@ class Fleet:
         self.work_s: Column = floats[8]  # prefill queued there, of prompts expected in time
         self.late_s: Column = floats[9]  # prefill queued there, of all others
         self.queued_load_s: Column = floats[10]  # what that work will add to each step as decode, there
-        self.rows: Column = floats[11]  # decoding there
+        self.rows: Column = floats[11]  # decoding there, in every step
         self.context: Column = floats[12]
         self.coming_rows: Column = floats[13]  # placed there to decode, and not there yet
         self.coming_context: Column = floats[14]
         self.kv_used: Column = floats[15]  # tokens
         self.kv_promised: Column = floats[16]  # to what is placed there and holds nothing there yet
         self.last_placed: Column = floats[17]  # order of the latest placement there; 0: never
+        self.yield_s: Column = floats[18]  # of a step with all rows that need not be in it, theirs
+        self.late_rate: Column = floats[19]  # share of the time that late prompts got lately; 0: not measured
+        self.on_time_share: Column = floats[20]  # of what decode leaves of a step, for prompts in time
         self.can_prefill: Flags = flags[0]
         self.can_decode: Flags = flags[1]
         self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere
@@ -90,19 +95,24 @@ class Fleet:
         """Nobody's again."""
         self._floats[:, row] = 0.0
         self._flags[:, row] = False
-        self.bytes_s[row] = 1.0
+        self.bytes_s[row] = self.rows[row] = self.on_time_share[row] = 1.0
+        self.kv_tokens[row] = 1e18  # so a decision sees neither an idle worker nor a full one here
         self.set_model(row, NOBODY)
         self.reading[row] = NO_WORTH
+        self._least_reading = None
 
     def set_model(self, row: int, model: StepModel) -> None:
         self.fixed_s[row], self.floor_s[row] = model.fixed_s, model.floor_s
         self.per_token_s[row] = per_token_s = max(model.per_token_s, 1e-12)
         self.per_context_s[row], self.per_attention_s[row] = model.per_context_s, model.per_attention_s
         self.reading[row] = model.per_context_s / per_token_s
+        self._least_reading = None
 
     def least_reading(self) -> float:
         """Of a key, in tokens computed, anywhere."""
-        return float(self.reading.min()) if self.num_workers else 0.0
+        if self._least_reading is None:
+            self._least_reading = float(self.reading.min()) if self.num_workers else 0.0
+        return self._least_reading
 
     def exposed_s(self, prefill: int, num_bytes: Column | float, handoff_s: float) -> Column:
         """How long the stream stands still while `num_bytes` move from `prefill` to each worker."""

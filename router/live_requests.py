@@ -12,7 +12,7 @@ come and go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from cluster.ids import RequestId
 from cluster.request import LifecycleEvent, RequestSpec, RequestState
@@ -37,6 +37,9 @@ class LiveRequests:
 
     def __getitem__(self, request: RequestId) -> LiveRequest:
         return self._requests[request]
+
+    def values(self) -> Collection[LiveRequest]:
+        return self._requests.values()
 
     def get(self, request: RequestId) -> LiveRequest | None:
         return self._requests.get(request)

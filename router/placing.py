@@ -9,8 +9,8 @@
    turn.
 4. `over`: a request that had a place, or waited for one, is no more.
 
-The one owner of the queue and of what answers are expected to be long. What becomes of a request that is
-refused is the conductor's (`fail`).
+The one owner of the queue, of how long answers are expected to be, and of where a session went last. What
+becomes of a request that is refused is the conductor's (`fail`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from cluster.block_hash import hash_blocks
 from cluster.errors import BatonError
 from router.admission import AdmissionQueue
+from router.affinity import Affinity, Near
 from router.attempt import LiveRequest
 from router.config import ConductorConfig
 from router.fair_lines import Turn
@@ -50,6 +51,7 @@ class Placing:
         self._requests = requests
         self._fail = fail
         self._lengths = OutputLengths()
+        self._affinity = Affinity()
         self._queue = AdmissionQueue(config.max_queued, config.max_overtake_s)
         self._has_room = False
 
@@ -74,6 +76,8 @@ class Placing:
         decision = self._policy.place(self._workers.view(), self._placement_request(live, now), now)
         if isinstance(decision, Placement):
             self._queue.placed(live.request, self._turn(live))
+            near = Near(decision.prefill or decision.decode, decision.decode)
+            self._affinity.note(live.spec.tenant, live.spec.affinity, near)
             self._requests.wait(live, now + self._legs.reserve(live, decision, now).wait_s)
             return None
         if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
@@ -122,7 +126,8 @@ class Placing:
 
     def _placement_request(self, live: LiveRequest, now: float) -> PlacementRequest:
         expected = self._lengths.expect(len(live.spec.token_ids))
-        return live.placement_request(expected, self._config.max_backlog_s, now)
+        near = self._affinity.of(live.spec.tenant, live.spec.affinity)
+        return live.placement_request(expected, self._config.max_backlog_s, now, near)
 
     def _reject(self, live: LiveRequest, reject: Reject, now: float) -> None:
         """It finds no place. One that had one is told why it lost that."""

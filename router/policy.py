@@ -15,7 +15,8 @@ import numpy as np
 
 from cluster.ids import BlockHash, WorkerId
 from cluster.slo_classes import Targets
-from router.choosing import is_any
+from router.affinity import Near
+from router.choosing import NONE, is_any
 from router.config import PolicyConfig
 from router.elastic import Ask, Place, place
 from router.fleet import Column, Flags
@@ -35,6 +36,7 @@ class PlacementRequest:
     max_wait_s: float = math.inf  # it is turned away rather than wait longer for its first token
     avoid: frozenset[WorkerId] = frozenset()  # workers an earlier attempt failed on
     too_large_for: frozenset[WorkerId] = frozenset()  # workers that said they can never hold it
+    near: Near | None = None  # where its session was last
 
     @property
     def max_kv_tokens(self) -> int:
@@ -107,17 +109,18 @@ class Elastic:
         ready = fleet.can_decode
         if not is_any(ready):
             return Reject(RejectReason.NO_WORKER)
-        large = ready & (view.capacity >= request.max_kv_tokens)
+        large = view.decode_capacity >= max(1, request.max_kv_tokens)
         _bar(view, large, request.too_large_for)
         if not is_any(large):
-            limit = int(np.where(ready, view.capacity, 0.0).max()) + 1
+            limit = int(view.decode_capacity.max()) + 1
             return Reject(RejectReason.TOO_LARGE, limit)
         cached_blocks = view.prefix.lookup(request.hashes, fleet.num_workers)
         needed = self._new_blocks(view, request, cached_blocks)
-        decodes = large & (view.slots > 0) & (needed <= view.blocks) & (needed < view.refused)
+        decodes = needed <= view.open_blocks
+        decodes &= large
         if not is_any(decodes):
             return Reject(RejectReason.BUSY)
-        prefills = fleet.can_prefill & fleet.can_send & (view.capacity >= request.num_tokens)
+        prefills = view.send_capacity >= request.num_tokens
         if request.avoid:
             decodes = _without(view, decodes, request.avoid)
             _bar(view, prefills, request.avoid)
@@ -140,11 +143,11 @@ class Elastic:
         cached = None
         if cached_blocks is not None:
             cached = np.minimum(cached_blocks * view.block_size, request.num_tokens - 1)
-        num_measured = np.count_nonzero(view.life_s > 0)
         life_s = request.expected_output * self.defaults.tpot_s
-        if num_measured:
-            life_s = float(view.life_s.sum()) / num_measured
-        is_known = math.isfinite(request.max_wait_s) and not is_any(prefills & ~view.is_measured)
+        if view.num_lives:
+            life_s = float(view.life_s.sum()) / view.num_lives
+        is_known = math.isfinite(request.max_wait_s) and not any(prefills[row] for row in view.guessed)
+        near = request.near if cached_blocks is None else None
         return Ask(
             num_tokens=request.num_tokens,
             expected_output=request.expected_output,
@@ -154,6 +157,8 @@ class Elastic:
             max_wait_s=request.max_wait_s if is_known else math.inf,
             may_prefill=prefills,
             may_decode=decodes,
+            near_prefill=NONE if near is None else view.rows.get(near.prefill, NONE),
+            near_decode=NONE if near is None else view.rows.get(near.decode, NONE),
         )
 
     def _targets(self, own: Targets) -> Targets:
@@ -169,7 +174,8 @@ class Elastic:
         if cached_blocks is None:
             return np.full(view.fleet.num_workers, max(1.0, num_blocks))
         most_cached = (request.num_tokens - 1) // view.block_size  # the last token is always computed
-        needed: Column = np.maximum(1.0, num_blocks - np.minimum(cached_blocks, most_cached))
+        needed: Column = np.minimum(cached_blocks, min(most_cached, num_blocks - 1))
+        np.subtract(num_blocks, needed, out=needed)
         return needed
 
     def _placement(

@@ -12,11 +12,22 @@ import numpy as np
 
 from cluster.ids import WorkerId
 from cluster.wire.messages import KVGeometry, Role
-from router.fleet import Column, Flags, Fleet
+from router.fleet import Column, Fleet
 from router.prefix_index import PrefixIndex
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 NO_REFUSAL = np.inf
+_COLUMNS = (
+    "capacity",
+    "model_len",
+    "slots",
+    "blocks",
+    "refused",
+    "life_s",
+    "decode_capacity",
+    "send_capacity",
+    "open_blocks",
+)
 
 
 @dataclass(slots=True)
@@ -36,7 +47,12 @@ class ClusterView:
     blocks: Column = field(default_factory=lambda: np.zeros(0))  # free or evictable ones
     refused: Column = field(default_factory=lambda: np.zeros(0))  # a request of so many blocks was refused
     life_s: Column = field(default_factory=lambda: np.zeros(0))  # mean time a row decodes; 0: not measured
-    is_measured: Flags = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))  # it has a step model
+    guessed: set[int] = field(default_factory=set)  # rows of workers whose step model is not measured
+    num_lives: int = 0  # rows with a life
+    # what a decision asks of several of these at once, so that it need not put them together each time
+    decode_capacity: Column = field(default_factory=lambda: np.zeros(0))  # 0: it may not decode
+    send_capacity: Column = field(default_factory=lambda: np.zeros(0))  # 0: it may not compute for others
+    open_blocks: Column = field(default_factory=lambda: np.zeros(0))  # of one more request; -1: none
 
     def take_row(self, worker: WorkerId) -> int:
         """A row for a worker that joins; it says nothing yet."""
@@ -51,9 +67,22 @@ class ClusterView:
         self.ids[row] = None
         self.fleet.clear(row)
         self.prefix.leave(row)
-        for column in (self.capacity, self.model_len, self.slots, self.blocks, self.refused, self.life_s):
-            column[row] = 0.0
-        self.is_measured[row] = False
+        self.set_life(row, 0.0)
+        self.guessed.discard(row)
+        for name in _COLUMNS:
+            getattr(self, name)[row] = 0.0
+
+    def set_life(self, row: int, life_s: float) -> None:
+        self.num_lives += (life_s > 0) - int(self.life_s[row] > 0)
+        self.life_s[row] = life_s
+
+    def settle(self, row: int) -> None:
+        """The row was written: what follows from its entries."""
+        fleet, capacity = self.fleet, self.capacity[row]
+        self.decode_capacity[row] = capacity if fleet.can_decode[row] else 0.0
+        self.send_capacity[row] = capacity if fleet.can_prefill[row] and fleet.can_send[row] else 0.0
+        open_blocks = min(self.blocks[row], self.refused[row] - 1)
+        self.open_blocks[row] = open_blocks if self.slots[row] > 0 else -1.0
 
     def _grow(self) -> int:
         row = len(self.ids)
@@ -61,11 +90,8 @@ class ClusterView:
         self.ids += [None] * (num_rows - row)
         self.fleet.resize(num_rows)
         more = num_rows - row
-        self.capacity, self.model_len, self.slots, self.blocks, self.refused, self.life_s = (
-            np.append(column, np.zeros(more))
-            for column in (self.capacity, self.model_len, self.slots, self.blocks, self.refused, self.life_s)
-        )
-        self.is_measured = np.append(self.is_measured, np.zeros(more, dtype=np.bool_))
+        for name in _COLUMNS:
+            setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
         return row
 
     # ---- what more than placement asks

@@ -46,6 +46,7 @@ class _Worker:
     row: int
     register: Register
     model: StepModel
+    written_model: StepModel | None = None  # in the view
     state: WorkerState = WorkerState.STARTING
     load: WorkerLoad = field(default_factory=WorkerLoad)
     heartbeat_at: float | None = None
@@ -293,23 +294,33 @@ class WorkerBook:
         is_ready = known.state is WorkerState.READY and not known.is_stuck
         is_decode = register.role is Role.DECODE
         num_blocks = foreign.blocks + totals.blocks
-        fleet.set_model(row, known.model)
+        if known.written_model != known.model:
+            fleet.set_model(row, known.model)
+            known.written_model = known.model
         fleet.can_prefill[row] = is_ready
         fleet.can_decode[row] = is_ready and is_decode
         fleet.can_send[row] = not is_decode
         fleet.work_s[row] = known.work.value(_work_s(totals, known.model))
         fleet.queued_load_s[row] = known.queued_load.value(_load_s(totals, known.model))
         fleet.late_s[row] = load.late_prefill_s
-        fleet.rows[row] = foreign.rows + totals.rows
-        fleet.context[row] = foreign.context + totals.context
+        yielding, yielding_context = load.yielding_rows, load.yielding_context
+        fleet.rows[row] = max(0, foreign.rows + totals.rows - yielding)
+        fleet.context[row] = max(0, foreign.context + totals.context - yielding_context)
+        model = known.model
+        fleet.yield_s[row] = model.per_token_s * yielding + model.per_context_s * yielding_context
+        fleet.late_rate[row], fleet.on_time_share[row] = load.late_rate, load.on_time_share
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
         fleet.coming_context[row] = foreign.coming_context + totals.coming_context
         fleet.kv_used[row] = num_blocks * register.geometry.block_size
         view.slots[row] = register.max_num_seqs - foreign.seqs - totals.seqs
         view.blocks[row] = register.geometry.num_blocks - num_blocks
         view.refused[row] = NO_REFUSAL if known.refused_blocks is None else known.refused_blocks
-        view.life_s[row] = load.row_life_s
-        view.is_measured[row] = load.step_model is not None
+        view.set_life(row, load.row_life_s)
+        if load.step_model is None:
+            view.guessed.add(row)
+        else:
+            view.guessed.discard(row)
+        view.settle(row)
 
 
 def _work_s(totals: Totals, model: StepModel) -> float:

@@ -19,11 +19,12 @@ import msgspec
 from cluster.config import WorkerConfig
 from cluster.engine.sequence import Sequence
 from cluster.live_step_model import LiveStepModel
-from cluster.slo_classes import Targets
+from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings
 from cluster.step_model import StepModel, StepWork
 from cluster.wire.messages import WorkerLoad
 
+_RATE_S = 5.0  # over which the rate of prompts that are not on time is smoothed
 LATE_RESERVE = 0.15  # of the KV, left to prompts that are on time while others hold some
 
 
@@ -39,11 +40,16 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
 
     Without streams a step may take a twentieth of a TTFT: whoever arrives meanwhile waits no longer. Late
     rows and prompts take all that the others leave: no time is kept from them while a worker could compute.
+    Prompts come first there, and one that has waited four times its target goes before those on time too,
+    in a share that leaves them some: whoever is late waits a few times as long as others, not ten times.
     """
     return SloSettings(
         max_idle_step_s=targets.ttft_s / 20,
         longest=2.0,
-        aged_share=0.05,
+        aged_share=AGED_SHARE,
+        late_share=LATE_SHARE,
+        overdue_s=3 * targets.ttft_s,
+        overdue_share=OVERDUE_SHARE,
         yielding_load=math.inf,
         splits_yielding=True,
         short_slack=0.5,
@@ -84,6 +90,9 @@ class Pacer:
         self.steps = LiveStepModel()
         self.prompts: SloScheduler[WaitingPrompt] = SloScheduler(self.steps.model, targets, self.settings)
         self._step: tuple[StepWork, float] | None = None  # in flight, and when it began
+        self._late_s: float | None = None  # work of prompts not on time in that step; None: none waited
+        self._late_rate = 0.0  # of the time in which such prompts wait, what they get: a sum with ...
+        self._late_weight = 0.0  # ... weights that come to this
 
     @property
     def model(self) -> StepModel:
@@ -96,17 +105,28 @@ class Pacer:
 
     def begin(self, work: StepWork, now: float) -> None:
         self._step = work, now
+        self._late_s = self.prompts.planned_late_s if len(self.prompts) else None
 
     def end(self, compute_s: float, now: float) -> None:
         """The step is done; streams felt what it computed and what it took to hand it over."""
         assert self._step is not None
         (work, began_s), self._step = self._step, None
+        if self._late_s is not None and now > began_s:
+            kept = math.exp((began_s - now) / _RATE_S)
+            self._late_rate = kept * self._late_rate + (1 - kept) * self._late_s / (now - began_s)
+            self._late_weight = kept * self._late_weight + (1 - kept)
         if self.steps.observe(work, max(compute_s, now - began_s)):
             self.prompts.model = self.steps.model
 
     def drop(self) -> None:
         """The step failed: it says nothing."""
         self._step = None
+
+    @property
+    def late_rate(self) -> float:
+        """Prefill seconds that prompts which are not on time got per second while some waited; 0: not
+        measured. Nothing is said before half of `_RATE_S` has been seen."""
+        return self._late_rate / self._late_weight if self._late_weight > 0.4 else 0.0
 
     def gauges(self, load: WorkerLoad) -> WorkerLoad:
         """`load` with what concerns steps and prompts."""
@@ -119,4 +139,6 @@ class Pacer:
             on_time_prefill_s=self.prompts.work_s if len(self.prompts) else 0.0,
             late_prefill_s=self.prompts.late_s if len(self.prompts) else 0.0,
             queued_load_s=self.prompts.load_s if len(self.prompts) else 0.0,
+            late_rate=self.late_rate,
+            on_time_share=self.prompts.on_time_share if len(self.prompts) else 1.0,
         )

@@ -108,6 +108,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     )
     decode_rows: int = 0  # sequences that decode: one token in each step
     decode_context: int = 0  # keys that those rows read in a step
+    yielding_rows: int = 0  # of `decode_rows`, those that need not be in every step: late or batch work
+    yielding_context: int = 0  # of `decode_context`, theirs
+    late_rate: float = 0.0  # prefill seconds that prompts not on time get per second; 0: not measured
+    on_time_share: float = 1.0  # of what decode leaves of a step: for prompts in time, beside overdue ones
     coming_rows: int = 0  # granted to decode here, their KV not complete
     coming_context: int = 0  # prompt tokens of those
     row_life_s: float = 0.0  # mean time that a sequence decodes here; 0 = not yet measured

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.slo_classes import DecodeBatch, Targets, classify, prefill_s, shortest_first
-from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
+from cluster.slo_schedule import SloScheduler, SloSettings, StepPlan, step_budget_s
 from cluster.step_model import StepModel, StepWork, chunk_attention
 
 MODEL = StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9)
@@ -384,6 +384,64 @@ def test_equal_inputs_give_equal_plans() -> None:
         return [[count for _, count in scheduler.plan(step / 50, decode, 10**9).chunks] for step in range(30)]
 
     assert plans() == plans()
+
+
+SHARING = replace(LIVE, late_share=0.75, overdue_s=1.0, overdue_share=0.25)
+FULL = {"num_yielding": 60, "yielding_context": 60 * 3_000}  # they would fill any step
+
+
+def step_of(decode: DecodeBatch, *prompts: Waiting) -> tuple[StepPlan[Waiting], SloScheduler[Waiting]]:
+    scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS, SHARING)
+    for prompt in prompts:
+        scheduler.add(prompt)
+    return scheduler.plan(0.0, decode, 10**9), scheduler
+
+
+@given(st.integers(1, 120))
+def test_late_prompts_have_their_share_before_rows_that_yield(rows: int) -> None:
+    decode = beside(rows, rows * 500, TARGETS.tpot_s, **FULL)
+    late = waiting(50_000, -0.5)
+    plan, scheduler = step_of(decode, late)
+    [(prompt, count)] = plan.chunks
+    assert prompt is late
+    assert decode.budget_s is not None
+    alone_s = MODEL.step_s(StepWork(rows, rows * 500))
+    chunk_s = MODEL.step_s(StepWork(rows + count, rows * 500, chunk_attention(0, count))) - alone_s
+    share = chunk_s / (decode.budget_s - alone_s)
+    assert SHARING.late_share - 0.01 <= share <= 1
+    assert plan.num_yielding > 0
+    assert scheduler.planned_late_s == pytest.approx(prefill_s(MODEL, count, 0))
+
+
+def test_rows_that_yield_have_all_that_late_prompts_do_not_need() -> None:
+    decode = beside(10, 5_000, TARGETS.tpot_s, num_yielding=20, yielding_context=20_000)
+    plan, _ = step_of(decode, waiting(5, -0.5))
+    assert (plan.num_yielding, plan.chunks[0][1]) == (20, 5)
+
+
+def test_an_overdue_prompt_goes_before_those_on_time_within_its_share_and_the_budget() -> None:
+    decode = beside(60, 60_000, TARGETS.tpot_s)
+    overdue, on_time = waiting(50_000, -5.0), waiting(3_000, 0.5)
+    plan, scheduler = step_of(decode, on_time, overdue)
+    counts = {id(prompt): count for prompt, count in plan.chunks}
+    assert 0 < counts[id(overdue)] < counts[id(overdue)] + counts[id(on_time)]
+    assert decode.budget_s is not None
+    assert MODEL.step_s(work_of(decode, plan.chunks)) <= decode.budget_s * (1 + 1e-9)
+    assert scheduler.planned_late_s == pytest.approx(prefill_s(MODEL, counts[id(overdue)], 0))
+    plan, _ = step_of(decode, waiting(3_000, 0.5), waiting(50_000, -0.5))  # late, not overdue
+    assert [prompt.num_tokens for prompt, _ in plan.chunks] == [3_000]
+
+
+def test_the_share_of_overdue_prompts_is_no_longer_promised_to_others() -> None:
+    """4,000 tokens would just be in time for 0.1 s without it."""
+    queue = [waiting(4_000, 0.1)]
+    assert not classify(queue, 0.0, MODEL, DecodeBatch(), TARGETS.tpot_s, 0.03).demoted
+    assert classify(queue, 0.0, MODEL, DecodeBatch(), TARGETS.tpot_s, 0.03, 0.75).demoted
+
+
+def test_nothing_late_is_planned_where_nothing_is_late() -> None:
+    _, scheduler = step_of(DecodeBatch(), waiting(100))
+    assert scheduler.planned_late_s is None
 
 
 def test_remove_of_one_that_is_not_here_is_an_error() -> None:

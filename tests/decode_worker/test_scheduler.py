@@ -156,3 +156,13 @@ def test_nothing_locks_up_and_all_tokens_are_exact(
     for length, max_tokens, ready in requests:
         bench.add([length] * length, max_tokens, growth=0, ready=ready)
     bench.run()
+
+
+def test_rows_that_need_not_be_in_every_step_are_told_apart() -> None:
+    bench = DecodeBench(64)
+    for start in range(3):
+        bench.add([start, 1, 2], 8)
+    assert bench.scheduler.yielding() == (0, 0)
+    late = bench.scheduler.sequences()[0]
+    late.pace.is_late = True
+    assert bench.scheduler.yielding() == (1, len(late.token_ids))

@@ -302,3 +302,12 @@ def test_what_a_router_is_told_of_the_queue() -> None:
     assert load.step_model == MACHINE
     assert load.on_time_prefill_s == pytest.approx(0.5, rel=0.25)
     assert load.late_prefill_s == pytest.approx(0.4, rel=0.01)
+
+
+def test_the_rate_of_late_prompts_is_what_they_got_while_they_waited() -> None:
+    worker = Worker()
+    assert worker.scheduler.pacer.late_rate == 0.0
+    worker.add(8_000, ttft_s=-1.0)  # takes eight seconds
+    for _ in range(60):
+        worker.step()
+    assert worker.scheduler.pacer.gauges(WorkerLoad()).late_rate == pytest.approx(0.95, abs=0.06)

@@ -58,7 +58,7 @@ def test_a_hopeless_backlog_refuses_at_once_with_the_time_it_takes() -> None:
     client = world.submit(make_spec("r"))
     error = overloaded(client)
     assert BACKLOG in error.message
-    assert error.retry_after_s == pytest.approx(61.9 / 0.95 - 30.0, abs=0.2)
+    assert error.retry_after_s == pytest.approx(61.9 / 0.99 - 30.0, abs=0.2)
     assert world.sent == []
     assert world.conductor.placement_stats.rejections == {"backlog": 1}
     world.assert_quiet()

@@ -202,7 +202,7 @@ def test_a_hopeless_backlog_is_refused_with_the_time_it_takes() -> None:
     decision = book.place(ask(max_wait_s=30.0))
     assert isinstance(decision, Reject)
     assert decision.reason is RejectReason.BACKLOG
-    assert decision.retry_after_s == pytest.approx((51.9 + 0.02) / 0.95 - 30.0, abs=0.2)
+    assert decision.retry_after_s == pytest.approx((51.9 + 0.02) / 0.99 - 30.0, abs=0.2)
     assert isinstance(book.place(ask()), Placement)  # one that had a place is never turned away
     assert isinstance(book.place(ask(max_wait_s=80.0)), Placement)
 

@@ -152,7 +152,7 @@ def test_without_a_model_the_gauges_stand_in() -> None:
     fleet, p0 = made.view().fleet, at(made, P0)
     assert work_s(made, P0) == pytest.approx(0.25)
     assert (fleet.per_token_s[p0], fleet.floor_s[p0]) == (pytest.approx(5e-4), 0.03)
-    assert not made.view().is_measured[p0]
+    assert p0 in made.view().guessed
 
 
 def test_a_refusal_holds_until_there_is_news() -> None:
@@ -365,3 +365,24 @@ def test_a_backlog_is_never_negative(events: list[tuple[bool, float, float]], ow
         else:
             backlog.left(a)
         assert backlog.value(own) >= 0
+
+
+def test_rows_that_need_not_be_in_every_step_do_not_count_among_those_that_do() -> None:
+    made = book()
+    beat(
+        made,
+        D0,
+        0.0,
+        decode_rows=9,
+        decode_context=900,
+        yielding_rows=4,
+        yielding_context=500,
+        late_rate=0.3,
+        on_time_share=0.5,
+    )
+    fleet, row = made.view().fleet, at(made, D0)
+    assert (fleet.rows[row], fleet.context[row]) == (5, 400)
+    assert (fleet.late_rate[row], fleet.on_time_share[row]) == (0.3, 0.5)
+    assert fleet.yield_s[row] == pytest.approx(4 * CPU.per_token_s + 500 * CPU.per_context_s)
+    beat(made, D0, 0.5, decode_rows=1, decode_context=100)
+    assert (fleet.rows[row], fleet.yield_s[row], fleet.late_rate[row]) == (1, 0, 0)
