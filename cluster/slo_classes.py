@@ -32,7 +32,7 @@ DEFAULT_TARGETS = Targets(ttft_s=2.0, tpot_s=0.1)
 # What a live worker gives to prompts that are not on time; routers predict waits by it.
 AGED_SHARE = 0.05  # of its time, in any case
 LATE_SHARE = 1.0  # of what is left beside work on time, before rows that yield
-OVERDUE_SHARE = 0.75  # of what rows with a target leave, once one has waited four times its target
+OVERDUE_SHARE = 0.25  # of what rows with a target leave, once one has waited four times its target
 
 
 class Prompt(Protocol):

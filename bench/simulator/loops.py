@@ -81,7 +81,7 @@ class _Caller(Client):
         self.router = router
         router.submit(self, spec)
 
-    def come_again(self, after_s: float) -> None:
+    def come_again(self, in_s: float) -> None:
         raise AssertionError("nobody has limits here")
 
     def deliver(self, delivery: Delivery) -> None:

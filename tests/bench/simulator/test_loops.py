@@ -29,9 +29,11 @@ def test_in_a_closed_loop_waits_are_as_predicted_and_nobody_is_refused(num_clien
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_nobody_waits_much_longer_than_most(seed: int) -> None:
+def test_who_is_overdue_does_not_wait_for_ever(seed: int) -> None:
+    """Most are on time; those that are not have a share of their own (without it: up to 100 s)."""
     waits = sorted(call.ttft_s for call in Load(seed=seed).closed(32, 160))
-    assert waits[round(0.99 * (len(waits) - 1))] <= 4 * median(waits)
+    assert median(waits) <= 2.0
+    assert waits[round(0.99 * (len(waits) - 1))] <= ConductorConfig().max_backlog_s
 
 
 def test_beyond_its_capacity_it_refuses_early_and_tells_when_to_come_again() -> None:
