@@ -16,10 +16,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import site
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from cluster.launch_channel import (
@@ -40,6 +42,7 @@ from cluster.launch_channel import (
 from cluster.launch_plan import RoleSpec
 from cluster.launch_session import PLACE_TIMEOUT_S
 from cluster.output_lines import OutputLines
+from cluster.preflight import packages_root
 
 END_TIMEOUT_S: Final = 5.0  # for an interpreter whose service is over to exit
 KILL_TIMEOUT_S: Final = 5.0  # for the kernel to let a killed process go
@@ -248,7 +251,7 @@ def _start(spec: RoleSpec, child_end: socket.socket) -> tuple[subprocess.Popen[b
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         pass_fds=[descriptor],
-        env=os.environ | dict(spec.env),
+        env=os.environ | dict(spec.env) | import_environment(os.environ),
         start_new_session=True,
     )
     try:
@@ -257,6 +260,15 @@ def _start(spec: RoleSpec, child_end: socket.socket) -> tuple[subprocess.Popen[b
         with process:  # closes its pipe and waits
             process.kill()
         raise
+
+
+def import_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """So that `python -m router` runs ours: not what lies under that name where the user happens to be."""
+    root = str(packages_root())
+    given = environment.get("PYTHONPATH", "")
+    installed = {str(Path(path).resolve()) for path in site.getsitepackages()}
+    paths = [*([] if root in installed else [root]), *([given] if given else [])]
+    return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def package_of(entry: str) -> str:

@@ -122,7 +122,7 @@ def _parser(entry: str, role: str | None) -> argparse.ArgumentParser:
         place.add_argument(
             "--kv-address",
             metavar="ADDRESS",
-            help="where prefill workers dial in (default: this machine's address towards the router, any port)",
+            help="where prefill workers dial in (default: any port, at the address that reaches the router)",
         )
     settings = parser.add_argument_group("settings")
     settings.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML file with settings")

@@ -109,7 +109,7 @@ class WorkerDriver:
         """Serve until `stop`, then drain.
 
         Raises:
-            BatonError: a router refused this worker, none took it within `join_timeout_s`, or a step got stuck.
+            BatonError: a router refused this worker, none took it in `join_timeout_s`, or a step got stuck.
         """
         self._edges = edges
         join_timer = None
