@@ -152,12 +152,13 @@ def _by_hand(role: str, options: argparse.Namespace) -> RouterConfig | WorkerCon
         hand = ByHand(
             name, tuple(options.router or [ROUTER_ADDRESS]), epoch, kv_address or KV_ADDRESS_BY_ROUTE
         )
+    token = resolve_cluster_token(config.cluster_token_file, os.environ, None)
     own = config_by_hand(
         role,
         config,
         hand,
         model_name=preflight.check_model(config.model),
-        token=resolve_cluster_token(config.cluster_token_file, os.environ, None),
+        token=token,
         num_cores=num_available_cores(),
     )
     if config.cluster_token_file is not None and (warning := exposure(config.cluster_token_file)):
@@ -168,7 +169,7 @@ def _by_hand(role: str, options: argparse.Namespace) -> RouterConfig | WorkerCon
     os.environ.update(process_environment(config, 1))
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
-    preflight.check_redis(config)
+    preflight.check_redis(msgspec.structs.replace(config, routers=1))
     preflight.check_port(config.host, config.port)
     return msgspec.structs.replace(own, model_dir=_prepared(config))
 

@@ -1,4 +1,5 @@
-"""`serve` with tiny fake roles and either launcher, real Ray or this machine alone: start, restart, failing start, stop, and nothing left behind.
+"""`serve` with fake roles and either launcher, real Ray or none: start, restart, failing start, stop, and
+nothing left behind.
 
 Each test starts a launcher in a process of its own and marks its environment, which all of its processes
 inherit: what is left of a run can be found whatever became of its parents.

@@ -144,7 +144,12 @@ def test_help_has_the_options_of_the_role_and_the_whole_recipe() -> None:
 def test_errors_of_the_command_are_one_sentence_and_a_status() -> None:
     cases = [
         ("router", (), {}, "error: no cluster token: give all processes"),
-        ("prefill_worker", ("--model", "/none"), {}, "error: /none: no such model file or directory"),
+        (
+            "prefill_worker",
+            ("--model", "/none"),
+            {"BATON_CLUSTER_TOKEN": TOKEN},
+            "error: /none: no such model file or directory",
+        ),
         (
             "decode_worker",
             ("--dtype", "int3"),

@@ -100,8 +100,8 @@ async def test_with_another_token_it_ends_with_the_reason(tmp_path: Path) -> Non
     address = f"unix:{tmp_path}/r.sock"
     listener = await listen(address, TOKEN, WorkerSays, router(lambda: None))
     try:
+        driver = worker(address, b"another-token-of-one", 2.0)
         with pytest.raises(ConfigError, match=r"no router within 2 s: .*token"):
-            driver = worker(address, b"another-token-of-one", 2.0)
             await asyncio.wait_for(run(driver, asyncio.Event()), LIMIT_S)
     finally:
         await listener.close()
