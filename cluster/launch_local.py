@@ -65,11 +65,11 @@ class LocalSession:
         return role
 
     def close(self) -> None:
-        """After the event loop: kill what is left and wait for it."""
+        """Kill what is left and wait for it; the event loop is over or does nothing else."""
         for role in self._roles:
             role.kill()
-        for role in self._roles:
-            role.reap()
+        while self._roles:
+            self._roles.pop().reap()
 
 
 class LocalRole:
@@ -145,7 +145,7 @@ class LocalRole:
             self._process.kill()
 
     def reap(self) -> None:
-        """Once the event loop is closed: wait for a killed process and let go of it.
+        """Wait for a killed process and let go of it; nothing is answered any more.
 
         Raises:
             subprocess.TimeoutExpired: the kernel does not let it end.
@@ -208,8 +208,6 @@ class LocalRole:
         self._read_channel()
         self._read_output()
         self._tell(b"")  # a line without an end, where something the process started still holds the pipe
-        for descriptor in (self._channel.fileno(), self._output, self._pidfd):
-            self._loop.remove_reader(descriptor)
         self._close()
         self._is_over(describe_end(status, self._lines.last))
 
@@ -220,6 +218,8 @@ class LocalRole:
         self._exited.set_result(None)
 
     def _close(self) -> None:
+        for descriptor in (self._channel.fileno(), self._output, self._pidfd):
+            self._loop.remove_reader(descriptor)  # no error on a loop that is closed
         self._channel.close()
         os.close(self._pidfd)
         assert self._process.stdout is not None
