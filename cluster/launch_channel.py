@@ -17,7 +17,7 @@ import msgspec
 
 from cluster.config import RouterConfig, WorkerConfig
 
-MAX_PACKET_BYTES: Final = 1 << 18
+MAX_PACKET_BYTES: Final = 1 << 17  # any Linux takes so much at once
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):

@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -86,18 +87,15 @@ class LocalRole:
         self._exited: asyncio.Future[None] = loop.create_future()  # the process
         self._alive: asyncio.Future[None] = loop.create_future()  # to the latest probe
         self._num_probes = 0
-        self._channel, child_end = channel_pair()
-        self._channel.setblocking(False)
         try:
-            with child_end:
-                self._process, self._pidfd = _start(spec, child_end)
+            self._process, self._pidfd, self._channel = _start(spec)
         except OSError as error:
-            self._channel.close()
             self._is_over(f"no process can be started for it: {error.strerror}")
             return
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
         os.set_blocking(self._output, False)
+        self._channel.setblocking(False)
         loop.add_reader(self._channel, self._read_channel)
         loop.add_reader(self._output, self._read_output)
         loop.add_reader(self._pidfd, self._on_exit)
@@ -145,14 +143,14 @@ class LocalRole:
             self._process.kill()
 
     def reap(self) -> None:
-        """Wait for a killed process and let go of it; nothing is answered any more.
-
-        Raises:
-            subprocess.TimeoutExpired: the kernel does not let it end.
-        """
-        if not self.has_exited:
+        """Wait for a killed process and let go of it; nothing is answered any more."""
+        if self.has_exited:
+            return
+        try:
             self._process.wait(KILL_TIMEOUT_S)
-            self._close()
+        except subprocess.TimeoutExpired:
+            self._say(f"{self._name}: the system does not let its process {self._process.pid} end")
+        self._close()
 
     # ---- what the process says -----------------------------------------------------------------
 
@@ -237,29 +235,31 @@ def describe_end(status: int, last_line: str) -> str:
     return f"{text}: {last_line}" if last_line else text
 
 
-def _start(spec: RoleSpec, child_end: socket.socket) -> tuple[subprocess.Popen[bytes], int]:
-    """The process and its pidfd.
+def _start(spec: RoleSpec) -> tuple[subprocess.Popen[bytes], int, socket.socket]:
+    """The process, its pidfd, and our end of its channel.
 
     Raises:
         OSError: the system has no room for it, or no pidfds.
     """
-    descriptor = child_end.fileno()
-    process = subprocess.Popen(
-        [sys.executable, "-m", package_of(spec.entry), "--launcher-fd", str(descriptor)],
-        bufsize=0,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=[descriptor],
-        env=os.environ | dict(spec.env) | import_environment(os.environ),
-        start_new_session=True,
-    )
-    try:
-        return process, os.pidfd_open(process.pid)
-    except OSError:
-        with process:  # closes its pipe and waits
-            process.kill()
-        raise
+    channel, child_end = channel_pair()
+    with ExitStack() as undo:
+        undo.enter_context(channel)
+        with child_end:
+            process = subprocess.Popen(
+                [sys.executable, "-m", package_of(spec.entry), "--launcher-fd", str(child_end.fileno())],
+                bufsize=0,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[child_end.fileno()],
+                env=os.environ | dict(spec.env) | import_environment(os.environ),
+                start_new_session=True,
+            )
+        undo.enter_context(process)  # closes its pipe and waits,
+        undo.callback(process.kill)  # once this has been done
+        pidfd = os.pidfd_open(process.pid)
+        undo.pop_all()
+    return process, pidfd, channel
 
 
 def import_environment(environment: Mapping[str, str]) -> dict[str, str]:

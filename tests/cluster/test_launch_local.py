@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -111,11 +112,19 @@ async def test_a_role_that_cannot_load_says_why_under_its_name(world: World) -> 
 async def test_a_process_that_cannot_be_started_is_an_answer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    role, spec = world.place("prefill-0")
-    cause = "no process can be started for it: No such file or directory"
-    assert (await role.load(), await role.run(spec), await role.wait_ready(0.0)) == (cause, cause, False)
-    await role.end()
+    def no_pidfd(_pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    for target, name, value, reason in (
+        (os, "pidfd_open", no_pidfd, "Function not implemented"),
+        (sys, "executable", "/no/such/python", "No such file or directory"),
+    ):
+        monkeypatch.setattr(target, name, value)
+        role, spec = world.place("prefill-0")
+        cause = f"no process can be started for it: {reason}"
+        assert (await role.load(), await role.run(spec), await role.wait_ready(0.0)) == (cause, cause, False)
+        await role.end()
+        assert not any(_is_child(int(name)) for name in os.listdir("/proc") if name.isdigit())
 
 
 async def test_closing_the_session_leaves_no_process(world: World) -> None:
