@@ -156,6 +156,8 @@ class LocalRole:
 
     def _send(self, message: FromLauncher) -> None:
         """A process that is dead, or takes nothing more, does not answer either: that is seen elsewhere."""
+        if self.has_exited:
+            return
         try:
             self._channel.send(to_packet(message))
         except OSError:
