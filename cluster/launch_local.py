@@ -23,7 +23,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cluster.launch_channel import (
     MAX_PACKET_BYTES,
@@ -117,9 +117,8 @@ class LocalRole:
         return asyncio.shield(self._ended)
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        await asyncio.wait(
-            [self._serving, self._ended], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        either: list[asyncio.Future[Any]] = [self._serving, self._ended]
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return self._serving.done() and not self._ended.done()
 
     async def responds(self, timeout_s: float) -> bool:
