@@ -23,7 +23,7 @@ serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
 # Tests that time whole clusters want the machine for themselves; the others share the cores, slow files first.
-CLUSTER_TESTS := tests/test_launch.py $(addprefix tests/e2e/test_,chaos.py faults.py serve.py)
+CLUSTER_TESTS := tests/test_launch.py $(addprefix tests/e2e/test_,chaos.py faults.py serve.py without_ray.py)
 
 test: test-quick
 	$(BIN)/python -m pytest $(CLUSTER_TESTS)

@@ -124,9 +124,8 @@ def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
         ),
     }
     for info in setting_infos():
-        is_plain = info.default is None  # then the help says what it stands for
-        text = info.help if is_plain else f"{info.help} (default: {_shown(info.default, info.is_bytes)})"
-        options[info.name] = (str | None, typer.Option(None, info.flag, metavar="VALUE", help=text))
+        option = typer.Option(None, info.flag, metavar="VALUE", help=info.help_with_default)
+        options[info.name] = (str | None, option)
 
     def command(**given: Any) -> None:
         function(**given)
@@ -140,12 +139,6 @@ def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
         ]
     )
     return command
-
-
-def _shown(default: Any, is_bytes: bool) -> str:
-    if not is_bytes:
-        return str(default)
-    return f"{default >> 20}MiB" if default >= 1 << 20 else f"{default >> 10}KiB"
 
 
 app.command(name="serve")(_with_settings(serve))

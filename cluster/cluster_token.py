@@ -16,12 +16,13 @@ MIN_TOKEN_CHARS: Final = 16
 
 
 def resolve_cluster_token(
-    token_file: str | None, environment: Mapping[str, str], generated_file: Path
+    token_file: str | None, environment: Mapping[str, str], generated_file: Path | None
 ) -> str:
     """From `token_file`, else `BATON_CLUSTER_TOKEN`, else a new one, left in `generated_file` (mode 0600).
 
     Raises:
-        ConfigError: the file cannot be read, or the token is too short. Never names the token.
+        ConfigError: the file cannot be read, the token is too short, or there is none and `generated_file` is
+            None: others could not know a new one. Never names the token.
     """
     if token_file is not None:
         try:
@@ -31,6 +32,11 @@ def resolve_cluster_token(
         origin = token_file
     elif environment.get(TOKEN_VARIABLE):
         token, origin = environment[TOKEN_VARIABLE].strip(), f"environment {TOKEN_VARIABLE}"
+    elif generated_file is None:
+        raise ConfigError(
+            "no cluster token: give all processes of the cluster the same --cluster-token-file, or "
+            f"{TOKEN_VARIABLE} in the environment"
+        )
     else:
         token = secrets.token_hex(32)
         write_private(generated_file, token.encode())

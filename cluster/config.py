@@ -33,6 +33,7 @@ EdgeKind = Literal["auto", "shm", "gloo"]
 KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
+LauncherName = Literal["auto", "ray", "local"]
 LogFormat = Literal["text", "json"]
 PlacementName = Literal["elastic", "remote"]
 OverloadStatus = Literal[429, 503, 529]
@@ -206,6 +207,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     start_timeout_s: Annotated[
         float, Meta(gt=0, description="how long a worker may take to become ready")
     ] = 600.0
+    launcher: Annotated[
+        LauncherName,
+        Meta(
+            description="who starts the processes; local: on this machine without Ray; auto: Ray where it is "
+            "installed"
+        ),
+    ] = "auto"
     address: Annotated[
         str | None,
         Meta(description="Ray cluster to join, or `auto` (default: a private one on this machine)"),
@@ -336,6 +344,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     kv_bytes: int = 256 * MiB
     kv_edge: Literal["shm", "gloo"] = "shm"
     step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted
+    join_timeout_s: float | None = None  # without any router for so long at first, it ends; None: it waits
 
 
 _ROLE_DECODER: Final = msgspec.json.Decoder(RouterConfig | WorkerConfig)

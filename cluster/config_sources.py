@@ -46,6 +46,14 @@ class SettingInfo:
     expected: str  # what a value must be, in words
     is_bytes: bool
 
+    @property
+    def help_with_default(self) -> str:
+        if self.default is None:  # then the help says what it stands for
+            return self.help
+        size = self.default if self.is_bytes else 0
+        in_bytes = f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB"
+        return f"{self.help} (default: {in_bytes if self.is_bytes else self.default})"
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:

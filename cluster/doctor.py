@@ -28,7 +28,7 @@ from cluster.engine.cpu_isa import find_isa
 from cluster.errors import BatonError, ConfigError
 from cluster.kv.memory import available_bytes
 
-LIBRARIES: Final = ("torch", "ray", "transformers", "tokenizers", "fastapi", "uvicorn", "msgspec")
+LIBRARIES: Final = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "msgspec")
 ISAS: Final = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "asimd")
 NEEDED_MEMORY_BYTES: Final = 4 << 30
 NEEDED_FILES: Final = 1024
@@ -56,6 +56,7 @@ def run_checks(environment: Mapping[str, str]) -> tuple[Check, ...]:
         settings,
         _packages(),
         *(_library(name) for name in LIBRARIES),
+        _ray(),
         _cpu(),
         _cores(config),
         _threads(environment),
@@ -101,6 +102,15 @@ def _library(name: str) -> Check:
         return Check(name, True, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Check(name, False, f"missing: pip install {name}")
+
+
+def _ray() -> Check:
+    """Only clusters of several machines need it."""
+    check = _library("ray")
+    if check.is_ok:
+        return check
+    text = "missing: processes are started on this machine only, without it; pip install ray for more"
+    return Check("ray", False, text, is_fatal=False)
 
 
 def _cpu() -> Check:

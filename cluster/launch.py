@@ -1,10 +1,11 @@
 """`baton serve` from its settings to its exit code.
 
 1. Check what would otherwise fail late: packages, port, model path. Nothing has started yet.
-2. Start a Redis where several routers need one, and Ray, while a process of its own prepares the model.
-3. The `Driver` places an actor per role and does what the `Supervisor` decides, until it is over. SIGINT and
+2. Start a Redis where several routers need one, and Ray if it is the launcher, while a process of its own
+   prepares the model.
+3. The `Driver` places a process per role and does what the `Supervisor` decides, until it is over. SIGINT and
    SIGTERM stop it; SIGUSR1 (`baton restart`) replaces the workers one after the other.
-4. Whatever happened: kill the actors, leave Ray, end every process that is left, remove the directory. Should
+4. Whatever happened: kill the roles, leave Ray, end every process that is left, remove the directory. Should
    this process be killed, its guard does the same.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -29,25 +30,24 @@ from cluster.clock import MonotonicClock
 from cluster.cluster_token import exposure, resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.core_board import BoardFile, can_share
-from cluster.engine.prepared_index import find_prepared
+from cluster.errors import ConfigError
+from cluster.launch_choice import can_import_ray, choose_launcher
 from cluster.launch_driver import Driver, Report
 from cluster.launch_guard import Guard
+from cluster.launch_local import LocalSession
 from cluster.launch_plan import (
     ENTRIES,
     RoleSpec,
     Site,
-    kernel_environment,
     plan_roles,
     private_ray_environment,
 )
-from cluster.launch_prepare import Preparation, prepare_command
+from cluster.launch_prepare import start_preparation
 from cluster.launch_processes import become_subreaper, children, end_children
+from cluster.launch_session import Session
 from cluster.launch_supervisor import Finish, Supervisor
 from cluster.redis_server import EmbeddedRedis, needs_own_redis
 from cluster.runtime_dir import RuntimeDir
-
-if TYPE_CHECKING:
-    from cluster.launch_ray import RaySession
 
 END_GRACE_S: Final = 3.0  # what Ray's own processes get to end by themselves
 
@@ -65,6 +65,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
     preflight.check_redis(config)
+    choose_launcher(config, can_import_ray())
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)
     port = config.port or _free_port(config.host)
@@ -136,10 +137,19 @@ def _run(
         warning = exposure(config.cluster_token_file)
         if warning is not None:
             report.say(warning)
-    report.phase("Ray")
-    directory, give_up = _prepare(config, report, command)
+    choice = choose_launcher(config, can_import_ray())
+    if choice.notice is not None:
+        report.say(choice.notice)
+    if choice.launcher == "ray":
+        report.phase("Ray")
+    directory, give_up = start_preparation(config, report.progress, report.say, command)
     try:
-        session, specs = _start_ray(config, runtime_dir, board, entries)
+        site = _site(config, runtime_dir, board)
+        session: Session
+        if choice.launcher == "ray":
+            session, specs = _start_ray(config, site, runtime_dir, entries)
+        else:
+            session, specs = LocalSession(report.say), plan_roles(config, site, entries)
         signals.install()  # Ray has put its own handler in place
         try:
             report.phase("model")
@@ -157,24 +167,6 @@ def _run(
         give_up()
 
 
-def _prepare(
-    config: ClusterConfig, report: Report, command: Sequence[str] | None
-) -> tuple[Future[str], Callable[[], None]]:
-    """The prepared model's directory to come, and how to end the preparation early."""
-    found = None
-    if command is None:
-        models = Path(config.cache_dir).expanduser() / "models"
-        found = find_prepared(config.model, config.dtype, config.backend, models, config.quantization)
-    if found is not None:
-        done: Future[str] = Future()
-        done.set_result(str(found))
-        return done, lambda: None
-    preparation = Preparation(
-        command or prepare_command(config), kernel_environment(config), report.progress, report.say
-    )
-    return preparation.directory, preparation.close
-
-
 async def _drive(driver: Driver, directory: Future[str], signals: _Signals) -> Finish:
     loop = asyncio.get_running_loop()
     signals.on_signal = lambda: loop.call_soon_threadsafe(driver.request_stop)
@@ -186,13 +178,10 @@ async def _drive(driver: Driver, directory: Future[str], signals: _Signals) -> F
         driver.kill_all()
 
 
-def _start_ray(
-    config: ClusterConfig, runtime_dir: RuntimeDir, board: BoardFile | None, entries: Mapping[str, str]
-) -> tuple[RaySession, tuple[RoleSpec, ...]]:
-    """A private Ray, or the one at `address`; and the roles as they fit it."""
+def _site(config: ClusterConfig, runtime_dir: RuntimeDir, board: BoardFile | None) -> Site:
     assert config.served_model_name is not None, "`check` fills it in"
     assert config.log_dir is not None, "`check` fills it in"
-    site = Site(
+    return Site(
         served_model_name=config.served_model_name,
         runtime_dir=str(runtime_dir.path),
         log_dir=config.log_dir,
@@ -203,17 +192,30 @@ def _start_ray(
         core_board=board.path if board is not None and config.idle_cores == "lend" else None,
         launcher_pid=os.getpid(),
     )
+
+
+def _start_ray(
+    config: ClusterConfig, site: Site, runtime_dir: RuntimeDir, entries: Mapping[str, str]
+) -> tuple[Session, tuple[RoleSpec, ...]]:
+    """A private Ray, or the one at `address`; and the roles as they fit it.
+
+    Raises:
+        ConfigError: Ray cannot be imported, started or joined.
+    """
     if config.address is None:
         auth_token = runtime_dir.path / "ray_token"
         write_private(auth_token, secrets.token_hex(32).encode())
         os.environ.update(private_ray_environment(auth_token))
+    try:
         from cluster.launch_ray import RaySession  # reads that environment when it is imported
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray is installed and cannot be imported ({error}): install it again, or use --launcher local"
+        ) from error
 
+    if config.address is None:
         specs = plan_roles(config, site, entries)
         return RaySession.start_private(runtime_dir.path / "r", specs), specs
-
-    from cluster.launch_ray import RaySession  # here: not needed by who only checks
-
     session = RaySession.join(config.address)
     joined = replace(
         site,

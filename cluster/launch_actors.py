@@ -7,21 +7,17 @@ process is a stop: the service drains.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
 
-from cluster.config import RouterConfig, load_config
-from cluster.errors import BatonError
+from cluster.config import load_config
+from cluster.errors import ConfigError
 from cluster.launch_processes import process_place
-from cluster.logging_setup import configure_logging
 from cluster.preflight import check_own_packages
-from cluster.role_process import StopSwitch, load_entry, one_line, run_service
+from cluster.role_process import StopSwitch, load_entry, one_line, serve_role
 
 NUM_THREADS = 5  # run, wait_ready, responds, stop, and one to spare
-
-logger = logging.getLogger(__name__)
 
 
 class RoleActor:
@@ -49,20 +45,12 @@ class RoleActor:
     def run(self, entry: str, config_json: bytes) -> str:
         """Serve until stopped. Returns why it ended, "" after a stop."""
         try:
-            config = load_config(config_json)
-            name = config.router if isinstance(config, RouterConfig) else config.worker
-            configure_logging(config.log, name)
-            run_service(load_entry(entry), config, self._switch, self._is_ready.set)
-        except BatonError as error:
-            logger.error("%s", error)
-            return one_line(error)
-        except Exception as error:  # the top of the role: whatever happened ends this process
-            logger.exception("the service ended with an error")
+            return serve_role(entry, load_config(config_json), self._switch, self._is_ready.set)
+        except ConfigError as error:  # this machine's code is another version
             return one_line(error)
         finally:
             self._has_ended.set()
             self._is_ready.set()
-        return ""
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Until the role serves; False when it ended, or does not serve within `timeout_s`."""

@@ -1,10 +1,10 @@
-"""Carries out what the supervisor decides: actors in, events out. Holds no decision of its own.
+"""Carries out what the supervisor decides: processes in, events out. Holds no decision of its own.
 
 1. `run` places every role and waits until all have imported their code and the model is prepared.
-2. It then loops: actions of the supervisor → calls on actors; their ends, their readiness, signals and the
+2. It then loops: actions of the supervisor → calls on processes; their ends, their readiness, signals and the
    passing of deadlines → events. Each life of a role (name, epoch) is one task. One that serves is asked for
    a sign of life every second; one that stays silent, twice, hangs.
-3. It returns with the supervisor's `Finish`. Killing what is left and leaving Ray is the caller's.
+3. It returns with the supervisor's `Finish`. Killing what is left and closing the session is the caller's.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from cluster.clock import Clock
 from cluster.errors import BatonError
 from cluster.launch_plan import RoleSpec
+from cluster.launch_session import Placed, Session
 from cluster.launch_supervisor import (
     Action,
     AllReady,
@@ -34,10 +35,6 @@ from cluster.launch_supervisor import (
     Supervisor,
     Tick,
 )
-
-if TYPE_CHECKING:  # importing it imports ray, whose environment must be set first
-    from cluster.launch_ray import PlacedRole, RaySession
-
 
 PROBE_INTERVAL_S: Final = 1.0
 SILENCE_S: Final = 4.0
@@ -69,7 +66,7 @@ class Driver:
 
     def __init__(
         self,
-        session: RaySession,
+        session: Session,
         specs: Sequence[RoleSpec],
         supervisor: Supervisor,
         report: Report,
@@ -81,9 +78,9 @@ class Driver:
         self._report = report
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._placed: dict[str, PlacedRole] = {}  # placed before their first start
+        self._placed: dict[str, Placed] = {}  # placed before their first start
         self._loads: dict[str, asyncio.Task[str]] = {}  # theirs: "" or why it cannot serve
-        self._alive: dict[tuple[str, int], PlacedRole] = {}
+        self._alive: dict[tuple[str, int], Placed] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._start_up: asyncio.Task[str] | None = None
         self._is_stopping = False
@@ -200,7 +197,7 @@ class Driver:
         del self._alive[name, epoch]
         self._events.put_nowait(Exited(name, epoch, cause or "it ended by itself", by_itself))
 
-    async def _await_ready(self, placed: PlacedRole, name: str, epoch: int) -> None:
+    async def _await_ready(self, placed: Placed, name: str, epoch: int) -> None:
         if not await placed.wait_ready(self._supervisor.start_timeout_s):
             return
         self._events.put_nowait(Ready(name, epoch))

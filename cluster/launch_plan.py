@@ -65,7 +65,7 @@ class Site:
 
     served_model_name: str
     runtime_dir: str
-    log_dir: str
+    log_dir: str | None  # None: standard error
     cluster_token: str
     num_cores: int  # of this machine
     core_board: str | None = None  # None: workers keep to their own threads
@@ -100,7 +100,15 @@ def plan_roles(
         num_cpus = int(site.ray_cpus / num_workers * 1000) / 1000
     addresses = _control_addresses(config, site)
     routers = tuple(
-        _router(config, site, number, address, entries["router"]) for number, address in enumerate(addresses)
+        RoleSpec(
+            name=_router_name(number),
+            entry=entries["router"],
+            config=router_config(config, site, _router_name(number), number, address),
+            num_cpus=0.0,  # waits more than it computes; the workers' cores are theirs
+            num_gpus=0.0,
+            env=process_environment(config, 1),
+        )
+        for number, address in enumerate(addresses)
     )
     shares: Sequence[CoreShare] = ()
     if site.core_board is not None:
@@ -109,12 +117,18 @@ def plan_roles(
         RoleSpec(
             name=f"{role.value}-{index}",
             entry=entries[role.value],
-            config=_worker_config(
-                config, site, role, index, num_threads, shares[number] if shares else None, addresses
+            config=worker_config(
+                config,
+                site,
+                role,
+                f"{role.value}-{index}",
+                num_threads,
+                shares[number] if shares else None,
+                addresses,
             ),
             num_cpus=num_cpus,
             num_gpus=config.gpus_per_worker,
-            env=_environment(config, num_threads),
+            env=process_environment(config, num_threads),
         )
         for number, (role, index) in enumerate(_workers(config))
     )
@@ -132,46 +146,40 @@ def _router_name(number: int) -> str:
     return f"router-{number}"
 
 
-def _router(config: ClusterConfig, site: Site, number: int, control_address: str, entry: str) -> RoleSpec:
-    name, admin = _router_name(number), admin_address(config)
-    return RoleSpec(
-        name=name,
-        entry=entry,
-        config=RouterConfig(
-            cluster_token=site.cluster_token,
-            served_model_name=site.served_model_name,
-            block_size=config.block_size,
-            heartbeat_interval_s=config.heartbeat_interval_s,
-            lease_ttl_s=config.lease_ttl_s,
-            drain_grace_s=config.drain_grace_s,
-            slo_ttft_s=config.slo_ttft_ms / 1e3,
-            slo_tpot_s=config.slo_tpot_ms / 1e3,
-            slo_gap_s=_seconds(config.slo_gap_ms),
-            log=_log(config, site, name),
-            router=RouterId(name),
-            model_dir="",  # known once the model is prepared
-            host=config.host,
-            port=config.port,
-            shares_port=config.routers > 1,
-            admin_host=config.admin_host,
-            admin_port=None if admin is None else admin[1] and admin[1] + number,
-            metric_names=config.metric_names,
-            otlp_endpoint=config.otlp_endpoint,
-            control_address=control_address,
-            num_prefill=config.prefill,
-            num_decode=config.decode,
-            placement=config.placement,
-            max_attempts=config.max_attempts,
-            recovery_wait_s=config.recovery_wait_s,
-            launcher_pid=site.launcher_pid,
-            redis=config.redis,
-            requests=RequestConfig(
-                **{name: getattr(config, name) for name in RequestConfig.__struct_fields__}
-            ),
-        ),
-        num_cpus=0.0,  # waits more than it computes; the workers' cores are theirs
-        num_gpus=0.0,
-        env=_environment(config, 1),
+def router_config(
+    config: ClusterConfig, site: Site, name: str, number: int, control_address: str
+) -> RouterConfig:
+    """The `number`-th router's; its `model_dir` is known once the model is prepared."""
+    admin = admin_address(config)
+    return RouterConfig(
+        cluster_token=site.cluster_token,
+        served_model_name=site.served_model_name,
+        block_size=config.block_size,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        lease_ttl_s=config.lease_ttl_s,
+        drain_grace_s=config.drain_grace_s,
+        slo_ttft_s=config.slo_ttft_ms / 1e3,
+        slo_tpot_s=config.slo_tpot_ms / 1e3,
+        slo_gap_s=_seconds(config.slo_gap_ms),
+        log=_log(config, site, name),
+        router=RouterId(name),
+        model_dir="",
+        host=config.host,
+        port=config.port,
+        shares_port=config.routers > 1,
+        admin_host=config.admin_host,
+        admin_port=None if admin is None else admin[1] and admin[1] + number,
+        metric_names=config.metric_names,
+        otlp_endpoint=config.otlp_endpoint,
+        control_address=control_address,
+        num_prefill=config.prefill,
+        num_decode=config.decode,
+        placement=config.placement,
+        max_attempts=config.max_attempts,
+        recovery_wait_s=config.recovery_wait_s,
+        launcher_pid=site.launcher_pid,
+        redis=config.redis,
+        requests=RequestConfig(**{name: getattr(config, name) for name in RequestConfig.__struct_fields__}),
     )
 
 
@@ -181,16 +189,16 @@ def _workers(config: ClusterConfig) -> list[tuple[Role, int]]:
     return [(role, index) for role, number in numbers for index in range(number)]
 
 
-def _worker_config(
+def worker_config(
     config: ClusterConfig,
     site: Site,
     role: Role,
-    index: int,
+    name: str,
     num_threads: int,
     core_share: CoreShare | None,
     router_addresses: tuple[str, ...],
 ) -> WorkerConfig:
-    name = f"{role.value}-{index}"
+    """In its first epoch. `num_threads` compute threads, and what `core_share` says beside them."""
     is_decode = role is Role.DECODE
     is_one_host = site.router_host is None
     kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
@@ -233,12 +241,11 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _log(config: ClusterConfig, site: Site, name: str) -> LogConfig:
-    return LogConfig(
-        level=config.log_level, format=config.log_format, file=str(Path(site.log_dir) / f"{name}.log")
-    )
+    file = None if site.log_dir is None else str(Path(site.log_dir) / f"{name}.log")
+    return LogConfig(level=config.log_level, format=config.log_format, file=file)
 
 
-def _environment(config: ClusterConfig, num_threads: int) -> Mapping[str, str]:
+def process_environment(config: ClusterConfig, num_threads: int) -> Mapping[str, str]:
     """Thread counts must be set before numeric libraries load: they read them once."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))
     others = {

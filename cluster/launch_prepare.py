@@ -14,12 +14,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
 from cluster.config import ClusterConfig
+from cluster.engine.prepared_index import find_prepared
 from cluster.errors import ModelError
+from cluster.launch_plan import kernel_environment
 
 Progress = Callable[[str, int, int], None]  # phase ("": it ended), bytes done, bytes in all (0: not known)
 
@@ -41,6 +44,28 @@ def prepare_command(config: ClusterConfig) -> list[str]:
         *(sys.executable, "-m", MODULE, "--json", "--model", config.model),
         *("--dtype", config.dtype, "--quantization", config.quantization, "--backend", config.backend),
     ]
+
+
+def start_preparation(
+    config: ClusterConfig,
+    progress: Progress,
+    say: Callable[[str], None],
+    command: Sequence[str] | None = None,
+) -> tuple[Future[str], Callable[[], None]]:
+    """The prepared model's directory to come, at once if it lies in the cache; and how to end it early.
+
+    `command` (what prepares the model, whatever the cache has) is given by tests only.
+    """
+    found = None
+    if command is None:
+        models = Path(config.cache_dir).expanduser() / "models"
+        found = find_prepared(config.model, config.dtype, config.backend, models, config.quantization)
+    if found is not None:
+        done: Future[str] = Future()
+        done.set_result(str(found))
+        return done, lambda: None
+    preparation = Preparation(command or prepare_command(config), kernel_environment(config), progress, say)
+    return preparation.directory, preparation.close
 
 
 class Preparation:

@@ -1,4 +1,4 @@
-"""No process left: the launcher adopts what Ray's processes leave behind, and ends it.
+"""No process left: a role's process dies with its launcher, which adopts what others leave and ends it.
 
 Ray's raylet starts the workers; when it goes first, they would pass to init and out of sight. As a
 *subreaper* the launcher becomes their parent instead: at the end its children are what is left of the run.
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
@@ -25,6 +26,14 @@ def become_subreaper() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     result: int = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return result == 0
+
+
+def die_with_parent() -> bool:
+    """The kernel kills this process when the thread that started it ends. False where it cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    result: int = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     return result == 0
 
 

@@ -22,10 +22,10 @@ from cluster.errors import ConfigError
 from cluster.launch_actors import NUM_THREADS, RoleActor
 from cluster.launch_plan import RoleSpec
 from cluster.launch_processes import kill_process, open_visible, wait_ended
+from cluster.launch_session import PLACE_TIMEOUT_S
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; nothing of ours goes through it
 END_TIMEOUT_S: Final = 2.0
-PLACE_TIMEOUT_S: Final = 120.0  # a busy machine takes its time to import torch
 
 _SYSTEM_CONFIG: Final = {
     # Idle Python workers cost seconds of CPU at start, and every role gets a process of its own anyway.
@@ -41,7 +41,8 @@ T = TypeVar("T")
 
 
 class RaySession:
-    """A connection to Ray; `close` ends it, and Ray itself if we started it. One per process."""
+    """Implements `cluster.launch_session.Session`: a connection to Ray. `close` ends it, and Ray itself if we
+    started it. One per process."""
 
     def __init__(self, *, is_private: bool) -> None:
         self.is_private = is_private
@@ -109,7 +110,7 @@ class RaySession:
 
 
 class PlacedRole:
-    """One actor. No call blocks the loop; a dead process is an answer, not an exception."""
+    """Implements `cluster.launch_session.Placed`: one actor."""
 
     def __init__(self, spec: RoleSpec, actor: Any) -> None:
         self._spec = spec
@@ -117,7 +118,6 @@ class PlacedRole:
         self._pidfd: int | None = None  # of a process that we can see
 
     async def load(self) -> str:
-        """Until the process is up and has imported the role's code: "" or why it cannot."""
         reference = self._actor.load.remote(self._spec.entry)
         try:
             async with asyncio.timeout(PLACE_TIMEOUT_S):
@@ -131,16 +131,13 @@ class PlacedRole:
             return f"Ray found no place with {wanted} within {PLACE_TIMEOUT_S:g} s"
 
     def run(self, spec: RoleSpec) -> Awaitable[str]:
-        """Start serving with the final configuration; the answer, when it ends, is why ("" after a stop)."""
         reference = self._actor.run.remote(spec.entry, dump_config(spec.config))
         return _answer(reference, if_dead=_DIED)
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """Whether the role serves within `timeout_s`."""
         return await _answer(self._actor.wait_ready.remote(timeout_s), if_dead=False)
 
     async def responds(self, timeout_s: float) -> bool:
-        """Whether the role's event loop gives a sign of life in time. A dead process does not hang."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await _answer(self._actor.responds.remote(timeout_s), if_dead=True)
@@ -148,7 +145,6 @@ class PlacedRole:
             return False
 
     async def stop(self) -> None:
-        """Ask the service to drain and end."""
         await _answer(self._actor.stop.remote(), if_dead=None)
 
     async def end(self) -> None:

@@ -23,13 +23,18 @@ DISTRIBUTION: Final = "baton-serve"
 PACKAGES: Final = ("cluster", "kernels", "prefill_worker", "decode_worker", "router", "bench")
 
 
+def packages_root() -> Path:
+    """The directory that our packages lie in."""
+    return Path(next(iter(cluster.__path__))).resolve().parent
+
+
 def check_own_packages(root: Path | None = None) -> None:
     """Every package of ours is the one beside this file.
 
     Raises:
         ConfigError: a foreign distribution is installed under one of our names, or shadows it.
     """
-    root = root or Path(next(iter(cluster.__path__))).resolve().parent
+    root = root or packages_root()
     for name in PACKAGES:
         foreign = _foreign_distribution(name)
         if foreign is not None:

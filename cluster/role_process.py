@@ -2,32 +2,32 @@
 
 1. `load_entry` imports the role's service: a coroutine function `run(config, *, stop, on_ready)`.
 2. `run_service` runs it in an event loop of its own until it returns; setting `stop` asks it to drain and
-   return. `on_ready` is called once, when the role serves: a worker has loaded its model and is registered,
-   a router's `/ready` turned 200.
-3. `main` is `python -m router | prefill_worker | decode_worker`: configuration from a file, signals to
-   `stop`. The Ray actors of `cluster.launch_actors` use the same two functions.
+   return. `on_ready` is called once: a worker has loaded its model and dials the routers, a router's
+   `/ready` turned 200.
+3. `serve_role` does both, with the logging the configuration asks for. Every way to start a role ends there:
+   the Ray actors of `cluster.launch_actors`, the local launcher's processes (`cluster.role_launched`), and
+   `python -m router | prefill_worker | decode_worker` by hand (`cluster.role_cli`).
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, Protocol
 
-from cluster import preflight
-from cluster.config import RouterConfig, WorkerConfig, load_config
-from cluster.errors import BatonError, ConfigError
+from cluster.config import RouterConfig, WorkerConfig
+from cluster.errors import BatonError
 from cluster.logging_setup import configure_logging
 
 FORCED_EXIT_CODE = 130
+
+logger = logging.getLogger(__name__)
 
 
 class ServiceEntry(Protocol):
@@ -106,37 +106,35 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def main(entry: str) -> None:
-    """`python -m ROLE CONFIG_FILE [--ready-fd N]`: the descriptor gets a line when the role serves."""
-    arguments = _parse_arguments(entry)
+def serve_role(
+    entry: str,
+    config: RouterConfig | WorkerConfig,
+    switch: StopSwitch,
+    on_ready: Callable[[], None],
+) -> str:
+    """What every process of a role does, whoever started it: log as configured and serve until the end.
+
+    Returns why it ended, one line that is also logged; "" after a stop.
+    """
+    name = config.router if isinstance(config, RouterConfig) else config.worker
+
+    def ready() -> None:
+        logger.info("%s is ready", name)
+        on_ready()
+
     try:
-        preflight.check_own_packages()
-        try:
-            config = load_config(arguments.config.read_bytes())
-        except OSError as error:
-            raise ConfigError(f"cannot read {arguments.config}: {error.strerror}") from error
-        configure_logging(config.log, config.router if isinstance(config, RouterConfig) else config.worker)
-        switch = StopSwitch()
-        _stop_on_signals(switch)
-        run_service(load_entry(entry), config, switch, lambda: _announce(arguments.ready_fd))
+        configure_logging(config.log, name)
+        run_service(load_entry(entry), config, switch, ready)
     except BatonError as error:
-        sys.exit(f"error: {one_line(error)}")
+        logger.error("%s", error)
+        return one_line(error)
+    except Exception as error:  # the top of the role: whatever happened ends this process
+        logger.exception("the service ended with an error")
+        return one_line(error)
+    return ""
 
 
-def _parse_arguments(entry: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {entry.partition('.')[0]}")
-    parser.add_argument("config", type=Path, help="JSON file with the role's configuration")
-    parser.add_argument("--ready-fd", type=int, help="descriptor that gets a line once the role serves")
-    return parser.parse_args()
-
-
-def _announce(ready_fd: int | None) -> None:
-    if ready_fd is not None:
-        os.write(ready_fd, b"ready\n")
-        os.close(ready_fd)
-
-
-def _stop_on_signals(switch: StopSwitch) -> None:
+def stop_on_signals(switch: StopSwitch) -> None:
     """The first SIGINT or SIGTERM asks the service to drain; the second ends the process at once."""
     num_signals = 0
 

@@ -72,6 +72,7 @@ class WorkerDriver:
         router_addresses: Sequence[str],
         clock: Clock,
         step_timeout_s: float,
+        join_timeout_s: float | None = None,
     ) -> None:
         self._core = core
         self._token = token
@@ -86,6 +87,9 @@ class WorkerDriver:
         self._idle = asyncio.Event()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
         self._is_stuck = False
+        self._join_timeout_s = join_timeout_s
+        self._has_joined = False
+        self._last_failure = ""  # to reach a router
         self._edges: Edges | None = None
         self._engine = EngineThread(
             make_runner,
@@ -105,9 +109,12 @@ class WorkerDriver:
         """Serve until `stop`, then drain.
 
         Raises:
-            BatonError: a router refused this worker, or a step got stuck.
+            BatonError: a router refused this worker, none took it in `join_timeout_s`, or a step got stuck.
         """
         self._edges = edges
+        join_timer = None
+        if self._join_timeout_s is not None:
+            join_timer = self._loop.call_later(self._join_timeout_s, self._check_joined)
         links = [asyncio.create_task(self._keep_link(a, register)) for a in self._router_addresses]
         stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         try:
@@ -118,6 +125,8 @@ class WorkerDriver:
                     end.result()
             await self._drain(drain_grace_s)
         finally:
+            if join_timer is not None:
+                join_timer.cancel()
             stopped.cancel()
             for link in links:
                 link.cancel()
@@ -195,6 +204,12 @@ class WorkerDriver:
         if not self._fatal.done():
             self._fatal.set_exception(error)
 
+    def _check_joined(self) -> None:
+        if not self._has_joined:
+            reason = self._last_failure or "none took this worker in"
+            limit = f"{self._join_timeout_s:g} s"
+            self._end(ConfigError(f"no router within {limit}: {reason}; start one, or correct its address"))
+
     # ---- routers -------------------------------------------------------------------------------
 
     async def _keep_link(self, address: str, register: Register) -> None:
@@ -205,6 +220,7 @@ class WorkerDriver:
             except (OSError, WireError, TimeoutError) as error:
                 if failures == 0:
                     logger.warning("cannot reach the router at %s (%s); trying again", address, error)
+                self._last_failure = str(error)
                 await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
                 continue
@@ -225,6 +241,7 @@ class WorkerDriver:
         if not isinstance(welcome, Welcome):
             raise ProtocolError(f"expected Welcome, got {type(welcome).__name__}")
         router = welcome.router
+        self._has_joined = True
         self._streams[router] = stream
         if self._reports is not None:
             self._reports.joined(router)

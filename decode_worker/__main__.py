@@ -1,6 +1,6 @@
-"""`python -m decode_worker CONFIG_FILE`: one decode worker without a launcher."""
+"""`python -m decode_worker`: one decode worker, by hand or for a launcher; `--help` says how."""
 
-from cluster.role_process import main
+from cluster.role_cli import main
 
 if __name__ == "__main__":
     main("decode_worker.service:run")

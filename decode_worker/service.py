@@ -58,6 +58,7 @@ async def run(
         router_addresses=config.router_addresses,
         clock=MonotonicClock(),
         step_timeout_s=config.step_timeout_s,
+        join_timeout_s=config.join_timeout_s,
     )
 
     def check_hello(hello: EdgeHello) -> str | None:

@@ -1,6 +1,6 @@
-"""`python -m prefill_worker CONFIG_FILE`: one prefill worker without a launcher."""
+"""`python -m prefill_worker`: one prefill worker, by hand or for a launcher; `--help` says how."""
 
-from cluster.role_process import main
+from cluster.role_cli import main
 
 if __name__ == "__main__":
     main("prefill_worker.service:run")

@@ -51,6 +51,7 @@ async def run(
         router_addresses=config.router_addresses,
         clock=MonotonicClock(),
         step_timeout_s=config.step_timeout_s,
+        join_timeout_s=config.join_timeout_s,
     )
 
     def hello_to(peer: Peer) -> EdgeHello:

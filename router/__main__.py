@@ -1,6 +1,6 @@
-"""`python -m router CONFIG_FILE`: one router process; see `cluster.role_process`."""
+"""`python -m router`: one router, by hand or for a launcher; `--help` says how."""
 
-from cluster.role_process import main
+from cluster.role_cli import main
 
 if __name__ == "__main__":
     main("router.service:run")

@@ -1,4 +1,5 @@
-"""`serve` with real Ray and tiny fake roles: start, restart, failing start, stop, and nothing left behind.
+"""`serve` with fake roles and either launcher, real Ray or none: start, restart, failing start, stop, and
+nothing left behind.
 
 Each test starts a launcher in a process of its own and marks its environment, which all of its processes
 inherit: what is left of a run can be found whatever became of its parents.
@@ -30,7 +31,8 @@ START_TIMEOUT_S = 60.0
 class Launcher:
     """A running `serve` whose output is read line by line, always with a deadline."""
 
-    def __init__(self, directory: Path, *settings: str, **behaviours: str) -> None:
+    def __init__(self, kind: str, directory: Path, *settings: str, **behaviours: str) -> None:
+        self.kind = kind
         self.script = directory / "script.json"
         self.script.write_text(
             json.dumps({name.replace("_", "-"): what for name, what in behaviours.items()})
@@ -46,6 +48,7 @@ class Launcher:
                 ROOT / "tests/support/launch_fake.py",
                 self.script,
                 "drain_grace_s=1",
+                f"launcher={kind}",
                 *settings,
             ],
             stdout=subprocess.PIPE,
@@ -107,20 +110,35 @@ class Launcher:
         return self.process.returncode, errors.decode()
 
 
-@pytest.fixture
-def launchers() -> Iterator[list[Launcher]]:
-    started: list[Launcher] = []
-    yield started
-    for launcher in started:
-        launcher.process.kill()
-        launcher.process.communicate()
-        for pid in launcher.processes():
-            os.kill(pid, signal.SIGKILL)
+class Launchers:
+    """Starts launchers of one kind, and ends them."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self._kind = kind
+        self._directory = directory
+        self._started: list[Launcher] = []
+
+    def __call__(self, *settings: str, **behaviours: str) -> Launcher:
+        self._started.append(Launcher(self._kind, self._directory, *settings, **behaviours))
+        return self._started[-1]
+
+    def close(self) -> None:
+        for launcher in self._started:
+            launcher.process.kill()
+            launcher.process.communicate()
+            for pid in launcher.processes():
+                os.kill(pid, signal.SIGKILL)
 
 
-def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher]) -> None:
-    launcher = Launcher(tmp_path, prefill_0="crash-once")
-    launchers.append(launcher)
+@pytest.fixture(params=["ray", "local"])
+def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launchers]:
+    launchers = Launchers(request.param, tmp_path)
+    yield launchers
+    launchers.close()
+
+
+def test_start_restart_and_clean_stop(launch: Launchers) -> None:
+    launcher = launch(prefill_0="crash-once")
     run_directory = launcher.wait_ready()
     assert "progress converting 5/9" in launcher.lines
 
@@ -145,7 +163,7 @@ def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher])
 
     # b152: nothing of Ray can be reached from outside this machine
     addresses = listening_addresses(launcher.processes())
-    assert addresses
+    assert (addresses == set()) == (launcher.kind == "local")
     assert addresses <= LOOPBACK
 
     token = (run_directory / "cluster_token").read_text()
@@ -161,17 +179,15 @@ def test_start_restart_and_clean_stop(tmp_path: Path, launchers: list[Launcher])
     assert sorted(order) == ["decode-0", "prefill-0", "router-0"]
 
 
-def test_failing_start_reports_its_cause_and_ends(tmp_path: Path, launchers: list[Launcher]) -> None:
-    launcher = Launcher(tmp_path, "decode=2", "threads_per_worker=3", decode_1="fail")
-    launchers.append(launcher)
+def test_failing_start_reports_its_cause_and_ends(launch: Launchers) -> None:
+    launcher = launch("decode=2", "threads_per_worker=3", decode_1="fail")
     status, errors = launcher.end(START_TIMEOUT_S)
     assert status == 1
     assert errors == f"error: decode-1 did not start: {launcher.script}: the weights are truncated\n"
 
 
-def test_b140_a_killed_launcher_takes_everything_with_it(tmp_path: Path, launchers: list[Launcher]) -> None:
-    launcher = Launcher(tmp_path)
-    launchers.append(launcher)
+def test_b140_a_killed_launcher_takes_everything_with_it(launch: Launchers) -> None:
+    launcher = launch()
     launcher.wait_ready()
     left = launcher.processes()
     assert launcher.pid_of("decode-0", 1) in left
@@ -182,9 +198,8 @@ def test_b140_a_killed_launcher_takes_everything_with_it(tmp_path: Path, launche
     assert not launcher.run_directory.exists()
 
 
-def test_b132_the_second_signal_forces_the_end(tmp_path: Path, launchers: list[Launcher]) -> None:
-    launcher = Launcher(tmp_path, "drain_grace_s=60", router_0="ignore-stop")
-    launchers.append(launcher)
+def test_b132_the_second_signal_forces_the_end(launch: Launchers) -> None:
+    launcher = launch("drain_grace_s=60", router_0="ignore-stop")
     launcher.wait_ready()
     launcher.process.send_signal(signal.SIGINT)
     launcher.wait_line("stopping")
@@ -195,20 +210,18 @@ def test_b132_the_second_signal_forces_the_end(tmp_path: Path, launchers: list[L
     assert (status, errors) == (130, "error: stopped at once, requests were cut\n")
 
 
-def test_a_signal_while_it_starts_ends_it(tmp_path: Path, launchers: list[Launcher]) -> None:
-    launcher = Launcher(tmp_path, decode_0="never-ready")
-    launchers.append(launcher)
+def test_a_signal_while_it_starts_ends_it(launch: Launchers) -> None:
+    launcher = launch(decode_0="never-ready")
     launcher.wait_line("phase workers")
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.end() == (0, "")
 
 
 @pytest.mark.timeout(240)
-def test_hung_drained_and_rolling(tmp_path: Path, launchers: list[Launcher]) -> None:
+def test_hung_drained_and_rolling(launch: Launchers) -> None:
     """A stopped process is killed and replaced; SIGTERM to a worker drains and replaces it; SIGUSR1 to the
     launcher replaces all workers, one after the other."""
-    launcher = Launcher(tmp_path, "decode=2", "threads_per_worker=1")
-    launchers.append(launcher)
+    launcher = launch("decode=2", "threads_per_worker=1")
     launcher.wait_ready()
     stopped = launcher.pid_of("decode-0", 1)
     os.kill(stopped, signal.SIGSTOP)

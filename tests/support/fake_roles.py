@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cluster.config import RouterConfig, WorkerConfig
 from cluster.errors import ModelError
-from cluster.role_process import main
+from cluster.role_cli import main
 
 
 async def run(
