@@ -27,14 +27,12 @@ that was placed will have come.
 A prompt is not split between P and D: every worker that may do both lets chunks ride beside its decode rows,
 so what a D has free is already offered as a P.
 
-Order: of equal ones where the session was last, if no prefix is known; then the least recently placed, then
-the lower index.
+Order: where the session was last, if no prefix is known; the least recently placed; the lower index.
 
 When nothing fits: workers without KV room are taken only if all are full; for good, if no worker could ever
 hold it. Overload demotes, on the worker (`cluster.slo_schedule`), rather than rejects: a demoted request
-still runs in what is left: behind all that waits, at the rate that such prompts get there (`_backlog_s`). It
-is rejected only when that would take longer than `max_wait_s` everywhere, with the time after which the
-backlog will have drained enough.
+still runs, at the rate that such prompts get there (`_backlog_s`). It is rejected only when that would take
+longer than `max_wait_s` everywhere, with the time after which the backlog will have drained enough.
 
 Bounds: O(workers) in a few vector operations; no state, no clock.
 """
@@ -46,7 +44,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.slo_classes import AGED_SHARE, LATE_SHARE, Targets
+from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
 from router.choosing import NONE, are_all, is_any, lowest, near, oldest, oldest_of
 from router.fleet import Column, Flags, Fleet
 
@@ -244,15 +242,16 @@ def _backlog_s(fleet: Fleet, waits: _Waits, targets: Targets, settings: ElasticS
         left = 1 - (fixed + per_token * rows + per_context * context) / step
 
     and rows that yield, half of those coming among them by then, take no more than 1 - `LATE_SHARE` of it
-    from these prompts, which have `AGED_SHARE` in any case. A worker that has measured a higher rate is
-    believed.
+    from these prompts, which have `AGED_SHARE` in any case. Prompts on time that come later take from it,
+    but for `OVERDUE_SHARE`: nobody knows how many. A worker that measured a higher rate is believed; where
+    it was lower, the mean of both is taken.
     """
     step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
-    left = fleet.fixed_s + fleet.per_token_s * fleet.rows + fleet.per_context_s * fleet.context
-    left /= -step_s
-    left += 1
+    left = 1 - (fleet.fixed_s + fleet.per_token_s * fleet.rows + fleet.per_context_s * fleet.context) / step_s
     yielding = (fleet.yield_s + fleet.coming_rows * fleet.per_token_s / 2) / step_s
     rate = left - np.minimum(yielding, (1 - LATE_SHARE) * left)
+    lately = np.minimum(rate, np.maximum(fleet.late_rate, OVERDUE_SHARE * left))
+    np.copyto(rate, (rate + lately) / 2, where=fleet.late_rate > 0)
     np.maximum(rate, fleet.late_rate, out=rate)
     np.maximum(rate, AGED_SHARE, out=rate)
     seconds: Column = (waits.mine_s + fleet.late_s) / rate + waits.start_s

@@ -134,7 +134,11 @@ def test_each_kind_of_fault_alone_hits_requests_and_breaks_nothing(kind: str) ->
     hit = 0
     for seed in range(2):
         scenario = replace(
-            draw(seed, num_requests=60, faults=True), num_prefill=2, num_decode=2, fault_every=150
+            draw(seed, num_requests=60, faults=True),
+            num_routers=2,
+            num_prefill=2,
+            num_decode=2,
+            fault_every=150,
         )
         simulation = Simulation(scenario)
         only = simulation.injector.kinds[kind]

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from tests.support.local_cluster import free_port
+from tests.support.plain_http import plain_client
 from tests.support.processes import ROOT
 
 
@@ -25,7 +26,7 @@ class HttpServer:
         self.port = free_port()
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        return plain_client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def wait(self, what: str, timeout_s: float, condition: Callable[[httpx.Client], bool]) -> float:
         """Until the server meets a condition; returns the seconds it took."""

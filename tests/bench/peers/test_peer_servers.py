@@ -139,7 +139,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    rows = ({"timestamp": 100 * i, "input_length": 80 + i, "output_length": 24} for i in range(200))
+    rows = ({"timestamp": 100 * i, "input_length": 80 + i, "output_length": 24} for i in range(2000))
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     comparison = Comparison(
         places=Places(tmp_path / "cache", REPOSITORY, sys.executable, "demo", gguf=None, tcmalloc=None),
