@@ -70,6 +70,7 @@ def test_a_server_that_dies_leaves_every_request_accounted_for(cluster: LocalClu
         *("--rate", "5", "--requests", "40", "--input-tokens", "20", "--output-tokens", "30"),
         *("--out", str(out)),
     ]
+    cluster.wait_for(lambda: cluster.worker("decode-0").get("running", 1) == 0, 60.0, "the end of what was")
     process = subprocess.Popen(
         [sys.executable, "-m", "cluster.cli", "bench", "run", "--url", cluster.url, *arguments],
         stdout=subprocess.PIPE,

