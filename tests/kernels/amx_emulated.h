@@ -15,6 +15,10 @@
 #include <cstdlib>
 #include <cstring>
 
+// All else around it is compiled fast (`tests/support/amx_emulation.py`); this is where its tests spend their time.
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+
 namespace amx_emulated {
 
 struct Tile {
@@ -134,6 +138,8 @@ inline void dot_int8(int target, int left, int right) {
 }
 
 }  // namespace amx_emulated
+
+#pragma GCC pop_options
 
 // The compiler's own header may have these names already, as functions or as macros.
 #undef _tile_loadconfig
