@@ -26,14 +26,18 @@ $(STAMP): pyproject.toml
 serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
-# Tests that time whole clusters want the machine for themselves; the others share the cores, slow files first.
-CLUSTER_TESTS := tests/test_launch.py $(addprefix tests/e2e/test_,chaos.py faults.py serve.py without_ray.py)
+# Tests that time whole clusters want the machine for themselves; those of starts and ends, which mostly wait, go
+# two at a time; the others share the cores, slow files first.
+SHARING := --dist loadfile --no-loadscope-reorder -n 2
+START_TESTS := tests/test_launch.py $(addprefix tests/e2e/test_,serve.py without_ray.py)
+TIMED_TESTS := $(addprefix tests/e2e/test_,chaos.py faults.py)
 
 test: test-quick
-	$(BIN)/python -m pytest $(CLUSTER_TESTS)
+	$(BIN)/python -m pytest $(SHARING) $(START_TESTS)
+	$(BIN)/python -m pytest $(TIMED_TESTS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(CLUSTER_TESTS))
+	$(BIN)/python -m pytest $(SHARING) $(addprefix --ignore=,$(START_TESTS) $(TIMED_TESTS))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
