@@ -17,7 +17,7 @@ HEADER: Final = Path(__file__).parents[1] / "kernels" / "amx_emulated.h"
 
 
 def emulated_library() -> ctypes.CDLL:
-    """Compiled now if it is not in the cache: some 15 s on one core."""
+    """Compiled now if it is not in the cache: some 12 s on one core."""
     version = hashlib.sha256(HEADER.read_bytes()).hexdigest()[:8]
     flags = (
         *build.FLAGS,
