@@ -21,6 +21,8 @@ from typing import Protocol
 
 import msgspec
 
+from bench.load.plans.lengths import MAX_TOKENS
+
 _CALENDAR = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
@@ -127,6 +129,8 @@ class _JsonLines:
         for name, value in (("input_length", row.input_length), ("output_length", row.output_length)):
             if value < 0:
                 raise LineError(f"`{name}` {value} is below 0")
+            if value > MAX_TOKENS:
+                raise LineError(f"`{name}` {value} is above {MAX_TOKENS:,}, more than any context")
         self._unknown.update(raw.keys() - set(_JsonRow.__struct_fields__))
         return TraceRow(
             time_s=row.timestamp / 1000,
@@ -189,6 +193,8 @@ def _count(value: str, name: str) -> int:
     whole = value.removesuffix(".0")  # some exports write counts as floats
     if not (whole.isascii() and whole.isdigit()) or len(whole) > 12:
         raise LineError(f"{name} `{value}` is not a number of tokens")
+    if int(whole) > MAX_TOKENS:
+        raise LineError(f"{name} {whole} is above {MAX_TOKENS:,}, more than any context")
     return int(whole)
 
 
