@@ -24,6 +24,7 @@ from bench.load.cli_load import LoadOptions, is_given
 from bench.load.cli_screen import note
 from bench.load.client.interrupts import EXIT_INTERRUPTED, CommandSignals, StopSwitch, signals_to
 from bench.load.client.target import Target, parse_target, probe, why_gone
+from bench.load.client.topology import read_topology
 from bench.load.plans.build import check_plan
 from bench.load.plans.settings import PlanSettings
 from bench.load.plans.tokenize_client import HttpTokenizeClient
@@ -94,12 +95,16 @@ class Session:
         """
         target = parse_target(given.url, api_key(given, os.environ))
         server = probe(target, given.model)
+        is_ours = server.owned_by == OUR_SERVER
+        topology = read_topology(target) if is_ours else None
         return cls(
             target=target,
             model=server.model,
             max_model_len=server.max_model_len,
-            has_timings=server.owned_by == OUR_SERVER,
-            environment=describe_environment(target, server, given.backend, given.cores, given.accelerators),
+            has_timings=is_ours,
+            environment=describe_environment(
+                target, server, given.backend, given.cores, given.accelerators, topology
+            ),
             stop=stop,
         )
 
