@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -108,7 +108,7 @@ class _JsonRow(msgspec.Struct):
     input_length: int
     output_length: int
     session_id: str | int | None = None
-    hash_ids: list[int] | None = None
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]] | None = None
 
 
 class _JsonLines:
@@ -120,7 +120,7 @@ class _JsonLines:
         try:
             raw = msgspec.json.decode(line)
             row = msgspec.convert(raw, _JsonRow)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise LineError(str(error)) from None
         if self._needs_hash_ids and row.hash_ids is None:
             raise LineError("`hash_ids` is missing")
@@ -167,7 +167,7 @@ def detect(first_line: bytes) -> str | None:
     if first_line.startswith(b"{"):
         try:
             raw = msgspec.json.decode(first_line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "canonical"  # its parser says what is wrong with the line
         return "mooncake" if "hash_ids" in raw and "session_id" not in raw else "canonical"
     names = [name.strip() for name in first_line.decode("utf-8", "replace").split(",")]

@@ -55,6 +55,23 @@ def test_a_length_that_no_memory_holds_names_its_line(tmp_path: Path, text: str)
         read_trace(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        '{"timestamp":1,"input_length":9,"output_length":1,"hash_ids":[99999999999999999999]}',
+        '{"timestamp":1,"input_length":9,"output_length":1,"x":' + "[" * 100_000,
+    ],
+)
+def test_json_that_nobody_can_carry_names_its_line(tmp_path: Path, second: str) -> None:
+    first = '{"timestamp":0,"input_length":9,"output_length":1,"hash_ids":[1]}'
+    with pytest.raises(TraceError, match="trace:2: "):
+        read_trace(write(tmp_path, f"{first}\n{second}\n"))
+    with pytest.raises(TraceError, match="trace:1: "):
+        read_trace(write(tmp_path, f"{second}\n"))
+    with pytest.raises(TraceError, match="trace is not JSON"):
+        read_sharegpt(write(tmp_path, "[" * 100_000))
+
+
 def test_burstgpt_drops_failed_rows() -> None:
     trace = read_trace(DATA / "burstgpt.csv")
     assert trace.format == "burstgpt"
