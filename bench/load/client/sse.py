@@ -35,7 +35,7 @@ class SseLines:
         self._tail: list[bytes] = []  # of an unfinished line
         self._tail_bytes = 0
         self._data: list[bytes] | None = None  # lines of an unfinished event
-        self._data_bytes = 0
+        self._data_bytes = 0  # read since it began, about
         self._is_error = False
         self._is_at_start = True
         self._after_cr = False  # the last line ended with CR: an LF that follows belongs to it
@@ -51,24 +51,24 @@ class SseLines:
         for line in self._lines(data):
             if line.startswith(b"data:"):
                 value = line[6:] if line.startswith(b"data: ") else line[5:]
-                self._data_bytes += len(value)
                 if pending is None:
                     pending = [value]
                 else:
                     pending.append(value)
             elif not line:
                 if pending is not None or self._is_error:
-                    events.append(Event(b"\n".join(pending or ()), self._is_error))
+                    whole = pending[0] if pending and len(pending) == 1 else b"\n".join(pending or ())
+                    events.append(Event(whole, self._is_error))
                 pending = None
                 self._is_error = False
-                self._data_bytes = 0
             elif line.startswith(b"error:"):
                 pending = [*(pending or ()), line[6:]]
                 self._is_error = True
             elif line.startswith(b"event:"):
                 self._is_error = line[6:].strip() == b"error"
         self._data = pending
-        if self._tail_bytes + self._data_bytes > MAX_EVENT_BYTES:
+        self._data_bytes = 0 if pending is None else self._data_bytes + len(data)
+        if self._data_bytes > MAX_EVENT_BYTES or self._tail_bytes > MAX_EVENT_BYTES:
             raise ProtocolError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
         return events
 
@@ -85,16 +85,16 @@ class SseLines:
         lines = data.splitlines()
         if not lines:
             return lines
-        is_ended = data.endswith((b"\n", b"\r"))
+        is_ended = data.endswith(b"\n")
+        if not is_ended and data.endswith(b"\r"):
+            is_ended = self._after_cr = True
         if self._tail:
             if len(lines) == 1 and not is_ended:
                 self._keep(data)
                 return []
             lines[0] = b"".join((*self._tail, lines[0]))
             self._tail, self._tail_bytes = [], 0
-        if is_ended:
-            self._after_cr = data.endswith(b"\r")
-        else:
+        if not is_ended:
             self._keep(lines.pop())
         if self._is_at_start and lines:
             self._is_at_start = False
