@@ -29,7 +29,7 @@ from bench.load.goodput.probing import server_lost
 from bench.load.plans.settings import at_rate
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.results.compare import as_text, compare_results
-from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.load.results.files import as_unicode, check_output, json_safe, write_atomically
 from bench.load.results.result import (
     SEARCH,
     read_any,
@@ -210,5 +210,5 @@ def _write_report(
 
 
 def _write_text(path: Path, text: str) -> list[str]:
-    write_atomically(path, [text.encode()])
+    write_atomically(path, [as_unicode(text).encode()])
     return [f"written: {path}"]

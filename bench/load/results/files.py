@@ -57,17 +57,17 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
 def json_safe(value: Any) -> Any:
     """The value with string keys, lists for tuples, None for NaN and infinities, strings made text."""
     if isinstance(value, str):
-        return as_text(value)
+        return as_unicode(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {as_text(str(key)): json_safe(item) for key, item in value.items()}
+        return {as_unicode(str(key)): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
     return value
 
 
-def as_text(text: str) -> str:
+def as_unicode(text: str) -> str:
     """U+FFFD for each half of a surrogate pair, which is what a byte that is no UTF-8 becomes."""
     if text.isascii():
         return text

@@ -119,6 +119,9 @@ def test_names_that_are_no_text_cost_no_result(mock: MockProcess, tmp_path: Path
     result = bench("max-goodput", "--url", mock.target.url, *search, *found)
     assert result.exit_code in MEASURED, (result.output, result.exception)
     assert load(out)["label"] == "caf\ufffd"
+    out.write_text(json.dumps({**load(out), "label": None}))  # it is called by its file now
+    assert bench("report", str(out), "--out", str(tmp_path / "all.html")).exit_code == 0
+    assert "caf\ufffd" in (tmp_path / "all.html").read_text(encoding="utf-8")
 
 
 def test_compare_calls_runs_by_their_labels(mock: MockProcess, tmp_path: Path) -> None:
