@@ -48,6 +48,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Generic
 
+import msgspec
+
 from cluster.slo_classes import DecodeBatch, P, Prompt, Targets, classify, prefill_s, shortest_first
 from cluster.slo_step import StepFilling
 from cluster.step_model import StepModel, StepWork
@@ -91,8 +93,7 @@ def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> fl
     return min(budget_s, targets.gap_s * settings.safety)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan(Generic[P]):
+class StepPlan(msgspec.Struct, Generic[P], frozen=True):
     """(prompt, tokens) to compute, and how many of the rows that yield are in the step."""
 
     chunks: list[tuple[P, int]]

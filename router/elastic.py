@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
@@ -66,8 +67,7 @@ class ElasticSettings:
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """What placement knows of a request. `cached[w]`: tokens of its prefix on worker w; None: nowhere.
 
     `may_prefill` and `may_decode` narrow the workers for this request; None: as the fleet says.
@@ -85,22 +85,19 @@ class Ask:
     near_decode: int = NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     prefill: int
     decode: int
     ttft_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TurnAway:
+class TurnAway(msgspec.Struct, frozen=True):
     """`retry_after_s` None: never; it is too large for every worker."""
 
     retry_after_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Waits:
+class _Waits(msgspec.Struct, frozen=True):
     """Per worker, seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a
     prompt that is in time there; `lacks_kv`: the prompt's KV has no room yet."""
 

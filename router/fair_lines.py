@@ -21,11 +21,12 @@ import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster.ids import RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """What a request takes of its tenant's share: `work` is predicted, in tokens; 0 for one that has had its
     turn before."""
 
@@ -34,8 +35,7 @@ class Turn:
     work: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Claimant:
+class Claimant(msgspec.Struct, frozen=True):
     """One request in a line. `order` is unique; `since`, when it joined, decides between lines that start
     together."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from cluster.ids import BlockHash, WorkerId
@@ -23,8 +24,7 @@ from router.fleet import Column, Flags
 from router.view import ClusterView
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True):
     """What placement needs to know of a request."""
 
     num_tokens: int  # to prefill: the prompt and, on a later attempt, the tokens already delivered
@@ -44,8 +44,7 @@ class PlacementRequest:
         return self.num_prompt_tokens + self.max_tokens - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """`prefill` is None when the decode worker prefills itself. `predicted_ttft_s` is from now."""
 
     prefill: WorkerId | None
@@ -65,8 +64,7 @@ class RejectReason(Enum):
     QUEUE_TOO_SLOW = "queue_too_slow"  # those that wait for room would not have gone in time
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(msgspec.Struct, frozen=True):
     """`limit_tokens` is set with TOO_LARGE: the most prompt + output tokens that anyone could take;
     `retry_after_s` with BACKLOG and QUEUE_TOO_SLOW: when enough of it will be done."""
 

@@ -14,7 +14,9 @@ not a candidate until it steps again.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from cluster.ids import BlockHash, Epoch, RequestId, WorkerId
 from cluster.step_model import StepModel
@@ -29,8 +31,7 @@ from router.view import NO_REFUSAL, ClusterView, kv_bytes_per_token
 _TOLD_S = 0.05  # a prompt of which a worker was told so long before its report came is part of it
 
 
-@dataclass(frozen=True, slots=True)
-class _Foreign:
+class _Foreign(msgspec.Struct, frozen=True):
     """Of the load last reported, what the claims of that moment do not explain."""
 
     seqs: int = 0
@@ -52,7 +53,7 @@ class _Worker:
     heartbeat_at: float | None = None
     pulse_at: float = 0.0  # when the engine last stepped, or had nothing to do
     is_stuck: bool = False
-    foreign: _Foreign = _Foreign()
+    foreign: _Foreign = field(default_factory=_Foreign)
     work: Backlog = field(default_factory=Backlog)  # seconds of prompts
     queued_load: Backlog = field(default_factory=Backlog)
     refused_blocks: int | None = None
@@ -173,7 +174,7 @@ class WorkerBook:
         known = self._workers[worker]
         claim = known.claims.get(request)
         assert claim is not None, (worker, request)
-        known.claims.change(request, replace(claim, sent_at=now))
+        known.claims.change(request, msgspec.structs.replace(claim, sent_at=now))
 
     def prefilled(self, worker: WorkerId, request: RequestId) -> None:
         """The prefill of a placed attempt is over; its blocks are still held."""
@@ -182,7 +183,7 @@ class WorkerBook:
         if known is not None and claim is not None and claim.phase is Phase.PREFILL:
             self._left_queue(known, claim)
             phase = Phase.DECODE if claim.stays else Phase.HELD
-            known.claims.change(request, replace(claim, phase=phase, is_seen=False))
+            known.claims.change(request, msgspec.structs.replace(claim, phase=phase, is_seen=False))
             self._write(known)
 
     def decoding(self, worker: WorkerId, request: RequestId) -> None:
@@ -190,7 +191,7 @@ class WorkerBook:
         known = self._workers.get(worker)
         claim = None if known is None else known.claims.get(request)
         if known is not None and claim is not None and claim.phase is Phase.COMING:
-            known.claims.change(request, replace(claim, phase=Phase.DECODE))
+            known.claims.change(request, msgspec.structs.replace(claim, phase=Phase.DECODE))
             self._write(known)
 
     def remove(self, worker: WorkerId, request: RequestId) -> None:

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from cluster.ids import BlockHash, BlockId
 from cluster.kv.allocator import BlockAllocator, BlockError
 from cluster.kv.prefix import CacheChanges, PrefixIndex
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
+class BlockCounts(msgspec.Struct, frozen=True):
     """Where the blocks of a pool are; the sum is the pool."""
 
     used: int

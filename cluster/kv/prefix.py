@@ -21,6 +21,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster import block_hash
 from cluster.ids import BlockHash, BlockId
 from cluster.kv.allocator import BlockError
@@ -28,8 +30,7 @@ from cluster.kv.allocator import BlockError
 MAX_CHANGES = 1 << 16  # kept for `take_changes`; beyond, whoever asks has to look at all there is
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChanges:
+class CacheChanges(msgspec.Struct, frozen=True):
     """What has entered and left a prefix index, each hash once, by its latest change."""
 
     stored: list[BlockHash]

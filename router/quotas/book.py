@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.quotas.limits import Demand, KeyLimits, Limit
 from router.quotas.meter import Meter
 
@@ -25,8 +27,7 @@ _MIN_WAIT_S = 0.05
 _MEMORY = 0.2  # weight of the latest request in the mean
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """Refused. None: for ever, with these limits."""
 
     limit: Limit
