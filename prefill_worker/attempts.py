@@ -108,11 +108,14 @@ class AttemptTable:
         return [attempt for attempt in self._attempts.values() if attempt.handoff.peer == peer]
 
     def next_deadline(self) -> float | None:
-        deadlines = (attempt.handoff.deadline for attempt in self._attempts.values())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        deadlines = [attempt.handoff.deadline for attempt in self._attempts.values()]
+        times = [deadline for deadline in deadlines if deadline is not None]
+        return min(times) if times else None
 
     def begin_pieces(self, max_in_flight: int, now: float) -> list[Action]:
         """Begin pieces on every edge that has fewer than `max_in_flight` under way."""
+        if not self._attempts:
+            return []
         actions: list[Action] = []
         streaming: list[Handoff] = []
         in_flight: dict[Peer, int] = {}

@@ -31,6 +31,11 @@ def lowest(column: Column) -> float:
     return column.item(column.argmin())
 
 
+def highest(column: Column) -> float:
+    """As `column.max()`."""
+    return column.item(column.argmax())
+
+
 def near(cost: Column, share: float) -> Rows:
     """Those whose cost is within this share of the least."""
     rows: Rows = (cost <= lowest(cost) * (1 + share)).nonzero()[0]

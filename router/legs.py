@@ -126,7 +126,8 @@ class Legs:
             hashes=live.hashes,
         )
         if placement.prefill is None:
-            claim = msgspec.structs.replace(prompt, num_blocks=placement.decode_blocks, stays=True, sent_at=now)
+            num_blocks = placement.decode_blocks
+            claim = msgspec.structs.replace(prompt, num_blocks=num_blocks, stays=True, sent_at=now)
         else:
             prompt = msgspec.structs.replace(prompt, num_blocks=placement.prefill_blocks)
             self._workers.place(placement.prefill, live.request, prompt)

@@ -49,10 +49,11 @@ class ClusterView:
     life_s: Column = field(default_factory=lambda: np.zeros(0))  # mean time a row decodes; 0: not measured
     guessed: set[int] = field(default_factory=set)  # rows of workers whose step model is not measured
     num_lives: int = 0  # rows with a life
+    _sum_of_lives_s: float | None = None  # None: a life has changed since
     # what a decision asks of several of these at once, so that it need not put them together each time
     decode_capacity: Column = field(default_factory=lambda: np.zeros(0))  # 0: it may not decode
     send_capacity: Column = field(default_factory=lambda: np.zeros(0))  # 0: it may not compute for others
-    open_blocks: Column = field(default_factory=lambda: np.zeros(0))  # of one more request; -1: none
+    open_blocks: Column = field(default_factory=lambda: np.zeros(0))  # where one more may decode; -1: none
 
     def take_row(self, worker: WorkerId) -> int:
         """A row for a worker that joins; it says nothing yet."""
@@ -73,16 +74,30 @@ class ClusterView:
             getattr(self, name)[row] = 0.0
 
     def set_life(self, row: int, life_s: float) -> None:
-        self.num_lives += (life_s > 0) - int(self.life_s[row] > 0)
-        self.life_s[row] = life_s
+        before_s = self.life_s.item(row)
+        if life_s != before_s:
+            self.num_lives += (life_s > 0) - (before_s > 0)
+            self.life_s[row] = life_s
+            self._sum_of_lives_s = None
+
+    def mean_life_s(self) -> float | None:
+        """How long a row decodes, over the workers that have measured it; None: nobody has."""
+        if not self.num_lives:
+            return None
+        if self._sum_of_lives_s is None:
+            self._sum_of_lives_s = float(self.life_s.sum())
+        return self._sum_of_lives_s / self.num_lives
 
     def settle(self, row: int) -> None:
         """The row was written: what follows from its entries."""
-        fleet, capacity = self.fleet, self.capacity[row]
-        self.decode_capacity[row] = capacity if fleet.can_decode[row] else 0.0
-        self.send_capacity[row] = capacity if fleet.can_prefill[row] and fleet.can_send[row] else 0.0
-        open_blocks = min(self.blocks[row], self.refused[row] - 1)
-        self.open_blocks[row] = open_blocks if self.slots[row] > 0 else -1.0
+        fleet, capacity = self.fleet, self.capacity.item(row)
+        self.decode_capacity[row] = capacity if fleet.can_decode.item(row) else 0.0
+        self.send_capacity[row] = (
+            capacity if fleet.can_prefill.item(row) and fleet.can_send.item(row) else 0.0
+        )
+        is_open = self.slots.item(row) > 0 and fleet.can_decode.item(row)
+        open_blocks = min(self.blocks.item(row), self.refused.item(row) - 1)
+        self.open_blocks[row] = open_blocks if is_open else -1.0
 
     def _grow(self) -> int:
         row = len(self.ids)

@@ -31,8 +31,10 @@ class Log:
 
     def note(self, who: object, what: str, detail: Any = None) -> None:
         """`detail` is not part of the hash."""
-        label = str(who)
-        self.digest = hash((self.digest, self._queue.now, self._code(label), self._code(what)))
+        label, codes = str(who), self._codes
+        who_code = codes[label] if label in codes else self._code(label)
+        what_code = codes[what] if what in codes else self._code(what)
+        self.digest = hash((self.digest, self._queue.now, who_code, what_code))
         if self._write is not None:
             line = f"{self._queue.now:.7f} {label} {what}"
             self._write(line if detail is None else f"{line}: {detail}")
@@ -42,9 +44,7 @@ class Log:
         self.note(end.process, what, message)
 
     def _code(self, text: str) -> int:
-        code = self._codes.get(text)
-        if code is None:
-            code = self._codes[text] = zlib.crc32(text.encode())
+        code = self._codes[text] = zlib.crc32(text.encode())
         return code
 
 

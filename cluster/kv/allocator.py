@@ -69,10 +69,11 @@ class BlockAllocator:
 
     def drop(self, block_id: BlockId) -> bool:
         """One reference less; True if that was the last one and the block is now idle."""
-        if self.references(block_id) == 0:
+        count = self.references(block_id)
+        if count == 0:
             raise BlockError(f"block {block_id} is not in use and cannot be released")
-        self._references[block_id] -= 1
-        return self._references[block_id] == 0
+        self._references[block_id] = count - 1
+        return count == 1
 
     def revive(self, block_id: BlockId) -> None:
         """An idle block is used again, with one reference."""

@@ -116,7 +116,9 @@ class QuotaBook:
         num_tokens = reserved_tokens(demand, limits)
         if num_tokens is None:
             return Wait(Limit.TOKENS, None)
-        tenant = self._tenants.setdefault(name, Tenant(limits))
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(limits)
         tenant.limits = limits
         wait = self._wait(tenant, limits, num_tokens, now)
         if wait is not None:
