@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.engine.pace import pace_of
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.errors import InvalidRequest
@@ -64,8 +66,7 @@ def admit(
         return Refusal("bad_request", error.message)
 
 
-@dataclass(slots=True, eq=False)
-class PrefillAttempt:
+class PrefillAttempt(msgspec.Struct, eq=False):
     """`over`: nothing more is computed or begun, and the router knows."""
 
     sequence: Sequence

@@ -41,8 +41,7 @@ class Claim(msgspec.Struct, frozen=True):
     is_seen: bool = False  # the prompt is part of the latest report
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(msgspec.Struct):
     """Sums over claims."""
 
     seqs: int = 0

@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -45,10 +44,9 @@ class Claimant(msgspec.Struct, frozen=True):
     since: float
 
 
-@dataclass(slots=True)
-class _Line:
+class _Line(msgspec.Struct):
     share: float
-    waiting: list[tuple[int, Claimant]] = field(default_factory=list)  # by order
+    waiting: list[tuple[int, Claimant]] = msgspec.field(default_factory=list)  # by order
     work: float = 0.0  # of all of them
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -37,8 +36,7 @@ class CacheChanges(msgspec.Struct, frozen=True):
     removed: list[BlockHash]
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
+class _Node(msgspec.Struct, eq=False):
     """One published block; identity matters, a re-published prefix is another node."""
 
     block_id: BlockId
@@ -46,7 +44,7 @@ class _Node:
     packed_tokens: bytes
     salt: str
     parent: _Node | None
-    children: dict[BlockId, _Node] = field(default_factory=dict)
+    children: dict[BlockId, _Node] = msgspec.field(default_factory=dict)
 
 
 class PrefixIndex:

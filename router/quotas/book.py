@@ -13,7 +13,7 @@ be served, and is told so (`retry_after_s` None).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -34,8 +34,7 @@ class Wait(msgspec.Struct, frozen=True):
     retry_after_s: float | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Hold:
+class Hold(msgspec.Struct, frozen=True, eq=False):
     """One admitted request: what it has taken until it is settled."""
 
     tenant: str
@@ -52,14 +51,13 @@ class Standing:
     reset_s: float
 
 
-@dataclass(slots=True)
-class Tenant:
+class Tenant(msgspec.Struct):
     """What is counted for one of them. `limits`: as of its latest request."""
 
     limits: KeyLimits
-    requests: Meter = field(default_factory=Meter)
-    tokens: Meter = field(default_factory=Meter)
-    holds: set[Hold] = field(default_factory=set)
+    requests: Meter = msgspec.field(default_factory=Meter)
+    tokens: Meter = msgspec.field(default_factory=Meter)
+    holds: set[Hold] = msgspec.field(default_factory=set)
     mean_hold_s: float | None = None
 
     def meter(self, limit: Limit) -> Meter:
