@@ -118,10 +118,14 @@ class LiveRequest(msgspec.Struct):
         """That the next attempt prefills."""
         return len(self.spec.token_ids) + len(self.output_ids)
 
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and answer, if it is as long as it may be."""
+        return len(self.spec.token_ids) + self.spec.sampling.max_tokens
+
     def is_as_large_as(self, other: LiveRequest) -> bool:
         """Both now and when it has all it asks for."""
-        most, others = (len(live.spec.token_ids) + live.spec.sampling.max_tokens for live in (self, other))
-        return self.num_tokens >= other.num_tokens and most >= others
+        return self.num_tokens >= other.num_tokens and self.most_tokens >= other.most_tokens
 
     def move(self, target: RequestState) -> None:
         """The one place where a request's state changes.

@@ -49,6 +49,7 @@ class _Worker:
     register: Register
     model: StepModel
     written_model: StepModel | None = None  # in the view
+    is_load_written: bool = False  # the state and the load last reported are in the view
     state: WorkerState = WorkerState.STARTING
     load: WorkerLoad = field(default_factory=WorkerLoad)
     heartbeat_at: float | None = None
@@ -126,7 +127,9 @@ class WorkerBook:
         return known.state, known.is_stuck, known.load
 
     def any_register(self) -> Register | None:
-        return next((known.register for known in self._workers.values()), None)
+        for known in self._workers.values():
+            return known.register
+        return None
 
     # ---- what happens there
 
@@ -139,6 +142,7 @@ class WorkerBook:
         was_stuck = known.is_stuck
         known.is_stuck = now - known.pulse_at >= self._stall_timeout_s
         known.state, known.load, known.heartbeat_at = state, load, now
+        known.is_load_written = False
         known.refused_blocks = None
         self._take_load(known, load, now)
         self._fade(known)
@@ -264,6 +268,7 @@ class WorkerBook:
     def rewrite(self) -> None:
         """All rows from what is known: nothing may change. For tests and for doubts."""
         for known in self._workers.values():
+            known.is_load_written = False
             self._write(known)
 
     # ---- parts
@@ -297,38 +302,45 @@ class WorkerBook:
 
     def _write(self, known: _Worker) -> None:
         """This worker's row of the view."""
+        if not known.is_load_written:
+            self._write_load(known)
         view, fleet, row = self._view, self._view.fleet, known.row
         register, load, totals, foreign = known.register, known.load, known.claims.totals, known.foreign
-        is_ready = known.state is WorkerState.READY and not known.is_stuck
-        is_decode = register.role is Role.DECODE
         num_blocks = foreign.blocks + totals.blocks
-        if known.written_model != known.model:
-            fleet.set_model(row, known.model)
-            known.written_model = known.model
-        fleet.can_prefill[row] = is_ready
-        fleet.can_decode[row] = is_ready and is_decode
-        fleet.can_send[row] = not is_decode
         fleet.work_s[row] = known.work.value(_work_s(totals, known.model))
         fleet.queued_load_s[row] = known.queued_load.value(_load_s(totals, known.model))
-        fleet.late_s[row] = load.late_prefill_s
-        yielding, yielding_context = load.yielding_rows, load.yielding_context
-        fleet.rows[row] = max(0, foreign.rows + totals.rows - yielding)
-        fleet.context[row] = max(0, foreign.context + totals.context - yielding_context)
-        model = known.model
-        fleet.yield_s[row] = model.per_token_s * yielding + model.per_context_s * yielding_context
-        fleet.late_rate[row], fleet.on_time_share[row] = load.late_rate, load.on_time_share
+        fleet.rows[row] = max(0, foreign.rows + totals.rows - load.yielding_rows)
+        fleet.context[row] = max(0, foreign.context + totals.context - load.yielding_context)
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
         fleet.coming_context[row] = foreign.coming_context + totals.coming_context
         fleet.kv_used[row] = num_blocks * register.geometry.block_size
         view.slots[row] = register.max_num_seqs - foreign.seqs - totals.seqs
         view.blocks[row] = register.geometry.num_blocks - num_blocks
         view.refused[row] = NO_REFUSAL if known.refused_blocks is None else known.refused_blocks
+        view.settle(row)
+
+    def _write_load(self, known: _Worker) -> None:
+        """What only a heartbeat changes."""
+        view, fleet, row = self._view, self._view.fleet, known.row
+        load, model = known.load, known.model
+        is_ready = known.state is WorkerState.READY and not known.is_stuck
+        is_decode = known.register.role is Role.DECODE
+        if known.written_model != model:
+            fleet.set_model(row, model)
+            known.written_model = model
+        fleet.can_prefill[row] = is_ready
+        fleet.can_decode[row] = is_ready and is_decode
+        fleet.can_send[row] = not is_decode
+        fleet.late_s[row] = load.late_prefill_s
+        yielding, yielding_context = load.yielding_rows, load.yielding_context
+        fleet.yield_s[row] = model.per_token_s * yielding + model.per_context_s * yielding_context
+        fleet.late_rate[row], fleet.on_time_share[row] = load.late_rate, load.on_time_share
         view.set_life(row, load.row_life_s)
         if load.step_model is None:
             view.guessed.add(row)
         else:
             view.guessed.discard(row)
-        view.settle(row)
+        known.is_load_written = True
 
 
 def _work_s(totals: Totals, model: StepModel) -> float:
