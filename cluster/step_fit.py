@@ -115,7 +115,9 @@ class _Ring:
         return self._all[:, : self.count]
 
     def add(self, work: StepWork, seconds: float) -> None:
-        self._all[:, self._next] = (work.num_tokens, work.context, work.attention, seconds)
+        steps, at = self._all, self._next
+        steps[0, at], steps[1, at] = work.num_tokens, work.context
+        steps[2, at], steps[3, at] = work.attention, seconds
         self._next = (self._next + 1) % self._capacity
         self.count = min(self.count + 1, self._capacity)
 
@@ -188,15 +190,16 @@ def _non_negative(gram: _Array, moment: _Array) -> list[float]:
     until none is."""
     size = np.sqrt(gram.diagonal())
     kept = [index for index, of_column in enumerate(size.tolist()) if of_column > 0]
+    size[size == 0] = 1.0  # of what no step has: left out
+    square = gram / (size[:, None] * size)
+    square += _DAMPING
+    target = moment / size
     result = [0.0] * len(size)
     while kept:
-        norm = size[kept]
-        square = gram[kept][:, kept] / (norm[:, None] * norm)
-        square += _DAMPING[: len(kept), : len(kept)]
-        found = np.linalg.solve(square, moment[kept] / norm)
+        found = np.linalg.solve(square[kept][:, kept], target[kept])
         worst = int(found.argmin())
         if found.item(worst) >= 0:
-            for index, value in zip(kept, (found / norm).tolist(), strict=True):
+            for index, value in zip(kept, (found / size[kept]).tolist(), strict=True):
                 result[index] = value
             break
         del kept[worst]
