@@ -115,18 +115,15 @@ class AttemptTable:
 
     def begin_pieces(self, max_in_flight: int, now: float) -> list[Action]:
         """Begin pieces on every edge that has fewer than `max_in_flight` under way."""
-        if not self._attempts:
+        handoffs = [attempt.handoff for attempt in self._attempts.values()]
+        streaming = [handoff for handoff in handoffs if handoff.state is HandoffState.STREAMING]
+        if not streaming:
             return []
         actions: list[Action] = []
-        streaming: list[Handoff] = []
         in_flight: dict[Peer, int] = {}
-        for attempt in self._attempts.values():
-            handoff = attempt.handoff
-            if handoff.state is HandoffState.STREAMING:
-                streaming.append(handoff)
-            elif handoff.state is not HandoffState.CLOSING:
-                continue  # nothing of it is under way
-            in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + handoff.num_in_flight
+        for handoff in handoffs:
+            if handoff.state in (HandoffState.STREAMING, HandoffState.CLOSING):  # else nothing is under way
+                in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + handoff.num_in_flight
         for handoff in streaming:
             under_way = in_flight[handoff.peer]
             while under_way < max_in_flight and (begun := handoff.next_piece(now)):

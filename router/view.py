@@ -88,16 +88,18 @@ class ClusterView:
             self._sum_of_lives_s = float(self.life_s.sum())
         return self._sum_of_lives_s / self.num_lives
 
-    def settle(self, row: int) -> None:
-        """The row was written: what follows from its entries."""
+    def write_ability(self, row: int, *, can_prefill: bool, can_decode: bool, can_send: bool) -> None:
+        """What this row's worker may do now, and how long a request may be for it."""
         fleet, capacity = self.fleet, self.capacity.item(row)
-        self.decode_capacity[row] = capacity if fleet.can_decode.item(row) else 0.0
-        self.send_capacity[row] = (
-            capacity if fleet.can_prefill.item(row) and fleet.can_send.item(row) else 0.0
-        )
-        is_open = self.slots.item(row) > 0 and fleet.can_decode.item(row)
-        open_blocks = min(self.blocks.item(row), self.refused.item(row) - 1)
-        self.open_blocks[row] = open_blocks if is_open else -1.0
+        fleet.can_prefill[row], fleet.can_decode[row], fleet.can_send[row] = can_prefill, can_decode, can_send
+        self.decode_capacity[row] = capacity if can_decode else 0.0
+        self.send_capacity[row] = capacity if can_prefill and can_send else 0.0
+
+    def write_room(self, row: int, slots: int, blocks: int, refused: float) -> None:
+        """How many more requests this row's worker could take, and how large one; after its ability."""
+        self.slots[row], self.blocks[row], self.refused[row] = slots, blocks, refused
+        is_open = slots > 0 and self.fleet.can_decode.item(row)
+        self.open_blocks[row] = min(blocks, refused - 1) if is_open else -1.0
 
     def _grow(self) -> int:
         row = len(self.ids)

@@ -314,10 +314,12 @@ class WorkerBook:
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
         fleet.coming_context[row] = foreign.coming_context + totals.coming_context
         fleet.kv_used[row] = num_blocks * register.geometry.block_size
-        view.slots[row] = register.max_num_seqs - foreign.seqs - totals.seqs
-        view.blocks[row] = register.geometry.num_blocks - num_blocks
-        view.refused[row] = NO_REFUSAL if known.refused_blocks is None else known.refused_blocks
-        view.settle(row)
+        view.write_room(
+            row,
+            register.max_num_seqs - foreign.seqs - totals.seqs,
+            register.geometry.num_blocks - num_blocks,
+            NO_REFUSAL if known.refused_blocks is None else known.refused_blocks,
+        )
 
     def _write_load(self, known: _Worker) -> None:
         """What only a heartbeat changes."""
@@ -328,9 +330,9 @@ class WorkerBook:
         if known.written_model != model:
             fleet.set_model(row, model)
             known.written_model = model
-        fleet.can_prefill[row] = is_ready
-        fleet.can_decode[row] = is_ready and is_decode
-        fleet.can_send[row] = not is_decode
+        view.write_ability(
+            row, can_prefill=is_ready, can_decode=is_ready and is_decode, can_send=not is_decode
+        )
         fleet.late_s[row] = load.late_prefill_s
         yielding, yielding_context = load.yielding_rows, load.yielding_context
         fleet.yield_s[row] = model.per_token_s * yielding + model.per_context_s * yielding_context
