@@ -31,7 +31,7 @@ from cluster.wire.kv_events import KvEvents
 from cluster.wire.messages import KVGeometry, Register, Role, WorkerLoad, WorkerState
 from router.claims import Claim, Phase
 from router.config import PolicyConfig
-from router.policy import Elastic, Placement, PlacementRequest, Reject
+from router.policy import Elastic, Placement, PlacementRequest
 from router.worker_book import WorkerBook
 
 BLOCK_TOKENS = 32
@@ -199,10 +199,6 @@ class Site:
             )
             self.book.place(placement.decode, RequestId(name), claim)
 
-    def decide(self, policy: Elastic, request: PlacementRequest) -> Placement | Reject:
-        """With the rows that have changed since the last decision."""
-        return policy.place(self.book.view(), request, 0.0)
-
     def release(self, name: str, placement: Placement) -> None:
         for worker in {placement.prefill or placement.decode, placement.decode}:
             self.book.remove(worker, RequestId(name))
@@ -212,14 +208,13 @@ def measure(num_workers: int, num_blocks: int, num_decisions: int, seed: int) ->
     started = time.perf_counter()
     site = Site(num_workers, num_blocks, seed)
     policy = Elastic(PolicyConfig(), TARGETS)
-    watch = Stopwatch()
-    site.book.view()
+    view, watch = site.book.view(), Stopwatch()
     built_s = time.perf_counter() - started
     running: list[tuple[str, Placement]] = []
     kinds = {"local": 0, "remote": 0, "rejected": 0}
     for index in range(num_decisions):
         request = site.request()
-        decision = watch.timed("decide", site.decide, policy, request)
+        decision = watch.timed("decide", policy.place, view, request, 0.0)
         if isinstance(decision, Placement):
             kinds["local" if decision.prefill is None else "remote"] += 1
             name = f"r{index}"
@@ -236,7 +231,7 @@ def measure(num_workers: int, num_blocks: int, num_decisions: int, seed: int) ->
             watch.timed("report", site.report, worker)
     return {
         "workers": num_workers,
-        "indexed_blocks": len(site.book.view().prefix),
+        "indexed_blocks": len(view.prefix),
         "decisions": num_decisions,
         "seed": seed,
         "built_s": built_s,

@@ -4,8 +4,7 @@
    heartbeat on.
 2. Heartbeats bring its state and gauges. Between them the book adds what this conductor has placed there
    since, so that a burst does not see the same idle worker a hundred times.
-3. A change marks that worker's row; `view` writes the marked ones, so a decision finds the columns as they
-   are, and what changes ten times between two decisions is written once.
+3. Every change writes that worker's row (`view`); a decision finds the columns as they are.
 4. A worker is lost: `leave` returns the requests it had in flight and forgets it, beliefs included.
 
 A worker whose engine has work but does not step for `stall_timeout_s` is *stuck*: alive on its stream, but
@@ -78,7 +77,6 @@ class WorkerBook:
         self._workers: dict[WorkerId, _Worker] = {}
         self._num_placed = 0
         self._view = ClusterView()
-        self._changed: dict[int, _Worker] = {}  # row |-> whose it is; not written yet
         self._edges = EdgeCosts(self._view.fleet, self._config.elastic.handoff_s, self._config.cold_edge_s)
 
     # ---- membership
@@ -99,12 +97,11 @@ class WorkerBook:
         known = _Worker(row=row, register=register, model=model, pulse_at=now)
         self._workers[register.worker] = known
         self._edges.joined(row)
-        self._changed[known.row] = known
+        self._write(known)
 
     def leave(self, worker: WorkerId) -> list[RequestId]:
         """Forget a worker; returns the requests it had in flight, oldest first."""
         known = self._workers.pop(worker)
-        self._changed.pop(known.row, None)
         self._view.present[known.register.role] -= 1
         self._view.free_row(worker)
         self._edges.leave(known.row)
@@ -146,7 +143,7 @@ class WorkerBook:
         known.refused_blocks = None
         self._take_load(known, load, now)
         self._fade(known)
-        self._changed[known.row] = known
+        self._write(known)
         return known.is_stuck and not was_stuck
 
     def _take_load(self, known: _Worker, load: WorkerLoad, now: float) -> None:
@@ -174,7 +171,7 @@ class WorkerBook:
         self._view.fleet.last_placed[known.row] = self._num_placed
         known.claims.add(request, claim)
         self._view.prefix.expect(known.row, claim.hashes)
-        self._changed[known.row] = known
+        self._write(known)
 
     def told(self, worker: WorkerId, request: RequestId, now: float) -> None:
         """The prompt of a placed attempt goes to its worker now."""
@@ -191,7 +188,7 @@ class WorkerBook:
             self._left_queue(known, claim)
             phase = Phase.DECODE if claim.stays else Phase.HELD
             known.claims.change(request, msgspec.structs.replace(claim, phase=phase, is_seen=False))
-            self._changed[known.row] = known
+            self._write(known)
 
     def decoding(self, worker: WorkerId, request: RequestId) -> None:
         """All KV of a placed attempt is on its decode worker."""
@@ -199,14 +196,14 @@ class WorkerBook:
         claim = None if known is None else known.claims.get(request)
         if known is not None and claim is not None and claim.phase is Phase.COMING:
             known.claims.change(request, msgspec.structs.replace(claim, phase=Phase.DECODE))
-            self._changed[known.row] = known
+            self._write(known)
 
     def remove(self, worker: WorkerId, request: RequestId) -> None:
         """The attempt holds nothing here any more. Fine for what is already gone."""
         known = self._workers.get(worker)
         if known is not None and self._drop(known, request) is not None:
             known.refused_blocks = None
-            self._changed[known.row] = known
+            self._write(known)
 
     def refused(self, worker: WorkerId, request: RequestId, *, whatever_size: bool) -> None:
         """The attempt was turned away: until room is made here, no request as large (or none at all) is
@@ -218,7 +215,7 @@ class WorkerBook:
         known.refused_blocks = (
             num_blocks if known.refused_blocks is None else min(num_blocks, known.refused_blocks)
         )
-        self._changed[known.row] = known
+        self._write(known)
 
     def handed_over(self, prefill: WorkerId, decode: WorkerId, num_bytes: int, exposed_s: float) -> None:
         """KV went from one to the other, and the stream stood still for so long."""
@@ -258,11 +255,7 @@ class WorkerBook:
         return {name: known.claims.requests() for name, known in self._workers.items() if len(known.claims)}
 
     def view(self) -> ClusterView:
-        """As of now; ask again after the next event."""
-        if self._changed:
-            for known in self._changed.values():
-                self._write(known)
-            self._changed.clear()
+        """As of now; the next event changes it."""
         return self._view
 
     def rewrite(self) -> None:
