@@ -96,6 +96,7 @@ class LiveRequest(msgspec.Struct):
     retry_after_s: float = 0.0  # what the last decode worker without room said
     cause: BatonError | None = None  # why the last attempt ended; what the client gets if nothing else works
     wait_until: float = 0.0  # end of the present wait for a place
+    found_full_at: int = -1  # `ClusterView.abilities` when nobody had room for it
     is_recovering: bool = False  # it waits for a worker to come back, not for room
     retried_at: float | None = None  # when the last attempt ended, until a token of the next one is here
     # times of what the client waits for; the first of each counts

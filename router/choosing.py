@@ -26,6 +26,12 @@ def are_all(flags: Flags) -> bool:
     return 0 not in flags.tobytes()
 
 
+def only(flags: Flags) -> int:
+    """The one row that is set; `NONE` if there are others, or none."""
+    as_bytes = flags.tobytes()
+    return as_bytes.index(1) if as_bytes.count(1) == 1 else NONE
+
+
 def lowest(column: Column) -> float:
     """As `column.min()`."""
     return column.item(column.argmin())

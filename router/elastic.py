@@ -46,7 +46,7 @@ import msgspec
 import numpy as np
 
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
-from router.choosing import NONE, are_all, is_any, lowest, near, oldest, oldest_of
+from router.choosing import NONE, are_all, is_any, lowest, near, oldest, oldest_of, only
 from router.fleet import Column, Flags, Fleet
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
@@ -159,6 +159,8 @@ def _choose_prefill(
         good |= fleet.can_send
         good &= in_time
         in_time = good if is_any(good) else in_time
+    if (alone := only(in_time)) != NONE:
+        return alone
     cost = waits.own_s / decode_s
     np.multiply(cost, settings.prefill_only_worth, out=cost, where=~fleet.can_decode)
     np.copyto(cost, np.inf, where=~in_time)
@@ -215,7 +217,7 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     start_s: Column | float = step_s / 2
     if lowest(fleet.rows) == 0:
         is_idle = (fleet.rows + fleet.queued_load_s) == 0
-        share[is_idle] = 0.95 * fleet.on_time_share[is_idle]
+        np.copyto(share, 0.95 * fleet.on_time_share, where=is_idle)
         start_s = np.where(is_idle, fleet.fixed_s + fleet.floor_s, start_s)
     held = fleet.kv_used + fleet.kv_promised
     lacking = held - fleet.kv_tokens
@@ -300,6 +302,8 @@ def choose_decode(
     staying = _staying(ask, wait_s)
     if decodes[prefill] and _is_best_where_computed(fleet, ask, prefill, step_limit_s, staying, settings):
         return prefill
+    if (alone := only(decodes)) not in (NONE, prefill):
+        return alone
     if step_s is None:
         step_s = _decode_step_s(fleet, ask, staying)
     room = fleet.kv_tokens * (1 - settings.kv_headroom)

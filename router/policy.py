@@ -112,7 +112,7 @@ class Elastic:
         if not is_any(large):
             limit = int(highest(view.decode_capacity)) + 1
             return Reject(RejectReason.TOO_LARGE, limit)
-        if highest(view.open_blocks) < 1:
+        if view.is_full:
             return Reject(RejectReason.BUSY)
         cached_blocks = view.prefix.lookup(request.hashes, fleet.num_workers)
         needed = self._new_blocks(view, request, cached_blocks)

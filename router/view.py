@@ -12,6 +12,7 @@ import numpy as np
 
 from cluster.ids import WorkerId
 from cluster.wire.messages import KVGeometry, Role
+from router.choosing import highest
 from router.fleet import Column, Fleet
 from router.prefix_index import PrefixIndex
 
@@ -48,6 +49,7 @@ class ClusterView:
     refused: Column = field(default_factory=lambda: np.zeros(0))  # a request of so many blocks was refused
     life_s: Column = field(default_factory=lambda: np.zeros(0))  # mean time a row decodes; 0: not measured
     guessed: set[int] = field(default_factory=set)  # rows of workers whose step model is not measured
+    abilities: int = 0  # grows with every change of what some worker may do, or of who is here
     num_lives: int = 0  # rows with a life
     _sum_of_lives_s: float | None = None  # None: a life has changed since
     # what a decision asks of several of these at once, so that it need not put them together each time
@@ -61,6 +63,7 @@ class ClusterView:
         self.ids[row] = worker
         self.rows[worker] = row
         self.refused[row] = NO_REFUSAL
+        self.abilities += 1
         return row
 
     def free_row(self, worker: WorkerId) -> None:
@@ -70,6 +73,7 @@ class ClusterView:
         self.prefix.leave(row)
         self.set_life(row, 0.0)
         self.guessed.discard(row)
+        self.abilities += 1
         for name in _COLUMNS:
             getattr(self, name)[row] = 0.0
 
@@ -91,6 +95,9 @@ class ClusterView:
     def write_ability(self, row: int, *, can_prefill: bool, can_decode: bool, can_send: bool) -> None:
         """What this row's worker may do now, and how long a request may be for it."""
         fleet, capacity = self.fleet, self.capacity.item(row)
+        before = fleet.can_prefill.item(row), fleet.can_decode.item(row), fleet.can_send.item(row)
+        if before != (can_prefill, can_decode, can_send):
+            self.abilities += 1
         fleet.can_prefill[row], fleet.can_decode[row], fleet.can_send[row] = can_prefill, can_decode, can_send
         self.decode_capacity[row] = capacity if can_decode else 0.0
         self.send_capacity[row] = capacity if can_prefill and can_send else 0.0
@@ -112,6 +119,11 @@ class ClusterView:
         return row
 
     # ---- what more than placement asks
+
+    @property
+    def is_full(self) -> bool:
+        """No worker takes one more request now, however small."""
+        return highest(self.open_blocks) < 1
 
     def has(self, role: Role) -> bool:
         """Somebody of this role is here, ready or not."""
