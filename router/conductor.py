@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.clock import soonest
 from cluster.errors import BatonError, DeadlineExceeded
 from cluster.ids import Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestState
@@ -119,8 +120,7 @@ class Conductor:
 
     def next_deadline(self) -> float | None:
         """When `Tick` is due at the latest; None if nothing waits."""
-        times = (self._requests.next_deadline(), self._legs.leases.next_renewal())
-        return min((at for at in times if at is not None), default=None)
+        return soonest(self._requests.next_deadline(), self._legs.leases.next_renewal())
 
     def may_be_due_before(self, at: float) -> bool:
         """Whether `next_deadline()` can be sooner than `at`: cheap enough for every event."""

@@ -13,7 +13,6 @@ attempt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -127,9 +126,10 @@ class Legs:
             hashes=live.hashes,
         )
         if placement.prefill is None:
-            claim = replace(prompt, num_blocks=placement.decode_blocks, stays=True, sent_at=now)
+            num_blocks = placement.decode_blocks
+            claim = msgspec.structs.replace(prompt, num_blocks=num_blocks, stays=True, sent_at=now)
         else:
-            prompt = replace(prompt, num_blocks=placement.prefill_blocks)
+            prompt = msgspec.structs.replace(prompt, num_blocks=placement.prefill_blocks)
             self._workers.place(placement.prefill, live.request, prompt)
             claim = Claim(Phase.COMING, num_tokens, num_blocks=placement.decode_blocks, hashes=live.hashes)
         self._workers.place(placement.decode, live.request, claim)

@@ -45,7 +45,7 @@ def sample(value: int, seed: int) -> TokenOutput:
 class Oracle:
     """What a request must lead to. `kv[i]` belongs to `tokens[i]`, prompt and outputs."""
 
-    __slots__ = ("finish", "kv", "outputs", "sampled", "spec", "tokens")
+    __slots__ = ("_blocks", "finish", "kv", "outputs", "sampled", "spec", "tokens")
 
     def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
@@ -69,6 +69,14 @@ class Oracle:
             self.kv.append(value)
             reason = finish_reason(spec.sampling, output_ids)
         self.finish = reason
+        self._blocks: list[list[int]] = []
+
+    def blocks(self, block_size: int) -> list[list[int]]:
+        """`kv` as a pool holds it, the last block as far as it goes. Always asked with one size."""
+        if not self._blocks:
+            kv = self.kv
+            self._blocks = [kv[start : start + block_size] for start in range(0, len(kv), block_size)]
+        return self._blocks
 
 
 class Pool:
@@ -160,9 +168,9 @@ class Engine:
             self._violate("I6", row, f"{len(row.block_ids)} blocks do not cover {end} tokens")
         kv = oracle.kv
         num_full = start // size
-        for index in range(num_full):
-            if blocks[row.block_ids[index]] != kv[index * size : (index + 1) * size]:
-                self._wrong_kv(row, index, size)
+        held, right = [blocks[block_id] for block_id in row.block_ids[:num_full]], oracle.blocks(size)
+        if held != right[:num_full]:
+            self._wrong_kv(row, next(i for i in range(num_full) if held[i] != right[i]), size)
         if (rest := start % size) and blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
             self._wrong_kv(row, num_full, rest)
         if (
@@ -185,16 +193,19 @@ class Engine:
 
     def _check_holders(self, row: Row) -> None:
         """What a step reads is held until it ends (I2), what it writes is nobody else's (I1)."""
-        references = self._blocks._allocator.references
+        references = self._blocks._allocator._references
         size = self._pool.block_size
         first_written = row.start // size
         last = (row.start + len(row.token_ids) - 1) // size
-        for index in range(last + 1):
-            count = references(row.block_ids[index])
-            if count == 0:
-                self._violate("I2", row, f"block {row.block_ids[index]} was freed during the step")
-            if count > 1 and index >= first_written:
-                self._violate("I1", row, f"block {row.block_ids[index]} is written and held by {count}")
+        holders = [references[block_id] for block_id in row.block_ids[: last + 1]]
+        if 0 in holders:
+            block_id = row.block_ids[holders.index(0)]
+            self._violate("I2", row, f"block {block_id} was freed during the step")
+        for block_id, count in zip(
+            row.block_ids[first_written : last + 1], holders[first_written:], strict=True
+        ):
+            if count > 1:
+                self._violate("I1", row, f"block {block_id} is written and held by {count}")
 
     def _wrong_kv(self, row: Row, index: int, num_slots: int) -> NoReturn:
         found = self._pool.blocks[row.block_ids[index]][:num_slots]

@@ -12,7 +12,6 @@ Both roles share it; it decides nothing of its own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import msgspec
 
@@ -58,8 +57,7 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
     )
 
 
-@dataclass(slots=True, eq=False)
-class WaitingPrompt:
+class WaitingPrompt(msgspec.Struct, eq=False):
     """A sequence whose prompt is to be computed here, as `cluster.slo_classes.Prompt`."""
 
     sequence: Sequence
