@@ -162,8 +162,8 @@ class Stream(Generic[M]):
             self._writer.transport.abort()
 
     async def hand_over(self, keep: Callable[[int], K | None]) -> K | None:
-        """Write out what was posted and let `keep` have a file descriptor of the connection, which goes on; this
-        object is closed. What `keep` returns; None: it does not want it, and the connection ends.
+        """Write out what was posted and let `keep` have a file descriptor of the connection, which goes on;
+        this object is closed. What `keep` returns; None: it does not want it, and the connection ends.
 
         Raises:
             WireError: the stream is closed, or the peer does not read.
