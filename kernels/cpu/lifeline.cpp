@@ -14,7 +14,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -34,12 +33,14 @@ struct Lifeline {
 
     bool keep_two() {
 #if defined(SYS_close_range)
+        // `unshare` itself is forbidden in many containers; this call, with its flag, is not.
+        constexpr unsigned with_a_table_of_its_own = 2;  // CLOSE_RANGE_UNSHARE
         const unsigned low = unsigned(std::min(socket, wake_read)), high = unsigned(std::max(socket, wake_read));
-        const auto close_all = [](unsigned first, unsigned last) {
-            return first > last || syscall(SYS_close_range, first, last, 0u) == 0;
+        const auto close_all = [](unsigned first, unsigned last, unsigned flags = 0) {
+            return first > last || syscall(SYS_close_range, first, last, flags) == 0;
         };
-        return unshare(CLONE_FILES) == 0 && (low == 0 || close_all(0, low - 1)) && close_all(low + 1, high - 1) &&
-               close_all(high + 1, ~0u);
+        return close_all(high + 1, ~0u, with_a_table_of_its_own) && (low == 0 || close_all(0, low - 1)) &&
+               close_all(low + 1, high - 1);
 #else
         return false;
 #endif
