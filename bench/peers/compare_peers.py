@@ -15,8 +15,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
