@@ -1,7 +1,8 @@
 """The live driver of a worker: sockets, a timer and the engine thread around a sans-IO core.
 
 1. It dials every router, says `Register`, and keeps dialing with backoff when a stream breaks. A second
-   stream is given to whoever can hold it so that it ends with the process at once (`keep_lifeline`).
+   stream is given to whoever can hold it apart from the first (`keep_lifeline`): when this process is
+   killed, one of the two ends at once.
 2. Whatever arrives (a router's message, a KV peer's message, a finished step, a due timer) becomes one
    event: `core.handle(event, now)`, on the event loop, one at a time.
 3. The actions go out: messages to streams, plans to the engine thread, the rest to the role's edges.
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _WELCOME_TIMEOUT_S = 10.0
+_ENGINE_CLOSE_S = 5.0
 _HAND_OVER_S = 0.5  # beyond the grace time: the core gives up what is left, and the routers are told
 
 
@@ -111,7 +113,11 @@ class WorkerDriver:
 
     async def loaded(self) -> None:
         """Wait for the model; the core is told how long its steps take."""
-        model = await self._engine.loaded()
+        try:
+            model = await self._engine.loaded()
+        except Exception:
+            await self._engine.close(timeout_s=_ENGINE_CLOSE_S)
+            raise
         if model is not None:
             self.dispatch(Calibrated(model))
 
@@ -146,7 +152,7 @@ class WorkerDriver:
             for stream in list(self._streams.values()):
                 await stream.close()
             await edges.close()
-            await self._engine.close(timeout_s=0.0 if self._is_stuck else 5.0)
+            await self._engine.close(timeout_s=0.0 if self._is_stuck else _ENGINE_CLOSE_S)
             if not self._fatal.done():
                 self._fatal.cancel()
 

@@ -11,8 +11,9 @@ Life of a link:
    it had still to say is dropped and counted, and its first heartbeat ends the stream, so that it frees
    everything and dials anew.
 4. The end of the stream, whatever its cause, is `WorkerGone`, exactly once. So is the end of its *lifeline*,
-   a second stream that names the link: it ends as soon as the process is killed, half a second before the
-   other. What the process still said has a moment to be read.
+   a second stream that names the link. When the process is killed, one of the two ends at once, the other
+   when its memory was taken apart, up to a second later. If it is the lifeline, what the process still said
+   has a moment to be read.
 """
 
 from __future__ import annotations

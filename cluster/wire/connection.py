@@ -173,16 +173,19 @@ class Stream(Generic[M]):
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._writer.drain()
-        except (TimeoutError, OSError) as error:
+            if self.is_closed:
+                raise self._error or WireError(f"stream to {self.peer} is closed")
+            descriptor = os.dup(self._writer.get_extra_info("socket").fileno())
+            kept = keep(descriptor)
+            if kept is None:
+                os.close(descriptor)
+            return kept
+        except TimeoutError as error:
+            raise WireError(f"{self.peer} did not read for {CLOSE_TIMEOUT_S:g} s") from error
+        except OSError as error:
             raise WireError(f"stream to {self.peer} broke: {error}") from error
-        if self.is_closed:
-            raise self._error or WireError(f"stream to {self.peer} is closed")
-        descriptor = os.dup(self._writer.get_extra_info("socket").fileno())
-        kept = keep(descriptor)
-        if kept is None:
-            os.close(descriptor)
-        self.abort()
-        return kept
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         """Close at once; what was posted and not sent is lost."""

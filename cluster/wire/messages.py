@@ -144,8 +144,8 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Lifeline(Message, frozen=True, kw_only=True):
-    """Worker → router, the one message of a second stream, which ends at once when the worker's process is
-    killed: streams that the process holds like other files end only after its memory was taken apart."""
+    """Worker → router, the one message of a second stream. Of it and the link's own stream, one ends at once
+    when the worker's process is killed; with one stream alone, its memory is taken apart first."""
 
     link: int
 

@@ -1,10 +1,11 @@
-// A socket that is closed at once when its process is killed.
+// A socket in a table of files of its own: when its process is killed, it or the other files are closed at once.
 //
 // 1. A killed process gives up its memory before its files: for a model and its KV that takes most of a second, in
 //    which whoever waits for the end of its streams learns nothing.
 // 2. On Linux a thread may have a table of open files of its own. `baton_lifeline_hold` starts one that keeps the
 //    socket, and nothing else, in its table, and waits; the caller's copy is closed. All threads of a killed process
-//    end at once, each with its own table, and only the last of them takes the memory apart.
+//    end at once, and only the last of them takes the memory apart before it closes the files of its table. The
+//    other table's files are closed by then: whoever has a socket in each learns of the end from the first.
 // 3. `baton_lifeline_release` closes the socket on purpose. It is closed too when the other end closes its own.
 //
 // No Python runs on that thread: a garbage collection there would close files by numbers of another table.

@@ -1,7 +1,7 @@
-"""A socket that the system closes the moment this process is killed (`lifeline.cpp`): how others learn of it.
+"""A socket apart from the other files of this process (`lifeline.cpp`), so that its death is known at once.
 
-Where the compiled library or the system cannot do it, there is none: others then learn of the end when the
-process's other sockets are closed, after its memory was taken apart.
+When the process is killed, either this socket or the others are closed before its memory is taken apart.
+Where the compiled library or the system cannot do it, there is none: all are then closed after that.
 """
 
 from __future__ import annotations
