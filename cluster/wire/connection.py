@@ -168,13 +168,13 @@ class Stream(Generic[M]):
         Raises:
             WireError: the stream is closed, or the peer does not read.
         """
+        if self.is_closed:
+            raise self._error or WireError(f"stream to {self.peer} is closed")
         self._writer.transport.set_write_buffer_limits(0)  # a drain waits for the last byte
         self._flush()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._writer.drain()
-            if self.is_closed:
-                raise self._error or WireError(f"stream to {self.peer} is closed")
             descriptor = os.dup(self._writer.get_extra_info("socket").fileno())
             kept = keep(descriptor)
             if kept is None:
