@@ -6,6 +6,8 @@
 4. `StepDone` or `StepFailed` is scheduled on the loop.
 5. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
+6. `close` returns when the thread has ended, and with it the model. The interpreter ends a thread that still
+   frees tensors while it exits, and the C++ in that thread's stack then aborts the process.
 """
 
 from __future__ import annotations
@@ -53,7 +55,6 @@ class EngineThread:
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watchdog: asyncio.TimerHandle | None = None
         self._loaded: asyncio.Future[StepModel | None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
@@ -71,9 +72,8 @@ class EngineThread:
     async def close(self, timeout_s: float) -> None:
         """Let the step in flight end, then end the thread; gives up after `timeout_s`."""
         self._plans.put(None)
-        try:
-            await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
-        except TimeoutError:
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._thread.is_alive():
             logger.warning("the step in flight did not end within %.0f s; leaving it behind", timeout_s)
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -115,7 +115,6 @@ class EngineThread:
                 logger.exception("a step of %d rows failed", len(plan.rows))
                 outcome = StepFailed(f"{type(error).__name__}: {error}")
             self._post(self._outcome, plan, outcome)
-        self._post(_resolve, self._ended, None)
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         try:

@@ -54,6 +54,7 @@ async def run(
         make_runner=engine.make_runner(pool.tensor),
         calibrate=engine.calibrate(pool.tensor),
         cache=blocks,
+        keep_lifeline=engine.keep_lifeline,
         token=config.token,
         router_addresses=config.router_addresses,
         clock=MonotonicClock(),

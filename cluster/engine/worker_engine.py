@@ -32,6 +32,7 @@ from cluster.step_calibration import LONG_TOKENS, MANY_ROWS, Calibration, Pool, 
 from cluster.step_model import StepModel
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.core_board import CoreBoard
+from kernels.cpu.lifeline import Lifeline, hold
 from kernels.ops import Backend
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class WorkerEngine:
     max_model_len: int
     num_threads: int
     board: CoreBoard | None  # where others see that this worker computes
+    keep_lifeline: Callable[[int], Lifeline | None] | None  # how others see at once that it was killed
 
     @property
     def fingerprint(self) -> str:
@@ -159,4 +161,5 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
         max_model_len=config.max_model_len or spec.max_context_len,
         num_threads=config.num_threads,
         board=backend.board if isinstance(backend, CpuBackend) else None,
+        keep_lifeline=hold if isinstance(backend, CpuBackend) else None,
     )
