@@ -1,4 +1,4 @@
-"""`use_beam_search` through a real gateway, in front of streams that a table of log-probabilities continues."""
+"""`use_beam_search` through a real gateway, in front of streams that a table of log-probabilities goes on."""
 
 from __future__ import annotations
 

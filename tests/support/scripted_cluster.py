@@ -27,7 +27,6 @@ from router.delivery import (
 )
 from router.live_stream import LiveStream
 
-
 Model = Callable[[tuple[int, ...]], Sequence[tuple[int, float]]]  # all tokens so far |-> the next, best first
 
 
