@@ -46,7 +46,7 @@ class BeamRules:
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
         """`sum of log-probabilities / num_tokens ** length_penalty`; the token that ends it counts."""
-        return cumulative_logprob / float(num_tokens) ** self.length_penalty
+        return cumulative_logprob / math.pow(num_tokens, self.length_penalty)
 
     def best_possible(self, cumulative_logprob: float, num_tokens: int) -> float:
         """No hypothesis that a beam grows into has a higher score: its sum can only fall."""

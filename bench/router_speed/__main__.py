@@ -2,8 +2,8 @@
 
 1. For each offered rate a fresh router process, pinned to one core, and scripted engines: 256 chats stream at
    once, read by the load test's client. The last row is the first rate that is not sustained.
-2. At half the required rate: the time a token spends between its engine and the client's read, and, between
-   those streams, the first byte of requests that are refused.
+2. At half of that, streams and tokens/s: the time a token spends between its engine and the client's read.
+   Then all streams at half the rate, and between them the first byte of requests that are refused.
 3. An idle router: refused requests; then /health while 32 prompts of 100 kB are tokenized.
 
 Client and engines share the other core, so beyond a rate it is they who cannot go on: `client_cpu` and
@@ -88,7 +88,8 @@ def going_first(asked: bool) -> Iterator[None]:
 def print_row(row: dict[str, Any]) -> None:
     added = row["added_latency_ms"]
     print(
-        f"{row['offered_tokens_per_s']:>8} offered {row['tokens_per_s']:>8} tokens/s "
+        f"{row['num_streams']:>4} streams, {row['offered_tokens_per_s']:>6} offered "
+        f"{row['tokens_per_s']:>6} tokens/s; "
         f"router {row['router_cpu']:.0%} of a core, {row['router_us_per_token']} us/token; "
         f"added p50 {added['p50']} ms, p99 {added['p99']} ms; "
         f"client {row['client_cpu']:.0%}, engines {row['engines_cpu']:.0%}",
@@ -129,8 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(given.profile.read_text())
         return 0
     with going_first(given.real_time):
-        half = measure_rate(settings, REQUIRED_TOKENS_PER_S / 2, given.duration, with_refusals=True)
+        rate = REQUIRED_TOKENS_PER_S / 2
+        half = measure_rate(replace(settings, num_streams=given.streams // 2), rate, given.duration)
         print_row(half)
+        slow = measure_rate(settings, rate, given.duration, with_refusals=True)
+        print_row(slow)
         rows = []
         for rate in given.rates:
             rows.append(measure_rate(settings, rate, given.duration))
@@ -139,7 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
         refused = measure_refusals(settings)
     tokenizing = measure_tokenizing(settings)  # never first: its threads' priorities are part of it
-    print(json.dumps({"half": half, "refused_when_idle": refused, "tokenizing": tokenizing}, indent=2))
+    print(
+        json.dumps(
+            {"half": half, "slow": slow, "refused_when_idle": refused, "tokenizing": tokenizing}, indent=2
+        )
+    )
     if given.out is not None:
         cpu, isa = cpu_facts()
         result = {
@@ -152,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "num_streams": given.streams,
             "rows": rows,
             "half_of_required": half,
+            "half_the_rate_with_refusals": slow,
             "refused_first_byte_ms_when_idle": refused,
             "tokenizing": tokenizing,
         }

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import sys
@@ -223,6 +224,9 @@ async def serve(settings: EngineSettings) -> None:
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: _UntilEnd(over), sys.stdin)
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a pause between a token's moment and its post would be taken for the router's
     print("ready", flush=True)
     await over.wait()
     for engine in engines:
