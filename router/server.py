@@ -47,18 +47,12 @@ class _Server(uvicorn.Server):
 
 
 class _BodyWriter:
-    """Implements `router.asgi.BodyWriter`: what the cycle's `send` does to a part of a chunked body.
+    """Implements `router.asgi.BodyWriter`: what the cycle's `send` does to a part of a chunked body."""
 
-    uvloop keeps what is written until a turn of the loop ends, and hands it over in any order: where several
-    workers' tokens meet in one turn, the first would leave after the last are computed. What is over a
-    high-water mark of 0 leaves within `write`.
-    """
-
-    __slots__ = ("_cycle", "_is_prompt")
+    __slots__ = ("_cycle",)
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._is_prompt = False
 
     def write(self, data: bytes) -> bool:
         cycle = self._cycle
@@ -66,11 +60,7 @@ class _BodyWriter:
             return False
         if not cycle.chunked_encoding:  # unknown until the response starts
             return False
-        transport = cycle.transport
-        if not self._is_prompt:
-            self._is_prompt = True
-            transport.set_write_buffer_limits(0)
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
 

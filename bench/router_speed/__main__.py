@@ -6,7 +6,7 @@
    Then all streams at half the rate, and between them the first byte of requests that are refused.
 3. An idle router: refused requests; then /health while 32 prompts of 100 kB are tokenized.
 
-Client and engines share the other core, so beyond a rate it is they who cannot go on: `client_cpu` and
+Client, engines and this process share the other core, so beyond a rate it is they who cannot go on: `client_cpu` and
 `engines_cpu` tell. `router_us_per_token` is CPU time and says what the router could do if they could.
 """
 
@@ -129,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_row(measure_rate(settings, given.rates[0], given.duration))
         print(given.profile.read_text())
         return 0
+    if other_core is not None:
+        os.sched_setaffinity(0, {other_core})  # what follows a run must not hold up what it measures
     with going_first(given.real_time):
         rate = REQUIRED_TOKENS_PER_S / 2
         half = measure_rate(replace(settings, num_streams=given.streams // 2), rate, given.duration)
