@@ -7,8 +7,8 @@
 3. An idle router: refused requests; then /health while 32 prompts of 100 kB are tokenized.
 
 Client, engines and this process share the other core, so beyond a rate it is they who cannot go on:
-`client_cpu` and `engines_cpu` tell. `router_us_per_token` is CPU time and says what the router could do if they
-could.
+`client_cpu` and `engines_cpu` tell. `router_us_per_token` is CPU time and says what the router could do if
+they could.
 """
 
 from __future__ import annotations
