@@ -11,7 +11,7 @@ import pytest
 
 from router.beam_search import BeamRules
 from tests.router.test_beam_search import simple_search
-from tests.support.byte_tokenizer import EOS, SPECIALS
+from tests.support.byte_tokenizer import ADDED, EOS, SPECIALS
 from tests.support.local_cluster import LocalCluster, local_cluster
 from tests.support.tiny_model import write_tiny_model
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(120)]
 
 PROMPT = tuple(b"What is the most probable answer of all?")
 POOLS = {"prefill_kv_bytes": 16 << 20, "decode_kv_bytes": 16 << 20, "recovery_wait_s": 60.0}
-_IDS = {text: token_id for token_id, text in SPECIALS.items()}
+_IDS = {text: token_id for token_id, text in (SPECIALS | ADDED).items()}
 
 
 @pytest.fixture(scope="module")
