@@ -247,6 +247,10 @@ def main() -> None:
     settings = msgspec.json.decode(sys.stdin.readline(), type=EngineSettings)
     if settings.core is not None:
         os.sched_setaffinity(0, {settings.core})
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        os.sched_setscheduler(
+            0, os.SCHED_RR, os.sched_param(1)
+        )  # after the client: it notes when tokens come
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(serve(settings))
 
