@@ -8,7 +8,8 @@
 
 Client, engines and this process share the other core, so beyond a rate it is they who cannot go on:
 `client_cpu` and `engines_cpu` tell. `router_us_per_token` is CPU time and says what the router could do if
-they could.
+they could. `stolen_ms` is what the machine's host took of the cores meanwhile: a pause of all, which is
+nobody's here.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def print_row(row: dict[str, Any]) -> None:
         f"{row['tokens_per_s']:>6} tokens/s; "
         f"router {row['router_cpu']:.0%} of a core, {row['router_us_per_token']} us/token; "
         f"added p50 {added['p50']} ms, p99 {added['p99']} ms; "
-        f"client {row['client_cpu']:.0%}, engines {row['engines_cpu']:.0%}",
+        f"client {row['client_cpu']:.0%}, engines {row['engines_cpu']:.0%}; "
+        f"{row['stolen_ms']} ms taken by the host",
         flush=True,
     )
 
