@@ -28,9 +28,8 @@ from router.delivery import Delivery, Failed, RequestIntake, RequestStream, Requ
 from router.generation import BY_CLIENTS, outcome_of
 from router.reply import Choice, Usage
 
-Show = Callable[
-    [int, Hypothesis, tuple[PromptScore, ...]], Choice
-]  # place from 0, what, scores of the prompt
+# From a hypothesis' place, it, and the scores of the prompt.
+Show = Callable[[int, Hypothesis, tuple[PromptScore, ...]], Choice]
 
 
 class BeamRun:

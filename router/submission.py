@@ -32,7 +32,7 @@ def submit(
         BatonError: one was not accepted; those that were are ended.
     """
     answers: list[Answering] = []
-    submission = Submission(gateway, job, reply_id, arrived_s, key)
+    submission = _Submission(gateway, job, reply_id, arrived_s, key)
     try:
         for prompt in range(len(job.prompts)):
             if job.beams:
@@ -47,8 +47,8 @@ def submit(
     return answers
 
 
-class Submission:
-    """Of one job; `submit` is all that uses it."""
+class _Submission:
+    """Of one job."""
 
     def __init__(
         self, gateway: Gateway, job: Job, reply_id: str, arrived_s: float, key: ApiKey | None

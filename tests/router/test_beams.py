@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cluster.errors import Overloaded, WorkerLost
@@ -174,3 +175,15 @@ def test_a_search_that_the_server_ends_leaves_nothing(tokenizer_dir: Path) -> No
         check_error(gateway.complete(use_beam_search=True, n=2, max_tokens=200), 504)
         assert all(stream.ended.wait(2) for stream in gateway.cluster.streams)
         assert gateway.client.get("/cluster").json()["in_flight"] == 0
+
+
+def test_a_client_that_leaves_ends_all_beams(beams: RunningGateway) -> None:
+    beams.cluster.script = Script(model=letters, delay_s=0.02)
+    fields = {"prompt": "Hi", "use_beam_search": True, "n": 3, "max_tokens": 1000, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        beams.client.post("/v1/completions", json=fields, timeout=0.4)
+    assert len(beams.cluster.streams) > 1
+    assert all(stream.ended.wait(5) for stream in beams.cluster.streams)
+    assert {stream.aborted for stream in beams.cluster.streams} >= {"client left"}
+    beams.cluster.script = Script()
+    beams.check_alive()
