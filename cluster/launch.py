@@ -37,6 +37,7 @@ from cluster.launch_guard import Guard
 from cluster.launch_local import LocalSession
 from cluster.launch_plan import (
     ENTRIES,
+    QUIET_RAY,
     RoleSpec,
     Site,
     plan_roles,
@@ -202,6 +203,8 @@ def _start_ray(
     Raises:
         ConfigError: Ray cannot be imported, started or joined.
     """
+    for name, value in QUIET_RAY.items():
+        os.environ.setdefault(name, value)
     if config.address is None:
         auth_token = runtime_dir.path / "ray_token"
         write_private(auth_token, secrets.token_hex(32).encode())

@@ -75,6 +75,11 @@ class Site:
     launcher_pid: int | None = None
 
 
+# Ray would tell a worker's death on the terminal, in ten lines; the launcher does so in one, with what comes
+# of it. Ray's own logs keep it. Read when `ray` is imported, and only of what this process prints.
+QUIET_RAY: Final = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed"}
+
+
 def private_ray_environment(auth_token_file: Path) -> dict[str, str]:
     """What a Ray of our own reads from the environment; must be set before `ray` is imported."""
     return {
