@@ -13,6 +13,7 @@ from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
+from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edges import edge_kind, make_pool, make_receiver
 from cluster.kv.layout import single_edge
 from cluster.wire.address import TcpAddress, own_host_towards, parse_address
@@ -37,7 +38,7 @@ async def run(
     engine = await asyncio.to_thread(open_engine, config)
     fingerprint = engine.fingerprint
     geometry = engine.layout.to_geometry()
-    kind = edge_kind(config.kv_edge)
+    kind, limit = edge_kind(config.kv_edge), EdgeLimit()
     pool = make_pool(kind, engine.layout)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
     core = DecodeCore(
@@ -91,7 +92,7 @@ async def run(
 
     def receiver_for(hello: EdgeHello) -> KVReceiver:
         name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
-        return make_receiver(kind, pool, name=name, peer=hello.geometry, host=edge_host)
+        return make_receiver(kind, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit)
 
     edges = DecodeEdges(
         make_welcome=make_welcome,

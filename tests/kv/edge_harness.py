@@ -17,7 +17,8 @@ import torch
 
 from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender, Piece
-from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender
+from cluster.kv.edge_backends import Gloo
+from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.wire.messages import KVGeometry
@@ -44,6 +45,15 @@ CONFIG = EdgeConfig(
 )
 
 
+class OneWayGloo(Gloo):
+    """gloo as NCCL is used: nothing goes back from D to P, and a part may stall only so long."""
+
+    has_receipts = False
+
+    def __init__(self, stall_timeout_s: float = 5.0) -> None:
+        super().__init__(stall_timeout_s)
+
+
 def edge_name(prefill: str = "prefill-0", epoch: int = 1) -> EdgeName:
     return EdgeName(WorkerId(prefill), Epoch(epoch), WorkerId("decode-0"), Epoch(1))
 
@@ -54,7 +64,7 @@ class EdgePair:
     def __init__(self, kind: EdgeKind, geometry: KVGeometry, config: EdgeConfig, name: EdgeName) -> None:
         layout = KVLayout.from_geometry(geometry)
         self.kind, self.layout, self.config = kind, layout, config
-        self.source, self.target = KVPool.private(layout), make_pool(kind, layout)
+        self.source, self.target = make_source_pool(kind, layout), make_pool(kind, layout)
         fill(self.source.tensor, seed=1)
         self.receiver: KVReceiver = make_receiver(kind, self.target, name=name, peer=geometry, config=config)
         self.sender: KVSender = make_sender(

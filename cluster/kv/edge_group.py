@@ -1,41 +1,48 @@
-"""The staged edge over torch.distributed's gloo: between any two hosts, or processes that share no memory.
+"""The staged edges over torch.distributed: `gloo` between any two processes, `nccl` between GPUs. One class
+for each end; what differs is a `GroupBackend`, and where the memory is.
 
 Life of a piece:
 
-1. P offers it; D takes staging slots and posts the receives (`GlooReceiver.post`), then says `KvReady`.
+1. P offers it; D takes staging slots (`edge_ring`) and posts the receives (`GroupReceiver.post`), then says
+   `KvReady`. Nothing is posted that was not offered.
 2. P cuts the piece into parts of a slot's size (both sides cut alike), gathers part by part into two slots of
-   its own, and sends one while it gathers the next (`GlooSender.send`).
-3. The parts land in D's slots and are checked to be this piece's (`wait`; how: `edge_gloo_parts`).
+   its own, and sends one while it gathers the next (`GroupSender.send`).
+3. The parts land in D's slots and are checked to be this piece's (`wait`; how: `edge_group_parts`).
 4. They touch the pool only in `scatter`, which D calls after it has checked attempt and lease again;
    otherwise `discard` frees the slots.
 
-Transfers are matched by a tag made of the piece's identity, and in order within a tag. Order is the same on
-both sides: D posts in the order of offers, P sends in the order of `KvReady`.
+Transfers are matched by a tag made of the piece's identity where there are tags, and in order within a tag;
+by order alone over NCCL. Order is the same on both sides: D posts in the order of offers, P sends in the
+order of `KvReady`.
 
 Threads: P's end has one for everything. D's end has two, so that posting and scattering need not wait until
-a transfer under way has landed. gloo adds one of its own per edge that moves the bytes.
+a transfer under way has landed. The link has its watchdog, and the group threads of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+
+import torch
 
 from cluster.errors import EdgeError
 from cluster.ids import BlockId
 from cluster.kv.block_copy import BlockRegion, copy_blocks
 from cluster.kv.edge import EdgeConfig, EdgeName, Piece, Staged
-from cluster.kv.edge_gloo_link import GlooLink
-from cluster.kv.edge_gloo_parts import PartPosted, PartSent, Slots, piece_tags, trailer_of
+from cluster.kv.edge_backends import GroupBackend
+from cluster.kv.edge_device import CopyQueue
+from cluster.kv.edge_group_link import GroupLink
+from cluster.kv.edge_group_parts import PartPosted, PartSent, Slots, piece_tags, trailer_of
+from cluster.kv.edge_ring import Claim, StagingRing, cut, too_large
 from cluster.kv.edge_thread import EdgeThread
 
 _NUM_SENDER_SLOTS = 2
 
 
-class GlooSender:
+class GroupSender:
     """P's end."""
 
     in_place = False
@@ -46,16 +53,19 @@ class GlooSender:
         source: BlockRegion,
         endpoint: dict[str, str | int],
         config: EdgeConfig,
+        backend: GroupBackend,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
-        """Dials at once, in the edge's thread; `ready` tells the outcome.
+        """Dials at once, in the edge's thread; `ready` tells the outcome. `release` is called when it is
+        closed.
 
         Raises:
-            EdgeError: the endpoint is not a gloo edge's, or D stages other blocks.
+            EdgeError: the endpoint is not one of this kind, or D stages other blocks.
         """
         num_slots, blocks_per_slot = endpoint.get("num_slots"), endpoint.get("blocks_per_slot")
         if not (isinstance(num_slots, int) and isinstance(blocks_per_slot, int) and blocks_per_slot > 0):
             raise EdgeError(
-                f"KV edge {name}: gloo needs `num_slots` and `blocks_per_slot`: {sorted(endpoint)}"
+                f"KV edge {name}: {backend.name} needs `num_slots` and `blocks_per_slot`: {sorted(endpoint)}"
             )
         if endpoint.get("block_bytes") != source.block_bytes:
             raise EdgeError(
@@ -65,11 +75,14 @@ class GlooSender:
         self._name = name
         self._source = source
         self._config = config
+        self._blocks_per_slot = blocks_per_slot
         self._max_blocks = num_slots * blocks_per_slot
+        self._link = GroupLink.dial(name, endpoint, config.connect_timeout_s, backend)
         self._slots = Slots(source, _NUM_SENDER_SLOTS, blocks_per_slot)
-        self._link = GlooLink.dial(name, endpoint, config.connect_timeout_s)
+        self._queue = CopyQueue(source.blocks.device)
+        self._release = release
         self._thread = EdgeThread(f"kv-edge {name}")
-        self._connected = self._thread.submit(self._link.connect)
+        self._connected = self._thread.submit(lambda: _connect(self._link, self._queue, source))
 
     async def ready(self) -> None:
         await asyncio.shield(asyncio.wrap_future(self._connected))
@@ -82,49 +95,58 @@ class GlooSender:
                 f"KV edge {self._name}: a piece of {piece.num_blocks} blocks came with {len(source_blocks)}"
             )
         if piece.num_blocks > self._max_blocks:
-            raise _too_large(self._name, piece, self._max_blocks)
+            raise too_large(str(self._name), piece, self._max_blocks)
         await self.ready()
         return await self._thread.run(lambda: self._send(piece, source_blocks))
 
     async def close(self) -> None:
         await _close(self._link, [self._thread], self._config.close_timeout_s)
+        self._release()
 
     def _send(self, piece: Piece, source_blocks: Sequence[BlockId]) -> int:
         """Gather a part while the one before it is on its way."""
         deadline = time.monotonic() + self._config.operation_timeout_s
         tags = piece_tags(piece)
         on_the_way: list[PartSent] = []  # at most one per slot, oldest first
-        for index, part in enumerate(self._slots.parts(piece.num_blocks)):
+        for index, part in enumerate(cut(piece.num_blocks, self._blocks_per_slot)):
             if len(on_the_way) == _NUM_SENDER_SLOTS:
-                on_the_way.pop(0).finish(self._link, deadline)
+                _finish(on_the_way.pop(0), self._link, deadline)
             slot = index % _NUM_SENDER_SLOTS
             blocks = source_blocks[part.start : part.stop]
-            copy_blocks(self._source, blocks, self._slots.regions[slot], range(len(part)), lambda: False)
-            data = self._slots.bytes_of(slot, len(part))
-            on_the_way.append(PartSent(self._link, data, trailer_of(piece, part), tags))
+            with self._queue.after_engine():
+                copy_blocks(self._source, blocks, self._slots.regions[slot], range(len(part)), lambda: False)
+                data = self._slots.bytes_of(slot, len(part))
+                on_the_way.append(PartSent(self._link, data, trailer_of(piece, part), tags))
         while on_the_way:
-            on_the_way.pop(0).finish(self._link, deadline)
+            _finish(on_the_way.pop(0), self._link, deadline)
         return piece.num_blocks * self._source.block_bytes
 
 
-@dataclass(slots=True)
 class _Receive:
-    """A piece on its way: its slots in the order of its parts, and the posted transfers."""
+    """The posted transfers of a piece on its way; when it has landed, its slots are its claim's."""
 
-    piece: Piece
-    slots: list[int]
-    deadline: float = 0.0
-    posted: list[PartPosted] = field(default_factory=list)
-    landed: Future[None] | None = None  # the waiting for it, in the waiter's thread
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.deadline = 0.0
+        self.posted: list[PartPosted] = []
+        self.landed: Future[None] | None = None  # the waiting for it, in the waiter's thread
 
 
-class GlooReceiver:
+class GroupReceiver:
     """D's end. State changes on the event loop; threads only move bytes."""
 
     in_place = False
 
-    def __init__(self, name: EdgeName, target: BlockRegion, host: str, config: EdgeConfig) -> None:
-        """Listens at once; waits for P's dial in the edge's thread.
+    def __init__(
+        self,
+        name: EdgeName,
+        target: BlockRegion,
+        host: str,
+        config: EdgeConfig,
+        backend: GroupBackend,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Listens at once; waits for P's dial in the edge's thread. `release` is called when it is closed.
 
         Raises:
             EdgeError: `host` cannot be listened on.
@@ -133,15 +155,15 @@ class GlooReceiver:
         self._target = target
         self._config = config
         blocks_per_slot = max(1, config.slot_bytes // target.block_bytes)
+        self._ring = StagingRing(str(name), config.num_slots, blocks_per_slot)
         self._slots = Slots(target, config.num_slots, blocks_per_slot)
-        self._free_slots = list(range(config.num_slots))
+        self._queue = CopyQueue(target.blocks.device)
         self._slot_freed = asyncio.Event()
         self._posting = asyncio.Lock()  # posts take slots, and are posted, in the order of the calls
-        self._posted: dict[Piece, _Receive] = {}
-        self._staged: dict[int, _Receive] = {}
-        self._next_handle = 0
+        self._receives: dict[Piece, _Receive] = {}
         self._closed = False
-        self._link, self._endpoint = GlooLink.listen(name, host, config.connect_timeout_s)
+        self._release = release
+        self._link, self._endpoint = GroupLink.listen(name, host, config.connect_timeout_s, backend)
         self._endpoint |= {
             "num_slots": config.num_slots,
             "blocks_per_slot": blocks_per_slot,
@@ -149,7 +171,7 @@ class GlooReceiver:
         }
         self._thread = EdgeThread(f"kv-edge {name}")  # connects, posts, scatters
         self._waiter = EdgeThread(f"kv-edge {name} wait")
-        self._connected = self._thread.submit(self._link.connect)
+        self._connected = self._thread.submit(lambda: _connect(self._link, self._queue, target))
 
     def endpoint(self) -> dict[str, str | int]:
         return self._endpoint
@@ -164,27 +186,21 @@ class GlooReceiver:
                 f"KV edge {self._name}: {piece.num_blocks} blocks are {expected} bytes, "
                 f"{num_bytes} were offered"
             )
-        parts = self._slots.parts(piece.num_blocks)
-        if len(parts) > self._config.num_slots:
-            raise _too_large(self._name, piece, self._config.num_slots * self._slots.blocks_per_slot)
-        if piece in self._posted:
-            raise EdgeError(f"KV edge {self._name}: {piece} is posted already")
+        self._ring.check(piece)
         await self.ready()
         async with self._posting:
-            receive = _Receive(piece, await self._take_slots(len(parts)))
-            self._posted[piece] = receive
-            await self._thread.run(lambda: self._post(receive, parts))
+            receive = self._receives[piece] = _Receive(await self._claim(piece))
+            await self._thread.run(lambda: self._post(receive))
             receive.landed = self._waiter.submit(lambda: self._wait(receive))
 
     async def wait(self, piece: Piece) -> Staged:
-        receive = self._posted.get(piece)
-        if receive is None or receive.landed is None:
+        self._ring.posted(piece)
+        receive = self._receives[piece]
+        if receive.landed is None:
             raise EdgeError(f"KV edge {self._name}: {piece} is not posted")
         await asyncio.shield(asyncio.wrap_future(receive.landed))
-        del self._posted[piece]
-        handle = self._next_handle
-        self._next_handle += 1
-        self._staged[handle] = receive
+        handle = self._ring.landed(piece)
+        del self._receives[piece]
         return Staged(piece, handle, piece.num_blocks * self._target.block_bytes)
 
     async def scatter(self, staged: Staged, target_blocks: Sequence[BlockId]) -> None:
@@ -193,15 +209,15 @@ class GlooReceiver:
                 f"KV edge {self._name}: {staged.piece.num_blocks} blocks cannot go to {len(target_blocks)}"
             )
         self._check_open()
-        receive = self._take_staged(staged)
-        scattered = asyncio.wrap_future(self._thread.submit(lambda: self._scatter(receive, target_blocks)))
+        claim = self._ring.leave(staged.piece, staged.slot)
+        scattered = asyncio.wrap_future(self._thread.submit(lambda: self._scatter(claim, target_blocks)))
         # Not when the caller gives up, but when the thread does not read the slots any more.
-        scattered.add_done_callback(lambda _: self._free(receive))
+        scattered.add_done_callback(lambda _: self._free(claim))
         await asyncio.shield(scattered)
 
     def discard(self, staged: Staged) -> None:
         if not self._closed:
-            self._free(self._take_staged(staged))
+            self._free(self._ring.leave(staged.piece, staged.slot))
 
     async def close(self) -> None:
         self._closed = True
@@ -209,72 +225,77 @@ class GlooReceiver:
         try:
             await _close(self._link, [self._waiter, self._thread], self._config.close_timeout_s)
         finally:
-            for receive in self._posted.values():
+            for receive in self._receives.values():
                 receive.posted.clear()  # they hold the connection
-            self._posted.clear()
-            self._staged.clear()
+            self._receives.clear()
+        self._release()
 
-    async def _take_slots(self, num_slots: int) -> list[int]:
+    async def _claim(self, piece: Piece) -> Claim:
+        """Slots for the piece, waiting for them within the deadline."""
         timeout_s = self._config.operation_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                while len(self._free_slots) < num_slots:
-                    self._check_open()
+                self._check_open()
+                while (claim := self._ring.claim(piece)) is None:
                     self._slot_freed.clear()
                     await self._slot_freed.wait()
+                    self._check_open()
+                return claim
         except TimeoutError:
             raise EdgeError(
                 f"KV edge {self._name}: no staging slot became free within {timeout_s:g} s"
             ) from None
-        self._check_open()
-        return [self._free_slots.pop() for _ in range(num_slots)]
 
-    def _take_staged(self, staged: Staged) -> _Receive:
-        receive = self._staged.pop(staged.slot, None)
-        if receive is None:
-            raise EdgeError(f"KV edge {self._name}: {staged.piece} is not in staging")
-        return receive
-
-    def _free(self, receive: _Receive) -> None:
-        self._free_slots += receive.slots
+    def _free(self, claim: Claim) -> None:
+        self._ring.release(claim)
         self._slot_freed.set()
 
     def _check_open(self) -> None:
         if self._closed:
             raise EdgeError(f"KV edge {self._name}: closed")
 
-    def _post(self, receive: _Receive, parts: list[range]) -> None:
+    def _post(self, receive: _Receive) -> None:
         receive.deadline = time.monotonic() + self._config.operation_timeout_s
-        tags = piece_tags(receive.piece)
-        for slot, part in zip(receive.slots, parts, strict=True):
-            data, expected = self._slots.bytes_of(slot, len(part)), trailer_of(receive.piece, part)
-            receive.posted.append(PartPosted(self._link, data, expected, tags))
+        piece, tags = receive.claim.piece, piece_tags(receive.claim.piece)
+        parts = cut(piece.num_blocks, self._ring.blocks_per_slot)
+        for slot, part in zip(receive.claim.slots, parts, strict=True):
+            data, expected = self._slots.bytes_of(slot, len(part)), trailer_of(piece, part)
+            receive.posted.append(PartPosted(self._link, data, expected, tags, self._queue))
 
     def _wait(self, receive: _Receive) -> None:
         while receive.posted:
-            receive.posted.pop(0).finish(self._link, receive.deadline)
+            _finish(receive.posted.pop(0), self._link, receive.deadline)
 
-    def _scatter(self, receive: _Receive, target_blocks: Sequence[BlockId]) -> None:
-        for slot, part in zip(receive.slots, self._slots.parts(receive.piece.num_blocks), strict=True):
-            done = copy_blocks(
-                self._slots.regions[slot],
-                range(len(part)),
-                self._target,
-                target_blocks[part.start : part.stop],
-                lambda: self._closed,
-            )
-            if not done:
-                self._check_open()
-
-
-def _too_large(name: EdgeName, piece: Piece, max_blocks: int) -> EdgeError:
-    return EdgeError(
-        f"KV edge {name}: a piece of {piece.num_blocks} blocks does not fit the staging of {max_blocks}; "
-        "send smaller pieces or give the edge more slots"
-    )
+    def _scatter(self, claim: Claim, target_blocks: Sequence[BlockId]) -> None:
+        parts = cut(claim.piece.num_blocks, self._ring.blocks_per_slot)
+        try:
+            with self._queue.after_engine():
+                for slot, part in zip(claim.slots, parts, strict=True):
+                    done = copy_blocks(
+                        self._slots.regions[slot],
+                        range(len(part)),
+                        self._target,
+                        target_blocks[part.start : part.stop],
+                        lambda: self._closed,
+                    )
+                    if not done:
+                        self._check_open()
+        finally:
+            self._queue.finish()
 
 
-async def _close(link: GlooLink, threads: list[EdgeThread], timeout_s: float) -> None:
+def _connect(link: GroupLink, queue: CopyQueue, region: BlockRegion) -> None:
+    with queue.apart():
+        link.connect(torch.zeros(1, dtype=torch.uint8, device=region.blocks.device))
+
+
+def _finish(part: PartSent | PartPosted, link: GroupLink, deadline: float) -> None:
+    """Wait for a part whose turn it is: until its piece's deadline, or for as long as a part may stall."""
+    stall_s = link.backend.stall_timeout_s
+    part.finish(link, deadline if stall_s is None else min(deadline, time.monotonic() + stall_s))
+
+
+async def _close(link: GroupLink, threads: list[EdgeThread], timeout_s: float) -> None:
     """Fail what waits, then end the threads, then let go of the link: from a thread of its own, since
     breaking off blocks for some milliseconds."""
     helper = EdgeThread(f"kv-edge {link.name} close")

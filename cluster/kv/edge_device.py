@@ -1,0 +1,56 @@
+"""How an edge orders its copies on a device: a CUDA stream of its own on a GPU, nothing on the host.
+
+1. The engine computes on its device's default stream. `after_engine` puts what an edge does next behind all
+   that was enqueued there so far: blocks are read as they were written, and none is overwritten under a
+   kernel.
+2. `apart` is for what touches only the edge's own staging: it does not wait for the engine.
+3. `finish` sleeps until the edge's copies are done. Then whoever launches a kernel later sees them, in
+   whatever process it is.
+
+The edge's copies never wait in the engine's stream, so a transfer costs the engine bandwidth and no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class CopyQueue:
+    """One edge's order of copies on `device`. Any thread; the contexts are the calling thread's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_engine(self) -> Iterator[None]:
+        """What is enqueued inside runs after what the engine has enqueued by now."""
+        with self.apart():
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            yield
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is enqueued inside runs in this edge's own order."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def finish(self) -> None:
+        """Until everything enqueued is done; without the GIL, and asleep rather than spinning."""
+        if self._stream is not None:
+            finish_stream(self._stream)
+
+
+def finish_stream(stream: Any) -> None:
+    """Sleep until a CUDA stream has done all that is in it."""
+    done = torch.cuda.Event(blocking=True)
+    done.record(stream)
+    done.synchronize()
