@@ -28,8 +28,8 @@ from tests.kv.edge_harness import (
     edge_name,
 )
 
-# The kinds between GPUs need two processes: a driver opens no handle of its own process, and NCCL takes no two
-# ranks of one process on one GPU. What differs in them but the memory is tested as `one_way`: the same classes.
+# The kinds between GPUs need two processes: a driver opens no handle of its own process, and NCCL takes no
+# two ranks of one process on one GPU. How NCCL is used, but for its memory, is `one_way`: the same classes.
 KINDS = ["local", "shm", "gloo", "one_way"]
 
 
