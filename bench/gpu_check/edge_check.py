@@ -114,8 +114,10 @@ async def check(kind: EdgeKind, sizes: Sizes) -> AsyncIterator[Line]:
         os.environ.setdefault(name, value)
     pool = make_pool(kind, sizes.layout)
     async with AsyncExitStack() as stack:
-        edge = await _Edge.open(kind, pool, "prefill-0", 1, sizes, stack)
-        beside = await _Edge.open(kind, pool, "prefill-1", 1, sizes, stack)
+        edge, beside = await asyncio.gather(
+            _Edge.open(kind, pool, "prefill-0", 1, sizes, stack),
+            _Edge.open(kind, pool, "prefill-1", 1, sizes, stack),
+        )
         for num_blocks in sizes.pieces:
             yield _holds(f"a piece of {num_blocks} blocks", await edge.transfer(pool, num_blocks))
         dropped = await edge.transfer(pool, sizes.pieces[-1], keep=False)

@@ -1,0 +1,118 @@
+"""What the staged edges' backends promise where no GPU is: settings, refusals, and NCCL's way of use over
+gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from cluster.errors import ConfigError, EdgeError
+from cluster.ids import BlockId
+from cluster.kv import edges
+from cluster.kv.edge_backends import Nccl, settle_nccl
+from cluster.kv.edges import EdgeKind, make_pool, make_source_pool
+from cluster.kv.layout import KVLayout
+from cluster.kv.pool import KVPool
+from tests.kv.edge_harness import BLOCK_BYTES, CONFIG, GEOMETRY, EdgePair, OneWayGloo, edge_name
+
+LAYOUT = KVLayout.from_geometry(GEOMETRY)
+STALL_S = 1.5
+
+
+def test_nccl_is_told_not_to_end_the_process_and_how_long_to_wait() -> None:
+    environment: dict[str, str] = {}
+    settle_nccl(environment, 9.5)
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "10"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "77"}
+    settle_nccl(environment, 10.0)
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "77"
+
+
+@pytest.mark.parametrize("value", ["1", "3", "yes"])
+def test_a_setting_that_ends_the_process_with_its_peer_is_refused(value: str) -> None:
+    with pytest.raises(EdgeError, match=f"TORCH_NCCL_ASYNC_ERROR_HANDLING={value} ends this process"):
+        settle_nccl({"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}, 10.0)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_a_torch_without_nccl_is_told_in_one_sentence() -> None:
+    with pytest.raises(EdgeError, match="built without NCCL: use `--kv-edge gloo`"):
+        Nccl(torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("kind", [EdgeKind.CUDA_IPC, EdgeKind.NCCL])
+@pytest.mark.parametrize("make", [make_pool, make_source_pool])
+def test_without_a_gpu_its_kinds_are_refused(kind: EdgeKind, make: Any) -> None:
+    with pytest.raises(ConfigError, match="need a GPU"):
+        make(kind, LAYOUT)
+
+
+@pytest.fixture
+def stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edges as over NCCL, where a part may take only so long."""
+    monkeypatch.setattr(edges, "_backend", lambda kind, region: OneWayGloo(STALL_S))
+
+
+@pytest.mark.usefixtures("stalls")
+async def test_a_posted_receive_that_nobody_serves_is_broken_off_by_the_watchdog() -> None:
+    """Before the piece's own deadline: on a GPU it would spin until then."""
+    pair, other = (EdgePair(EdgeKind.GLOO, GEOMETRY, CONFIG, edge_name(f"prefill-{i}")) for i in (0, 1))
+    await asyncio.gather(pair.ready(), other.ready())
+    await pair.transfer([1, 2], [3, 4])
+    piece = pair.piece(5)
+    await pair.receiver.post(piece, 5 * BLOCK_BYTES)
+    begin = time.monotonic()
+    with pytest.raises(EdgeError, match="prefill worker did not take part in a transfer before its deadline"):
+        await pair.receiver.wait(piece)
+    assert time.monotonic() - begin < CONFIG.operation_timeout_s
+    with pytest.raises(EdgeError, match="before its deadline"):  # it is dead, and the first reason stays
+        await pair.receiver.post(pair.piece(1), BLOCK_BYTES)
+    await other.transfer([5], [6])  # the other one is not
+    assert torch.equal(other.bits(other.target, [6]), other.bits(other.source, [5]))
+    await pair.close()
+    again = EdgePair(EdgeKind.GLOO, GEOMETRY, CONFIG, edge_name("prefill-0", epoch=2))
+    await again.ready()
+    await again.transfer([7], [8])
+    assert torch.equal(again.bits(again.target, [8]), again.bits(again.source, [7]))
+    for end in (again, other):
+        await end.close()
+
+
+@pytest.mark.usefixtures("stalls")
+async def test_the_time_of_a_part_begins_with_its_turn() -> None:
+    """Pieces that wait behind others in the ring are not late: only the first in line is served."""
+    pair = EdgePair(EdgeKind.GLOO, GEOMETRY, CONFIG, edge_name())
+    await pair.ready()
+    pieces = [pair.piece(4) for _ in range(3)]
+    for piece in pieces:
+        await pair.receiver.post(piece, 4 * BLOCK_BYTES)
+    blocks = [BlockId(block) for block in range(4)]
+    for piece in pieces:
+        await asyncio.sleep(0.4 * STALL_S)  # the last one has waited for longer than a part may take
+        await pair.sender.send(piece, blocks, ())
+        await pair.receiver.scatter(await pair.receiver.wait(piece), blocks)
+    assert torch.equal(pair.bits(pair.target, range(4)), pair.bits(pair.source, range(4)))
+    await pair.close()
+
+
+def test_both_pools_of_host_kinds_are_host_memory() -> None:
+    for kind in (EdgeKind.LOCAL, EdgeKind.SHM, EdgeKind.GLOO):
+        assert not kind.on_gpu
+        for pool in (make_pool(kind, LAYOUT), make_source_pool(kind, LAYOUT)):
+            assert isinstance(pool, KVPool)
+            assert pool.tensor.device.type == "cpu"
+            pool.close()
+    assert EdgeKind.NCCL.on_gpu
+    assert EdgeKind.CUDA_IPC.on_gpu
