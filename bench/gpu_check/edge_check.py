@@ -112,8 +112,9 @@ async def check(kind: EdgeKind, sizes: Sizes) -> AsyncIterator[Line]:
     """`kind` is a staged edge."""
     for name, value in {**AS_TWO_HOSTS, "NCCL_HOSTID": "decode"}.items():
         os.environ.setdefault(name, value)
-    pool = make_pool(kind, sizes.layout)
     async with AsyncExitStack() as stack:
+        pool = make_pool(kind, sizes.layout)
+        stack.callback(pool.close)
         edge, beside = await asyncio.gather(
             _Edge.open(kind, pool, "prefill-0", 1, sizes, stack),
             _Edge.open(kind, pool, "prefill-1", 1, sizes, stack),
@@ -132,7 +133,6 @@ async def check(kind: EdgeKind, sizes: Sizes) -> AsyncIterator[Line]:
         await edge.receiver.close()
         again = await _Edge.open(kind, pool, "prefill-0", 2, sizes, stack)
         yield _holds("the edge of the next epoch", await again.transfer(pool, sizes.pieces[-1]))
-    pool.close()
 
 
 async def _fails_soon(waiting: asyncio.Future[object]) -> Line:

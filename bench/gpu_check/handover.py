@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +23,14 @@ from bench.gpu_check.requests import CheckRequest, compute_chunk, decode
 from bench.gpu_check.worlds import make_runner, random_weights, spec_of
 from cluster.engine.backends import make_backend
 from cluster.engine.model_spec import Dtype
+from cluster.engine.runner import ModelRunner
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import BlockId, Epoch, WorkerId
 from cluster.kv.edge import EdgeConfig, EdgeName
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_source_pool
 from cluster.kv.layout import KVLayout
+from cluster.kv.pool import KVPool
+from cluster.sampling import TokenOutput
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -48,41 +52,83 @@ TINY = Sizes(
 
 async def check(kind: EdgeKind, backend: str, dtype: Dtype, sizes: Sizes) -> AsyncIterator[Line]:
     """`kind` is an edge in place; `backend` is a name that `make_backend` knows."""
-    spec, ops = spec_of(sizes.model), make_backend(backend, 1)
-    with torch.inference_mode():
-        weights = random_weights(spec, TORCH_DTYPES[dtype], ops)
-    longest = max(sizes.prompts) + sizes.num_tokens
-    per_request = -(-longest // sizes.block_size)
-    layout = KVLayout(
-        layers=range(spec.num_layers),
-        heads=range(spec.num_kv_heads),
-        head_dim=spec.head_dim,
-        block_size=sizes.block_size,
-        num_blocks=per_request * len(sizes.prompts),
-        dtype=dtype.wire_name,
-    )
-    prompts = [
-        [(7 * i + 31 * r) % (spec.vocab_size - 3) + 3 for i in range(length)]
-        for r, length in enumerate(sizes.prompts)
-    ]
-    block_ids = range(layout.num_blocks)
-    expected = _requests(prompts, sizes.num_tokens, block_ids)
-    found = _requests(prompts, sizes.num_tokens, block_ids[::-1])
-    own, shared = make_source_pool(kind, layout), make_pool(kind, layout)
-    runner = make_runner(sizes.model, weights, dtype, ops, own.tensor, longest)
-    for request in expected:
-        start = 0
-        while start < len(request.prompt):
-            start = compute_chunk(runner, request, start, sizes.chunks[0])
-    decode(runner, expected)
+    with ExitStack() as stack:
+        world = _World(kind, backend, dtype, sizes, stack)
+        expected = _requests(world.prompts, sizes.num_tokens, range(world.layout.num_blocks))
+        found = _requests(world.prompts, sizes.num_tokens, range(world.layout.num_blocks)[::-1])
+        runner = world.runner(world.own)
+        for request in expected:
+            start = 0
+            while start < len(request.prompt):
+                start = compute_chunk(runner, request, start, sizes.chunks[0])
+        decode(runner, expected)
 
-    name = EdgeName(WorkerId(PREFILL), Epoch(1), WorkerId(DECODE), Epoch(1))
-    geometry = layout.to_geometry()
-    receiver = make_receiver(kind, shared, name=name, peer=geometry)
-    peer = await PeerProcess.start({})
-    try:
+        num_bytes, firsts = await world.compute_elsewhere(found)
+        num_blocks = sum(world.num_prompt_blocks(request) for request in found)
+        yield Line(
+            f"blocks written over {kind.value}",
+            {"expected": num_blocks, "found": num_bytes // world.layout.bytes_per_block},
+            holds=num_bytes == num_blocks * world.layout.bytes_per_block,
+        )
+        pools = world.own.tensor, world.shared.tensor
+        kept = [_same_prompt(*pools, one, other) for one, other in zip(expected, found, strict=True)]
+        yield Line("keys and values of prompts", {"expected": len(kept), "found": sum(kept)}, holds=all(kept))
+        for request, first in zip(found, firsts, strict=True):
+            request.outputs.append(first)
+        decode(world.runner(world.shared), found)
+        for one, other in zip(expected, found, strict=True):
+            same = [a == b for a, b in zip(one.outputs, other.outputs, strict=True)]
+            yield Line(
+                f"tokens and log-probabilities after a prompt of {len(one.prompt)}",
+                {"expected": len(same), "found": sum(same)},
+                holds=all(same),
+            )
+
+
+class _World:
+    """A model, prompts, and two pools here: one for everything, one that the other process writes into."""
+
+    def __init__(self, kind: EdgeKind, backend: str, dtype: Dtype, sizes: Sizes, stack: ExitStack) -> None:
+        """`stack` closes the pools."""
+        spec = spec_of(sizes.model)
+        self._kind, self._backend, self._dtype, self._sizes = kind, backend, dtype, sizes
+        self._ops = make_backend(backend, 1)
+        with torch.inference_mode():
+            self._weights = random_weights(spec, TORCH_DTYPES[dtype], self._ops)
+        self._longest = max(sizes.prompts) + sizes.num_tokens
+        self.prompts = [
+            [(7 * i + 31 * r) % (spec.vocab_size - 3) + 3 for i in range(length)]
+            for r, length in enumerate(sizes.prompts)
+        ]
+        self.layout = KVLayout(
+            layers=range(spec.num_layers),
+            heads=range(spec.num_kv_heads),
+            head_dim=spec.head_dim,
+            block_size=sizes.block_size,
+            num_blocks=-(-self._longest // sizes.block_size) * len(sizes.prompts),
+            dtype=dtype.wire_name,
+        )
+        self.own = make_source_pool(kind, self.layout)
+        stack.callback(self.own.close)
+        self.shared = make_pool(kind, self.layout)
+        stack.callback(self.shared.close)
+
+    def runner(self, pool: KVPool) -> ModelRunner:
+        return make_runner(
+            self._sizes.model, self._weights, self._dtype, self._ops, pool.tensor, self._longest
+        )
+
+    def num_prompt_blocks(self, request: CheckRequest) -> int:
+        return -(-len(request.prompt) // self.layout.block_size)
+
+    async def compute_elsewhere(self, requests: list[CheckRequest]) -> tuple[int, list[TokenOutput]]:
+        """Have the prompts computed in another process, into these requests' blocks here; returns the bytes
+        written and token 0 of each."""
+        name = EdgeName(WorkerId(PREFILL), Epoch(1), WorkerId(DECODE), Epoch(1))
+        geometry = self.layout.to_geometry()
+        receiver = make_receiver(self._kind, self.shared, name=name, peer=geometry)
         dial = Dial(
-            kind=kind.value,
+            kind=self._kind.value,
             prefill=PREFILL,
             prefill_epoch=1,
             decode=DECODE,
@@ -90,45 +136,23 @@ async def check(kind: EdgeKind, backend: str, dtype: Dtype, sizes: Sizes) -> Asy
             endpoint=receiver.endpoint(),
             slot_bytes=EdgeConfig().slot_bytes,
         )
-        await peer.ask(dial)
-        targets = [list(request.blocks[: -(-len(request.prompt) // sizes.block_size)]) for request in found]
-        done = await peer.ask(
-            Compute(
-                backend=backend,
-                model=sizes.model,
-                dtype=dtype.value,
-                prompts=prompts,
-                chunk=sizes.chunks[1],
-                num_tokens=sizes.num_tokens,
-                target_blocks=targets,
-            )
+        compute = Compute(
+            backend=self._backend,
+            model=self._sizes.model,
+            dtype=self._dtype.value,
+            prompts=self.prompts,
+            chunk=self._sizes.chunks[1],
+            num_tokens=self._sizes.num_tokens,
+            target_blocks=[list(request.blocks[: self.num_prompt_blocks(request)]) for request in requests],
         )
-    finally:
-        await peer.end()
-        await receiver.close()
-    num_blocks = sum(len(blocks) for blocks in targets)
-    yield Line(
-        f"blocks written over {kind.value}",
-        {"expected": num_blocks, "found": done.num_bytes // layout.bytes_per_block},
-        holds=done.num_bytes == num_blocks * layout.bytes_per_block,
-    )
-    kept = [
-        _same_prompt(own.tensor, shared.tensor, one, other)
-        for one, other in zip(expected, found, strict=True)
-    ]
-    yield Line("keys and values of prompts", {"expected": len(kept), "found": sum(kept)}, holds=all(kept))
-    for request, first in zip(found, done.outputs, strict=True):
-        request.outputs.append(first)
-    decode(make_runner(sizes.model, weights, dtype, ops, shared.tensor, longest), found)
-    for one, other in zip(expected, found, strict=True):
-        same = [a == b for a, b in zip(one.outputs, other.outputs, strict=True)]
-        yield Line(
-            f"tokens and log-probabilities after a prompt of {len(one.prompt)}",
-            {"expected": len(same), "found": sum(same)},
-            holds=all(same),
-        )
-    own.close()
-    shared.close()
+        peer = await PeerProcess.start({})
+        try:
+            await peer.ask(dial)
+            done = await peer.ask(compute)
+        finally:
+            await peer.end()
+            await receiver.close()
+        return done.num_bytes, done.outputs
 
 
 def _requests(prompts: list[list[int]], num_tokens: int, block_ids: Sequence[int]) -> list[CheckRequest]:

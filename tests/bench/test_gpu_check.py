@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -215,6 +216,7 @@ async def test_other_bytes_than_were_sent_are_seen(monkeypatch: pytest.MonkeyPat
     from cluster.kv.edges import EdgeKind
 
     monkeypatch.setattr(edge_check, "random_bytes", lambda shape, seed: random_bytes(shape, seed + 1))
-    first = await anext(edge_check.check(EdgeKind.GLOO, edge_check.TINY))
+    async with contextlib.aclosing(edge_check.check(EdgeKind.GLOO, edge_check.TINY)) as found:
+        first = await anext(found)
     assert first.holds is False
     assert first.cells["said"] == "other bytes than were sent"
