@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -85,7 +86,9 @@ class PeerProcess:
 
     async def end(self) -> None:
         """Idempotent."""
-        self._writer.close()
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
+        self._writer.close()
+        with contextlib.suppress(OSError):  # what was still to be written is of no use to a dead process
+            await self._writer.wait_closed()
