@@ -105,7 +105,7 @@ class _Edge:
             await self.receiver.scatter(staged, targets)
         else:
             self.receiver.discard(staged)
-        return torch.equal(words.cpu(), expected)
+        return bool(torch.equal(words.cpu(), expected))
 
 
 async def check(kind: EdgeKind, sizes: Sizes) -> AsyncIterator[Line]:

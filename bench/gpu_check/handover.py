@@ -168,10 +168,11 @@ def _requests(prompts: list[list[int]], num_tokens: int, block_ids: Sequence[int
 
 def _same_prompt(own: Tensor, shared: Tensor, one: CheckRequest, other: CheckRequest) -> bool:
     """Whether both pools hold the same bits for the tokens of the prompt."""
-    num_tokens, kept = len(one.prompt), []
+    num_tokens = len(one.prompt)
+    kept: list[Tensor] = []
     for pool, request in ((own, one), (shared, other)):
         blocks = (
             pool[list(request.blocks)].transpose(0, 2).transpose(0, 1)
         )  # [layers, 2, blocks, tokens, ...]
         kept.append(blocks.flatten(2, 3)[:, :, :num_tokens].contiguous().view(torch.int16))
-    return torch.equal(*kept)
+    return bool(torch.equal(*kept))

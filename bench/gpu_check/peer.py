@@ -25,6 +25,7 @@ from cluster.kv.edge import EdgeConfig, EdgeName, KVSender, Piece
 from cluster.kv.edges import edge_kind, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
+from cluster.sampling import TokenOutput
 
 
 def random_bytes(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -85,7 +86,8 @@ class Peer:
             weights = random_weights(spec_of(command.model), TORCH_DTYPES[dtype], backend)
         longest = max(len(prompt) for prompt in command.prompts) + command.num_tokens
         runner = make_runner(command.model, weights, dtype, backend, self._pool.tensor, longest)
-        num_bytes, outputs = 0, []
+        num_bytes = 0
+        outputs: list[TokenOutput] = []
         free = list(range(self._pool.layout.num_blocks - 1, -1, -1))  # other blocks than D's
         for index, (prompt, targets) in enumerate(zip(command.prompts, command.target_blocks, strict=True)):
             blocks = [BlockId(free.pop(0)) for _ in targets]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_copy import BlockRegion
@@ -157,7 +158,9 @@ def make_sender(
 
 
 def _backend(kind: EdgeKind, region: BlockRegion) -> GroupBackend:
-    return Nccl(region.blocks.device) if kind is EdgeKind.NCCL else Gloo()
+    if kind is EdgeKind.NCCL:
+        return Nccl(region.blocks.device)
+    return Gloo()
 
 
 def _take(kind: EdgeKind, limit: EdgeLimit | None, name: EdgeName) -> Callable[[], None]:
@@ -165,4 +168,4 @@ def _take(kind: EdgeKind, limit: EdgeLimit | None, name: EdgeName) -> Callable[[
     if limit is None or kind is not EdgeKind.NCCL:
         return lambda: None
     limit.open(name)
-    return lambda: limit.close(name)
+    return partial(limit.close, name)

@@ -4,7 +4,11 @@ gloo."""
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from torch import distributed as dist
 
 from cluster.errors import ConfigError, EdgeError
 from cluster.ids import BlockId
-from cluster.kv import edges
+from cluster.kv import edge_backends, edges
 from cluster.kv.edge_backends import Nccl, settle_nccl
 from cluster.kv.edges import EdgeKind, make_pool, make_source_pool
 from cluster.kv.layout import KVLayout
@@ -57,6 +61,53 @@ def test_a_torch_without_nccl_is_told_in_one_sentence() -> None:
 def test_without_a_gpu_its_kinds_are_refused(kind: EdgeKind, make: Any) -> None:
     with pytest.raises(ConfigError, match="need a GPU"):
         make(kind, LAYOUT)
+
+
+class FakeGroup:
+    """Keeps what it was made with; NCCL itself needs a GPU."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.made_of = (store, rank, size)
+        self.options = options
+        self.is_aborted = False
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    """The backend over a group that does nothing, on streams that hold nothing."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeGroup, raising=False)
+    for name in ("Stream", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(edge_backends, "finish_stream", lambda stream: None)
+    monkeypatch.setattr(os, "environ", {})
+    return Nccl(torch.device("cuda", 0))
+
+
+def test_an_nccl_group_is_small_and_waits_for_nobody_for_ever(nccl: Nccl) -> None:
+    group = nccl.make_group("store", 1, "127.0.0.1", 7.0)
+    assert group.made_of == ("store", 1, 2)
+    assert group.options.config == SimpleNamespace(blocking=0, min_ctas=1, max_ctas=4)
+    assert group.options._timeout == timedelta(seconds=7)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert nccl.stall_timeout_s is not None
+    assert nccl.stall_timeout_s < 1.0  # a receive that nobody serves takes from the engine as long
+    assert not nccl.has_receipts  # nothing goes against the order of the pieces
+
+
+def test_an_aborted_transfer_looks_done_and_is_not_taken_for_it(nccl: Nccl) -> None:
+    group, work = nccl.make_group("store", 0, "127.0.0.1", 7.0), SimpleNamespace(wait=lambda: True)
+    assert nccl.wait(work, 1.0)
+    nccl.break_off(group, 1)
+    assert group.is_aborted
+    assert not nccl.wait(work, 1.0)
 
 
 @pytest.fixture
