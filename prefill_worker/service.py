@@ -76,7 +76,11 @@ async def run(
             endpoint=welcome.endpoint,
             limit=limit,
         )
-        await sender.ready()
+        try:
+            await sender.ready()
+        except BaseException:
+            await sender.close()
+            raise
         return sender
 
     edges = PrefillEdges(

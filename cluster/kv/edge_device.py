@@ -8,6 +8,7 @@
    whatever process it is.
 
 The edge's copies never wait in the engine's stream, so a transfer costs the engine bandwidth and no order.
+What the device refuses comes out as an `EdgeError`: it ends this edge.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from cluster.errors import EdgeError
 
 
 class CopyQueue:
@@ -40,13 +43,27 @@ class CopyQueue:
         if self._stream is None:
             yield
             return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with (
+            _told_as_edge_errors(self._device),
+            torch.cuda.device(self._device),
+            torch.cuda.stream(self._stream),
+        ):
             yield
 
     def finish(self) -> None:
         """Until everything enqueued is done; without the GIL, and asleep rather than spinning."""
         if self._stream is not None:
-            finish_stream(self._stream)
+            with _told_as_edge_errors(self._device):
+                finish_stream(self._stream)
+
+
+@contextmanager
+def _told_as_edge_errors(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise EdgeError(f"copying KV on {device} failed: {first_line}") from error
 
 
 def finish_stream(stream: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cluster.errors import EdgeError
 from cluster.kv.block_copy import BlockRegion
 from cluster.kv.edge import Piece
 from cluster.kv.edge_device import CopyQueue
@@ -55,11 +56,22 @@ class Slots:
     """A staging buffer `[num_slots, blocks_per_slot, *block shape]` like the region it stages, beside it."""
 
     def __init__(self, region: BlockRegion, num_slots: int, blocks_per_slot: int) -> None:
-        self._blocks = torch.empty(
-            (num_slots, blocks_per_slot, *region.blocks.shape[1:]),
-            dtype=region.blocks.dtype,
-            device=region.blocks.device,
-        )
+        """
+        Raises:
+            EdgeError: a GPU has no room for it.
+        """
+        device = region.blocks.device
+        try:
+            self._blocks = torch.empty(
+                (num_slots, blocks_per_slot, *region.blocks.shape[1:]),
+                dtype=region.blocks.dtype,
+                device=device,
+            )
+        except torch.OutOfMemoryError as error:
+            num_bytes = num_slots * blocks_per_slot * region.block_bytes
+            raise EdgeError(
+                f"no room on {device} for {num_bytes / 2**20:.0f} MiB of an edge's staging: leave the KV pool less"
+            ) from error
         self.regions = [BlockRegion(slot) for slot in self._blocks]
 
     def bytes_of(self, slot: int, num_blocks: int) -> Tensor:

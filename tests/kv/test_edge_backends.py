@@ -26,6 +26,11 @@ from tests.kv.edge_harness import BLOCK_BYTES, CONFIG, GEOMETRY, EdgePair, OneWa
 
 LAYOUT = KVLayout.from_geometry(GEOMETRY)
 STALL_S = 1.5
+NCCL_SETTINGS = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+)
 
 
 def test_nccl_is_told_not_to_end_the_process_and_how_long_to_wait() -> None:
@@ -87,7 +92,9 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
     for name in ("Stream", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
     monkeypatch.setattr(edge_backends, "finish_stream", lambda stream: None)
-    monkeypatch.setattr(os, "environ", {})
+    for name in NCCL_SETTINGS:
+        monkeypatch.setenv(name, "")  # so that what is set in its place goes with the test
+        monkeypatch.delenv(name)
     return Nccl(torch.device("cuda", 0))
 
 
