@@ -143,6 +143,7 @@ class _World:
             prompts=self.prompts,
             chunk=self._sizes.chunks[1],
             num_tokens=self._sizes.num_tokens,
+            num_threads=torch.get_num_threads(),
             target_blocks=[list(request.blocks[: self.num_prompt_blocks(request)]) for request in requests],
         )
         peer = await PeerProcess.start({})

@@ -81,7 +81,8 @@ class Peer:
 
     async def _compute(self, command: Compute) -> Done:
         assert self._pool is not None, "it was not told to dial"
-        dtype, backend = Dtype(command.dtype), make_backend(command.backend, 1)
+        torch.set_num_threads(command.num_threads)
+        dtype, backend = Dtype(command.dtype), make_backend(command.backend, command.num_threads)
         with torch.inference_mode():
             weights = random_weights(spec_of(command.model), TORCH_DTYPES[dtype], backend)
         longest = max(len(prompt) for prompt in command.prompts) + command.num_tokens

@@ -40,6 +40,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, tag="compute"):
     chunk: int
     num_tokens: int  # that each request generates in all
     target_blocks: list[list[int]]
+    num_threads: int  # on a CPU: as many as the other process has
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
