@@ -70,7 +70,7 @@ class Slots:
         except torch.OutOfMemoryError as error:
             num_bytes = num_slots * blocks_per_slot * region.block_bytes
             raise EdgeError(
-                f"no room on {device} for {num_bytes / 2**20:.0f} MiB of an edge's staging: give the KV pool less"
+                f"no room on {device} for {num_bytes / 2**20:.0f} MiB of staging: give the KV pool less"
             ) from error
         self.regions = [BlockRegion(slot) for slot in self._blocks]
 

@@ -17,7 +17,7 @@ import torch
 
 from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender, Piece
-from cluster.kv.edge_backends import Gloo
+from cluster.kv.edge_backends import BREAK_TAG, Gloo
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
@@ -45,13 +45,30 @@ CONFIG = EdgeConfig(
 )
 
 
+class _Tagless:
+    """A group that matches transfers by their order alone."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._group.send(tensors, rank, BREAK_TAG + 1)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._group.recv(tensors, rank, tag if tag == BREAK_TAG else BREAK_TAG + 1)
+
+
 class OneWayGloo(Gloo):
-    """gloo as NCCL is used: nothing goes back from D to P, and a part may stall only so long."""
+    """gloo as NCCL is used: one order for everything, nothing goes back from D to P, and a part may stall
+    only so long."""
 
     has_receipts = False
 
     def __init__(self, stall_timeout_s: float = 5.0) -> None:
         super().__init__(stall_timeout_s)
+
+    def make_group(self, store: Any, rank: int, host: str, timeout_s: float) -> Any:
+        return _Tagless(super().make_group(store, rank, host, timeout_s))
 
 
 def edge_name(prefill: str = "prefill-0", epoch: int = 1) -> EdgeName:

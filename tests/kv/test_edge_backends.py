@@ -165,6 +165,25 @@ async def test_the_time_of_a_part_begins_with_its_turn() -> None:
     await pair.close()
 
 
+@pytest.mark.usefixtures("stalls")
+async def test_pieces_in_another_order_than_agreed_fail_and_touch_nothing() -> None:
+    """Where order alone matches, the name behind each part tells whose it is: an error, never wrong KV."""
+    pair = EdgePair(EdgeKind.GLOO, GEOMETRY, CONFIG, edge_name())
+    await pair.ready()
+    first, second = pair.piece(2), pair.piece(2)
+    for piece in (first, second):
+        await pair.receiver.post(piece, 2 * BLOCK_BYTES)
+    blocks = [BlockId(1), BlockId(2)]
+    sending = [asyncio.ensure_future(pair.sender.send(piece, blocks, ())) for piece in (second, first)]
+    with pytest.raises(EdgeError, match="a part of another piece arrived"):
+        await pair.receiver.wait(first)
+    with pytest.raises(EdgeError, match="a part of another piece arrived"):  # dead, and stays so
+        await pair.receiver.post(pair.piece(1), BLOCK_BYTES)
+    await asyncio.gather(*sending, return_exceptions=True)
+    assert not pair.target.tensor.any()
+    await pair.close()
+
+
 def test_both_pools_of_host_kinds_are_host_memory() -> None:
     for kind in (EdgeKind.LOCAL, EdgeKind.SHM, EdgeKind.GLOO):
         assert not kind.on_gpu
