@@ -62,10 +62,11 @@ class KVPool:
     `cluster.kv.pool_device`.
     """
 
-    def __init__(self, layout: KVLayout, tensor: Tensor, reach: Reach | None = None) -> None:
+    def __init__(self, layout: KVLayout, whole: Tensor, reach: Reach | None = None) -> None:
+        """`whole`: the blocks of `layout`, and perhaps more."""
         self.layout = layout
         self._reach = reach
-        self._tensor: Tensor | None = tensor
+        self._whole: Tensor | None = whole
 
     @classmethod
     def private(cls, layout: KVLayout) -> KVPool:
@@ -75,7 +76,7 @@ class KVPool:
             ConfigError: there is not so much memory.
         """
         check_available(layout.pool_bytes, "the KV pool", _ADVICE)
-        return cls(layout, _tensor_in(map_private(layout.pool_bytes), layout, 0))
+        return cls(layout, _in_memory(layout, map_private(layout.pool_bytes), 0))
 
     @classmethod
     def shared(cls, layout: KVLayout) -> KVPool:
@@ -104,13 +105,18 @@ class KVPool:
         except BaseException:
             os.close(fd)
             raise
-        return cls(layout, _tensor_in(memory, layout, HEADER_BYTES), _MemoryFile(fd, nonce.hex()))
+        return cls(layout, _in_memory(layout, memory, HEADER_BYTES), _MemoryFile(fd, nonce.hex()))
 
     @property
     def tensor(self) -> Tensor:
-        if self._tensor is None:
+        return self.whole[: self.layout.num_blocks]
+
+    @property
+    def whole(self) -> Tensor:
+        """`tensor` and the scratch blocks behind it: what a runner computes with."""
+        if self._whole is None:
             raise EdgeError("the KV pool is closed")
-        return self._tensor
+        return self._whole
 
     def endpoint(self) -> dict[str, str | int]:
         """What `attach_pool` needs, or `attach_device_pool` for a pool on a GPU.
@@ -124,7 +130,7 @@ class KVPool:
 
     def close(self) -> None:
         """Let go of the memory; idempotent."""
-        self._tensor = None
+        self._whole = None
         if self._reach is not None:
             self._reach.close()
             self._reach = None
@@ -142,13 +148,6 @@ class _MemoryFile:
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-def _tensor_in(memory: ctypes.Array[ctypes.c_char], layout: KVLayout, offset: int) -> Tensor:
-    flat: Tensor = torch.frombuffer(
-        memory, dtype=TORCH_DTYPES[layout.dtype], count=prod(layout.shape), offset=offset
-    )
-    return flat.view(layout.shape)
 
 
 def pool_header(layout: KVLayout, nonce: bytes) -> bytes:
@@ -189,7 +188,15 @@ def attach_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> KVPool:
         raise EdgeError(f"{path} cannot be mapped: {error}") from error
     finally:
         os.close(own_fd)  # a mapping keeps its file
-    return KVPool(layout, _tensor_in(memory, layout, HEADER_BYTES))
+    return KVPool(layout, _in_memory(layout, memory, HEADER_BYTES))
+
+
+def _in_memory(layout: KVLayout, memory: ctypes.Array[ctypes.c_char], offset: int) -> Tensor:
+    """The pool's tensor; it keeps the memory."""
+    flat: Tensor = torch.frombuffer(
+        memory, dtype=TORCH_DTYPES[layout.dtype], count=prod(layout.shape), offset=offset
+    )
+    return flat.view(layout.shape)
 
 
 def _check_file(fd: int, path: str, num_bytes: int) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
-from math import prod
 
 import msgspec
 import torch
@@ -63,22 +62,26 @@ def handle_from_text(text: str) -> CudaIpcHandle:
         raise EdgeError(f"a KV pool on a GPU came with a broken IPC handle: {error}") from error
 
 
-def device_pool(layout: KVLayout, device: torch.device) -> KVPool:
-    """A fresh zero pool that only this process sees.
+def device_pool(layout: KVLayout, device: torch.device, num_scratch_blocks: int = 0) -> KVPool:
+    """A fresh zero pool that only this process sees, with `num_scratch_blocks` of nobody behind its own.
 
     Raises:
         ConfigError: the GPU has not so much memory.
     """
-    return KVPool(layout, _blocks_in(_allocate(layout.pool_bytes, device), layout, 0))
+    num_blocks = layout.num_blocks + num_scratch_blocks
+    buffer = _allocate(num_blocks * layout.bytes_per_block, device)
+    return KVPool(layout, _blocks_in(buffer, layout, num_blocks, 0))
 
 
-def shared_device_pool(layout: KVLayout, device: torch.device) -> KVPool:
-    """One that another process on this host can map, given `endpoint()`.
+def shared_device_pool(layout: KVLayout, device: torch.device, num_scratch_blocks: int = 0) -> KVPool:
+    """One that another process on this host can map, given `endpoint()`; the scratch blocks are not its to
+    see.
 
     Raises:
         ConfigError: the GPU has not so much memory, or its memory cannot be exported.
     """
-    buffer = _allocate(HEADER_BYTES + layout.pool_bytes, device)
+    num_blocks = layout.num_blocks + num_scratch_blocks
+    buffer = _allocate(HEADER_BYTES + num_blocks * layout.bytes_per_block, device)
     nonce = secrets.token_bytes(16)
     header = torch.frombuffer(bytearray(pool_header(layout, nonce)), dtype=torch.uint8)
     buffer[: len(header)].copy_(header)
@@ -91,7 +94,8 @@ def shared_device_pool(layout: KVLayout, device: torch.device) -> KVPool:
             "unset `expandable_segments` in PYTORCH_CUDA_ALLOC_CONF"
         ) from error
     handle = CudaIpcHandle(_uuid(exported[0]), *exported[1:])
-    return KVPool(layout, _blocks_in(buffer, layout, HEADER_BYTES), _Export(handle, nonce.hex()))
+    whole = _blocks_in(buffer, layout, num_blocks, HEADER_BYTES)
+    return KVPool(layout, whole, _Export(handle, nonce.hex()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,7 @@ def attach_device_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> 
             "gone, or runs as another user or in another container; `--kv-edge nccl` works there"
         ) from error
     check_header(header, f"the memory mapped on GPU {handle.device}", nonce, geometry)
-    return KVPool(layout, _blocks_in(buffer, layout, HEADER_BYTES))
+    return KVPool(layout, _blocks_in(buffer, layout, layout.num_blocks, HEADER_BYTES))
 
 
 def default_device() -> torch.device:
@@ -171,9 +175,9 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
     return buffer
 
 
-def _blocks_in(buffer: Tensor, layout: KVLayout, offset: int) -> Tensor:
-    dtype = TORCH_DTYPES[layout.dtype]
-    return buffer[offset : offset + prod(layout.shape) * dtype.itemsize].view(dtype).view(layout.shape)
+def _blocks_in(buffer: Tensor, layout: KVLayout, num_blocks: int, offset: int) -> Tensor:
+    part = buffer[offset : offset + num_blocks * layout.bytes_per_block]
+    return part.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
 
 
 def _uuid(index: int) -> str:

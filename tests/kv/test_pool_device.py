@@ -110,9 +110,25 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.parametrize("make", [device_pool, shared_device_pool])
 def test_a_fresh_pool_on_a_gpu_is_zero_and_aligned(make: object) -> None:
     assert callable(make)
-    pool = make(LAYOUT, default_device())
+    pool = make(LAYOUT, default_device(), 2)
     assert tuple(pool.tensor.shape) == LAYOUT.shape
     assert pool.tensor.is_contiguous()
     assert pool.tensor.data_ptr() % 256 == 0
     assert not pool.tensor.any()
+    assert pool.whole.shape[0] == LAYOUT.num_blocks + 2
     pool.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_scratch_blocks_lie_behind_the_layouts_own(dtype: str) -> None:
+    """On the host: what is asked of a device is memory and a view of it."""
+    layout = KVLayout.from_geometry(msgspec.structs.replace(GEOMETRY, dtype=dtype))
+    pool = device_pool(layout, torch.device("cpu"), 3)
+    assert tuple(pool.whole.shape) == (layout.num_blocks + 3, *layout.block_shape)
+    assert tuple(pool.tensor.shape) == layout.shape
+    pool.whole[layout.num_blocks :] = 7
+    assert not pool.tensor.any()
+    assert pool.tensor.data_ptr() == pool.whole.data_ptr()
+    pool.close()
+    with pytest.raises(EdgeError, match="closed"):
+        _ = pool.whole
