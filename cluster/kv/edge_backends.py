@@ -130,8 +130,9 @@ class Nccl:
         return not self._is_aborted  # what was aborted looks done
 
     def break_off(self, group: Any, peer_rank: int) -> None:
-        self._is_aborted = True  # first: nobody takes an aborted transfer for a good one
-        group.abort()
+        if not self._is_aborted:
+            self._is_aborted = True  # first: nobody takes an aborted transfer for a good one
+            group.abort()
 
 
 def settle_nccl(environment: MutableMapping[str, str], connect_timeout_s: float) -> None:

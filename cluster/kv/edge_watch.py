@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ class EdgeWatch:
         self._on_late = on_late
         self._changed = threading.Condition()  # over everything below
         self._deadlines = Deadlines()
+        self._sleeps_until_s = math.inf  # the thread; it is not woken for what comes later
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -68,7 +70,8 @@ class EdgeWatch:
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._main, name=f"{self._name} watch", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            if deadline_s < self._sleeps_until_s:
+                self._changed.notify()
         try:
             yield
         finally:
@@ -96,5 +99,6 @@ class EdgeWatch:
                 if self._deadlines.is_late(now_s):
                     return True
                 next_s = self._deadlines.next_s()
+                self._sleeps_until_s = math.inf if next_s is None else next_s
                 self._changed.wait(None if next_s is None else max(0.0, next_s - now_s))
             return False
