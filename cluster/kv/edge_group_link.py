@@ -20,6 +20,7 @@ All methods block and belong in an edge's thread, but for `break_off`, and `list
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import threading
@@ -35,6 +36,8 @@ from cluster.errors import EdgeError
 from cluster.kv.edge import EdgeName
 from cluster.kv.edge_backends import NUM_RANKS, GroupBackend
 from cluster.kv.edge_watch import EdgeWatch
+
+logger = logging.getLogger(__name__)
 
 DECODE_RANK = 0
 PREFILL_RANK = 1
@@ -168,13 +171,22 @@ class GroupLink:
             raise self.failure("a transfer was aborted")
 
     def break_off(self, reason: str) -> None:
-        """Fail everything that waits on this link, on both sides; takes some milliseconds. Idempotent."""
+        """Fail everything that waits on this link, on both sides; takes some milliseconds. Idempotent.
+
+        Raises:
+            EdgeError: the group does not let go.
+        """
         with self._lock:
             if self._broken is None:
                 self._broken = f"KV edge {self.name}: {reason}"
             group = self._group
         if group is not None:
-            self.backend.break_off(group, self._peer_rank)
+            try:
+                self.backend.break_off(group, self._peer_rank)
+            except RuntimeError as error:
+                raise EdgeError(
+                    f"KV edge {self.name}: its transfers cannot be aborted: {_first_line(error)}"
+                ) from error
         elif self._rank == DECODE_RANK and self._store is not None:
             self._stop_waiting_for_dial()
 
@@ -240,7 +252,10 @@ class GroupLink:
 
     def _be_late(self) -> None:
         """The watchdog's thread: a deadline has passed."""
-        self.break_off(self._too_late())
+        try:
+            self.break_off(self._too_late())
+        except EdgeError as error:  # whoever closes the edge gets it too
+            logger.error("%s", error)
 
     def failure(self, reason: str) -> EdgeError:
         """Mark the link dead; the first reason stays."""
