@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.engine.runner import ModelRunner
 from cluster.ids import Attempt, BlockId, RequestId
@@ -46,6 +48,8 @@ def compute_chunk(runner: ModelRunner, request: CheckRequest, start: int, chunk:
     """Prefill up to `chunk` tokens from `start`; returns where the next begins."""
     stop = min(len(request.prompt), start + chunk)
     [output] = runner.run(StepPlan(rows=(request.row(start, stop),))).outputs
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a step is over when its device is: what it wrote may be sent
     if output is not None:
         request.outputs.append(output)
     return stop

@@ -1,13 +1,12 @@
 """How an edge orders its copies on a device: a CUDA stream of its own on a GPU, nothing on the host.
 
-1. The engine computes on its device's default stream. `after_engine` puts what an edge does next behind all
-   that was enqueued there so far: blocks are read as they were written, and none is overwritten under a
-   kernel.
-2. `apart` is for what touches only the edge's own staging: it does not wait for the engine.
+1. A step is over when its device is (`cluster.kv.edge`): what an edge is asked to read is written, and what
+   it is asked to write is in no kernel. So its copies wait for nothing of the engine: KV of a chunk moves
+   while the next one is computed.
+2. What is enqueued within `order` runs in the edge's own order.
 3. `finish` sleeps until the edge's copies are done. Then whoever launches a kernel later sees them, in
    whatever process it is.
 
-The edge's copies never wait in the engine's stream, so a transfer costs the engine bandwidth and no order.
 What the device refuses comes out as an `EdgeError`: it ends this edge.
 """
 
@@ -30,15 +29,7 @@ class CopyQueue:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
-    def after_engine(self) -> Iterator[None]:
-        """What is enqueued inside runs after what the engine has enqueued by now."""
-        with self.apart():
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.default_stream(self._device))
-            yield
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
+    def order(self) -> Iterator[None]:
         """What is enqueued inside runs in this edge's own order."""
         if self._stream is None:
             yield

@@ -113,7 +113,7 @@ class GroupSender:
                 _finish(on_the_way.pop(0), self._link, deadline)
             slot = index % _NUM_SENDER_SLOTS
             blocks = source_blocks[part.start : part.stop]
-            with self._queue.after_engine():
+            with self._queue.order():
                 copy_blocks(self._source, blocks, self._slots.regions[slot], range(len(part)), lambda: False)
                 data = self._slots.bytes_of(slot, len(part))
                 on_the_way.append(PartSent(self._link, data, trailer_of(piece, part), tags))
@@ -269,7 +269,7 @@ class GroupReceiver:
     def _scatter(self, claim: Claim, target_blocks: Sequence[BlockId]) -> None:
         parts = cut(claim.piece.num_blocks, self._ring.blocks_per_slot)
         try:
-            with self._queue.after_engine():
+            with self._queue.order():
                 for slot, part in zip(claim.slots, parts, strict=True):
                     done = copy_blocks(
                         self._slots.regions[slot],
@@ -285,7 +285,7 @@ class GroupReceiver:
 
 
 def _connect(link: GroupLink, queue: CopyQueue, region: BlockRegion) -> None:
-    with queue.apart():
+    with queue.order():
         link.connect(torch.zeros(1, dtype=torch.uint8, device=region.blocks.device))
 
 

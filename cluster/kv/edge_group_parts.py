@@ -107,7 +107,7 @@ class PartPosted:
         """`expected`: the part's trailer; `queue`: the edge's, on the device of `data`."""
         self._expected, self._tags, self._queue = expected, tags, queue
         self._receipt = torch.zeros(1, dtype=torch.uint8)
-        with queue.apart():
+        with queue.order():
             self._trailer = torch.zeros(_TRAILER_BYTES, dtype=torch.uint8, device=data.device)
             self._data_received = link.receive(data, tags.part)
             self._trailer_received = link.receive(self._trailer, tags.trailer)
@@ -116,7 +116,7 @@ class PartPosted:
         """Until the part is here, and P knows."""
         link.wait(self._trailer_received, deadline)
         link.wait(self._data_received, deadline)  # done by now
-        with self._queue.apart():
+        with self._queue.order():
             is_ours = torch.equal(self._trailer.cpu(), self._expected)
         if not is_ours:
             raise link.failure("a part of another piece arrived")

@@ -83,7 +83,7 @@ class InPlaceSender:
         assert self._regions is not None, "regions outlive the thread"
         source, target = self._regions
         try:
-            with self._queue.after_engine():
+            with self._queue.order():
                 done = copy_blocks(
                     source, source_blocks, target, target_blocks, lambda: self._ended is not None
                 )
