@@ -78,8 +78,9 @@ class GroupSender:
         self._blocks_per_slot = blocks_per_slot
         self._max_blocks = num_slots * blocks_per_slot
         self._link = GroupLink.dial(name, endpoint, config.connect_timeout_s, backend)
-        self._slots = Slots(source, _NUM_SENDER_SLOTS, blocks_per_slot)
         self._queue = CopyQueue(source.blocks.device)
+        with self._queue.order():  # in memory that no kernel of the engine's may still use
+            self._slots = Slots(source, _NUM_SENDER_SLOTS, blocks_per_slot)
         self._release = release
         self._thread = EdgeThread(f"kv-edge {name}")
         self._connected = self._thread.submit(lambda: _connect(self._link, self._queue, source))
@@ -156,8 +157,9 @@ class GroupReceiver:
         self._config = config
         blocks_per_slot = max(1, config.slot_bytes // target.block_bytes)
         self._ring = StagingRing(str(name), config.num_slots, blocks_per_slot)
-        self._slots = Slots(target, config.num_slots, blocks_per_slot)
         self._queue = CopyQueue(target.blocks.device)
+        with self._queue.order():  # in memory that no kernel of the engine's may still use
+            self._slots = Slots(target, config.num_slots, blocks_per_slot)
         self._slot_freed = asyncio.Event()
         self._posting = asyncio.Lock()  # posts take slots, and are posted, in the order of the calls
         self._receives: dict[Piece, _Receive] = {}
