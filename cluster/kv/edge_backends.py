@@ -13,6 +13,10 @@ tested over gloo is what runs over NCCL. The differences:
   another.
 - *Stalls.* A posted NCCL receive spins on the GPU until its bytes come: the time for one part is short.
 
+- *Staging.* gloo moves host memory, so blocks of a pool on a GPU are copied there and back, and are there
+  before they are sent. NCCL's staging lies beside the pool, and its transfers follow the copies in their
+  stream.
+
 NCCL ends the whole process on an error unless told otherwise, which would make a dead decode worker take its
 prefill workers along: `Nccl` sets that right before the first group, and refuses settings that undo it.
 """
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -45,7 +49,12 @@ class GroupBackend(Protocol):
 
     name: str
     has_receipts: bool
+    follows_streams: bool  # a transfer begins when the stream of who posts it has done what is in it
     stall_timeout_s: float | None  # for one part, from its turn; None: as long as the piece may take
+
+    def staging_device(self, pool: torch.device) -> torch.device:
+        """Where parts lie while they are on their way between pools on `pool`."""
+        ...
 
     def make_group(self, store: Any, rank: int, host: str, timeout_s: float) -> Any:
         """A group of two from a store that both have. May wait for the peer.
@@ -73,9 +82,13 @@ class Gloo:
 
     name = "gloo"
     has_receipts = True
+    follows_streams = False
 
     def __init__(self, stall_timeout_s: float | None = None) -> None:
         self.stall_timeout_s = stall_timeout_s
+
+    def staging_device(self, pool: torch.device) -> torch.device:
+        return torch.device("cpu")
 
     def make_group(self, store: Any, rank: int, host: str, timeout_s: float) -> Any:
         options = dist.ProcessGroupGloo._Options()
@@ -100,18 +113,22 @@ class Nccl:
 
     name = "nccl"
     has_receipts = False
+    follows_streams = True
 
     def __init__(self, device: torch.device, stall_timeout_s: float = NCCL_STALL_TIMEOUT_S) -> None:
         """
         Raises:
             EdgeError: this torch has no NCCL, or a setting would end the process with its first dead peer.
         """
-        if not dist.is_nccl_available():
-            raise EdgeError("this torch is built without NCCL: use `--kv-edge gloo`")
+        if reason := why_no_nccl(os.environ):
+            raise EdgeError(reason)
         self._device = device
         self.stall_timeout_s: float | None = stall_timeout_s
         self._waits: Any = torch.cuda.Stream(device)
         self._is_aborted = False
+
+    def staging_device(self, pool: torch.device) -> torch.device:
+        return pool
 
     def make_group(self, store: Any, rank: int, host: str, timeout_s: float) -> Any:
         settle_nccl(os.environ, timeout_s)
@@ -135,17 +152,22 @@ class Nccl:
             group.abort()
 
 
-def settle_nccl(environment: MutableMapping[str, str], connect_timeout_s: float) -> None:
-    """What NCCL's process groups read from the environment when they are made: errors are ours to handle,
-    and a peer that does not come is waited for no longer than `connect_timeout_s`.
-
-    Raises:
-        EdgeError: a setting of the user's ends the process with its first dead peer.
-    """
-    chosen = environment.setdefault(_ERROR_HANDLING, "0")
+def why_no_nccl(environment: Mapping[str, str]) -> str | None:
+    """Why no edge should be made over NCCL here: a sentence; None: it can be."""
+    if not dist.is_nccl_available():
+        return "this torch is built without NCCL: use `--kv-edge gloo`"
+    chosen = environment.get(_ERROR_HANDLING, _KEEPS_PROCESS[0])
     if chosen not in _KEEPS_PROCESS:
-        raise EdgeError(
+        return (
             f"{_ERROR_HANDLING}={chosen} ends this process when one peer dies: unset it, or set it to 0 or 2"
         )
+    return None
+
+
+def settle_nccl(environment: MutableMapping[str, str], connect_timeout_s: float) -> None:
+    """What NCCL's process groups read from the environment when they are made: errors are ours to handle,
+    and a peer that does not come is waited for no longer than `connect_timeout_s`. What the user has set
+    stays."""
+    environment.setdefault(_ERROR_HANDLING, _KEEPS_PROCESS[0])
     environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # the same, when an abort takes long
     environment.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(connect_timeout_s)))

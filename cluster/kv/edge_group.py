@@ -79,11 +79,12 @@ class GroupSender:
         self._max_blocks = num_slots * blocks_per_slot
         self._link = GroupLink.dial(name, endpoint, config.connect_timeout_s, backend)
         self._queue = CopyQueue(source.blocks.device)
+        device = backend.staging_device(source.blocks.device)
         with self._queue.order():  # in memory that no kernel of the engine's may still use
-            self._slots = Slots(source, _NUM_SENDER_SLOTS, blocks_per_slot)
+            self._slots = Slots(source, _NUM_SENDER_SLOTS, blocks_per_slot, device)
         self._release = release
         self._thread = EdgeThread(f"kv-edge {name}")
-        self._connected = self._thread.submit(lambda: _connect(self._link, self._queue, source))
+        self._connected = self._thread.submit(lambda: _connect(self._link, self._queue, device))
 
     async def ready(self) -> None:
         await asyncio.shield(asyncio.wrap_future(self._connected))
@@ -116,6 +117,8 @@ class GroupSender:
             blocks = source_blocks[part.start : part.stop]
             with self._queue.order():
                 copy_blocks(self._source, blocks, self._slots.regions[slot], range(len(part)), lambda: False)
+                if not self._link.backend.follows_streams:
+                    self._queue.finish()
                 data = self._slots.bytes_of(slot, len(part))
                 on_the_way.append(PartSent(self._link, data, trailer_of(piece, part), tags))
         while on_the_way:
@@ -158,8 +161,9 @@ class GroupReceiver:
         blocks_per_slot = max(1, config.slot_bytes // target.block_bytes)
         self._ring = StagingRing(str(name), config.num_slots, blocks_per_slot)
         self._queue = CopyQueue(target.blocks.device)
+        device = backend.staging_device(target.blocks.device)
         with self._queue.order():  # in memory that no kernel of the engine's may still use
-            self._slots = Slots(target, config.num_slots, blocks_per_slot)
+            self._slots = Slots(target, config.num_slots, blocks_per_slot, device)
         self._slot_freed = asyncio.Event()
         self._posting = asyncio.Lock()  # posts take slots, and are posted, in the order of the calls
         self._receives: dict[Piece, _Receive] = {}
@@ -173,7 +177,7 @@ class GroupReceiver:
         }
         self._thread = EdgeThread(f"kv-edge {name}")  # connects, posts, scatters
         self._waiter = EdgeThread(f"kv-edge {name} wait")
-        self._connected = self._thread.submit(lambda: _connect(self._link, self._queue, target))
+        self._connected = self._thread.submit(lambda: _connect(self._link, self._queue, device))
 
     def endpoint(self) -> dict[str, str | int]:
         return self._endpoint
@@ -266,7 +270,8 @@ class GroupReceiver:
 
     def _wait(self, receive: _Receive) -> None:
         while receive.posted:
-            _finish(receive.posted.pop(0), self._link, receive.deadline)
+            _finish(receive.posted[0], self._link, receive.deadline)
+            del receive.posted[0]  # not before: what is posted may be written to as long as it is not done
 
     def _scatter(self, claim: Claim, target_blocks: Sequence[BlockId]) -> None:
         parts = cut(claim.piece.num_blocks, self._ring.blocks_per_slot)
@@ -286,9 +291,9 @@ class GroupReceiver:
             self._queue.finish()
 
 
-def _connect(link: GroupLink, queue: CopyQueue, region: BlockRegion) -> None:
+def _connect(link: GroupLink, queue: CopyQueue, device: torch.device) -> None:
     with queue.order():
-        link.connect(torch.zeros(1, dtype=torch.uint8, device=region.blocks.device))
+        link.connect(torch.zeros(1, dtype=torch.uint8, device=device))
 
 
 def _finish(part: PartSent | PartPosted, link: GroupLink, deadline: float) -> None:

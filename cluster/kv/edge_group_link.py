@@ -72,6 +72,7 @@ class GroupLink:
         self._group: Any = None
         self._lock = threading.Lock()  # over `_group` and `_broken`
         self._broken: str | None = None
+        self._is_connected = False
         self._watch = EdgeWatch(f"kv-edge {name}", self._be_late)
 
     @classmethod
@@ -146,6 +147,7 @@ class GroupLink:
             self._group = group
         warm_up = self.send if self._rank == PREFILL_RANK else self.receive
         self.wait(warm_up(warm, _WARM_TAG), time.monotonic() + self._connect_timeout_s)
+        self._is_connected = True
 
     def send(self, tensor: Tensor, tag: int) -> Any:
         """Post the sending of a contiguous tensor, which lives until `wait` has taken the returned work."""
@@ -245,6 +247,8 @@ class GroupLink:
         text = _first_line(error)
         if "Timed out waiting" in text:
             return self._too_late()
+        if not self._is_connected:  # NCCL finds out only now whether it can work between these two
+            return f"no connection to the {self._peer_role} worker: {text}"
         return f"the {self._peer_role} worker is gone: {text}"
 
     def _too_late(self) -> str:

@@ -25,7 +25,7 @@ from cluster.kv.edge import Piece
 from cluster.kv.edge_device import CopyQueue
 from cluster.kv.edge_group_link import NUM_TAGS, GroupLink
 
-_TRAILER_BYTES = 16
+TRAILER_BYTES = 16
 
 
 class Tags(NamedTuple):
@@ -45,7 +45,7 @@ def piece_tags(piece: Piece) -> Tags:
 def trailer_of(piece: Piece, part: range) -> Tensor:
     """What follows a part of a piece; unlike a tag, no other part's is the same. On the host."""
     text = _identity(piece) + f"/{part.start}/{part.stop}".encode()
-    return torch.frombuffer(bytearray(blake2b(text, digest_size=_TRAILER_BYTES).digest()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(blake2b(text, digest_size=TRAILER_BYTES).digest()), dtype=torch.uint8)
 
 
 def _identity(piece: Piece) -> bytes:
@@ -53,19 +53,22 @@ def _identity(piece: Piece) -> bytes:
 
 
 class Slots:
-    """A staging buffer `[num_slots, blocks_per_slot, *block shape]` like the region it stages, beside it."""
+    """A staging buffer `[num_slots, blocks_per_slot, *block shape]` like the region it stages, on `device`:
+    beside it, or in host memory that its GPU copies to and from by itself."""
 
-    def __init__(self, region: BlockRegion, num_slots: int, blocks_per_slot: int) -> None:
+    def __init__(
+        self, region: BlockRegion, num_slots: int, blocks_per_slot: int, device: torch.device
+    ) -> None:
         """
         Raises:
             EdgeError: a GPU has no room for it.
         """
-        device = region.blocks.device
         try:
             self._blocks = torch.empty(
                 (num_slots, blocks_per_slot, *region.blocks.shape[1:]),
                 dtype=region.blocks.dtype,
                 device=device,
+                pin_memory=device.type == "cpu" and not region.is_on_host,
             )
         except torch.OutOfMemoryError as error:
             num_bytes = num_slots * blocks_per_slot * region.block_bytes
@@ -108,7 +111,7 @@ class PartPosted:
         self._expected, self._tags, self._queue = expected, tags, queue
         self._receipt = torch.zeros(1, dtype=torch.uint8)
         with queue.order():
-            self._trailer = torch.zeros(_TRAILER_BYTES, dtype=torch.uint8, device=data.device)
+            self._trailer = torch.zeros(TRAILER_BYTES, dtype=torch.uint8, device=data.device)
             self._data_received = link.receive(data, tags.part)
             self._trailer_received = link.receive(self._trailer, tags.trailer)
 

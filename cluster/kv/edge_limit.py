@@ -11,13 +11,11 @@ from __future__ import annotations
 from cluster.errors import EdgeError
 from cluster.kv.edge import EdgeName
 
-MAX_GROUP_EDGES = 16
-
 
 class EdgeLimit:
     """Owns the count of open edges of one worker."""
 
-    def __init__(self, max_edges: int = MAX_GROUP_EDGES) -> None:
+    def __init__(self, max_edges: int) -> None:
         self._max_edges = max_edges
         self._open: set[EdgeName] = set()
 
@@ -34,8 +32,8 @@ class EdgeLimit:
             raise EdgeError(f"KV edge {name}: it is open already; close it before it is built again")
         if len(self._open) >= self._max_edges:
             raise EdgeError(
-                f"KV edge {name}: this worker holds {len(self._open)} edges, as many as it may: use fewer "
-                "workers per pool, or `--kv-edge cuda_ipc` within a host"
+                f"KV edge {name}: this worker holds {len(self._open)} edges, as many as it may: raise "
+                "--max-kv-edges, use fewer workers per pool, or `--kv-edge cuda_ipc` within a host"
             )
         self._open.add(name)
 

@@ -9,25 +9,37 @@
 D makes its pool with `make_pool` for the kind it offers and P its own with `make_source_pool`; D makes one
 receiver per peer with `make_receiver` at `EdgeHello`, and answers with the receiver's endpoint; P makes its
 sender from that answer.
+
+Where a worker keeps its KV is its engine's choice: `check_kind` and `check_memory` say before anything is
+allocated whether edges of a kind can work with it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
+import torch
+
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_copy import BlockRegion
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender
-from cluster.kv.edge_backends import Gloo, GroupBackend, Nccl
+from cluster.kv.edge_backends import Gloo, GroupBackend, Nccl, why_no_nccl
 from cluster.kv.edge_group import GroupReceiver, GroupSender
 from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edge_local import InPlaceReceiver, InPlaceSender
 from cluster.kv.edge_shm import shm_sender
 from cluster.kv.layout import KVLayout, LayoutEdge, single_edge
 from cluster.kv.pool import KVPool
-from cluster.kv.pool_device import attach_device_pool, default_device, device_pool, shared_device_pool
+from cluster.kv.pool_device import (
+    attach_device_pool,
+    current_device,
+    device_pool,
+    shared_device_pool,
+    why_no_device,
+)
 from cluster.wire.messages import KVGeometry
 
 
@@ -59,6 +71,36 @@ def edge_kind(name: str) -> EdgeKind:
         raise ConfigError(f"unknown KV edge `{name}`: use one of {kinds}") from None
 
 
+def check_kind(kind: EdgeKind) -> None:
+    """Whether this process can have edges of this kind at all. Touches no device.
+
+    Raises:
+        ConfigError: it needs a GPU, or a library, that is not here.
+    """
+    if not kind.on_gpu:
+        return
+    if reason := why_no_device():
+        raise ConfigError(
+            f"--kv-edge {kind.value} needs a CUDA device: {reason}; use `--kv-edge shm` on one host, "
+            "`gloo` across hosts"
+        )
+    if kind is EdgeKind.NCCL and (reason := why_no_nccl(os.environ)):
+        raise ConfigError(f"--kv-edge nccl: {reason}")
+
+
+def check_memory(kind: EdgeKind, device: torch.device) -> None:
+    """Whether edges of this kind can reach the KV of an engine that keeps it on `device`.
+
+    Raises:
+        ConfigError: it moves KV between GPUs, and this KV lies elsewhere.
+    """
+    if kind.on_gpu and device.type != "cuda":
+        raise ConfigError(
+            f"--kv-edge {kind.value} moves KV between GPUs, and this worker's backend keeps it in memory of "
+            "the host: choose a backend that computes on a GPU, or `--kv-edge shm` or `gloo`"
+        )
+
+
 def make_pool(kind: EdgeKind, layout: KVLayout) -> KVPool:
     """A decode worker's pool, in memory that edges of this kind can reach.
 
@@ -69,14 +111,16 @@ def make_pool(kind: EdgeKind, layout: KVLayout) -> KVPool:
         case EdgeKind.SHM:
             return KVPool.shared(layout)
         case EdgeKind.CUDA_IPC:
-            return shared_device_pool(layout, default_device())
+            check_kind(kind)
+            return shared_device_pool(layout, current_device())
         case _:
             return make_source_pool(kind, layout)
 
 
 def make_source_pool(kind: EdgeKind, layout: KVLayout) -> KVPool:
     """A prefill worker's pool, which edges of this kind send from. Raises as `make_pool`."""
-    return device_pool(layout, default_device()) if kind.on_gpu else KVPool.private(layout)
+    check_kind(kind)
+    return device_pool(layout, current_device()) if kind.on_gpu else KVPool.private(layout)
 
 
 def make_receiver(

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.kv import edges
 from cluster.kv.edge import EdgeConfig, EdgeName
 from cluster.kv.edges import EdgeKind
 from cluster.wire.messages import KVGeometry
@@ -22,11 +21,11 @@ from tests.kv.edge_harness import (
     GEOMETRY,
     EdgePair,
     EdgePairs,
-    OneWayGloo,
     PeerProcess,
     StartPeer,
     edge_name,
 )
+from tests.kv.stand_ins import use_one_way
 
 # The kinds between GPUs need two processes: a driver opens no handle of its own process, and NCCL takes no
 # two ranks of one process on one GPU. How NCCL is used, but for its memory, is `one_way`: the same classes.
@@ -36,7 +35,7 @@ KINDS = ["local", "shm", "gloo", "one_way"]
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EdgeKind:
     if request.param == "one_way":
-        monkeypatch.setattr(edges, "_backend", lambda kind, region: OneWayGloo())
+        use_one_way(monkeypatch.setattr)
         return EdgeKind.GLOO
     return EdgeKind(request.param)
 

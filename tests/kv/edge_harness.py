@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import json
@@ -17,7 +18,6 @@ import torch
 
 from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender, Piece
-from cluster.kv.edge_backends import BREAK_TAG, Gloo
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
@@ -43,32 +43,6 @@ CONFIG = EdgeConfig(
     slot_bytes=4 * BLOCK_BYTES,
     num_slots=3,
 )
-
-
-class _Tagless:
-    """A group that matches transfers by their order alone."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._group.send(tensors, rank, BREAK_TAG + 1)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._group.recv(tensors, rank, tag if tag == BREAK_TAG else BREAK_TAG + 1)
-
-
-class OneWayGloo(Gloo):
-    """gloo as NCCL is used: one order for everything, nothing goes back from D to P, and a part may stall
-    only so long."""
-
-    has_receipts = False
-
-    def __init__(self, stall_timeout_s: float = 5.0) -> None:
-        super().__init__(stall_timeout_s)
-
-    def make_group(self, store: Any, rank: int, host: str, timeout_s: float) -> Any:
-        return _Tagless(super().make_group(store, rank, host, timeout_s))
 
 
 def edge_name(prefill: str = "prefill-0", epoch: int = 1) -> EdgeName:
@@ -173,6 +147,44 @@ def setup_of(
         "geometry": msgspec.to_builtins(geometry),
         "config": {field: getattr(config, field) for field in config.__dataclass_fields__},
     }
+
+
+def piece_of(index: int, num_blocks: int, request: str = "r") -> Piece:
+    return Piece(RequestId(request), Attempt(1), PieceIndex(index), 0, num_blocks)
+
+
+def fields(piece: Piece) -> list[Any]:
+    return list(dataclasses.astuple(piece))
+
+
+def ids(blocks: Any) -> list[BlockId]:
+    return [BlockId(block) for block in blocks]
+
+
+async def sender_to(
+    peer: PeerProcess, kind: EdgeKind, source: KVPool, name: EdgeName | None = None, **config: Any
+) -> KVSender:
+    """Make `peer` a decode worker; returns our sender to it."""
+    name, edge_config = name or edge_name(), dataclasses.replace(CONFIG, **config)
+    geometry = source.layout.to_geometry()
+    answer = await peer.ask("decode", **setup_of(kind, name, geometry, edge_config))
+    sender = make_sender(
+        kind, source, name=name, peer=geometry, endpoint=answer["endpoint"], config=edge_config
+    )
+    await sender.ready()
+    return sender
+
+
+async def receiver_from(
+    peer: PeerProcess, kind: EdgeKind, target: KVPool, name: EdgeName | None = None, **config: Any
+) -> KVReceiver:
+    """Make `peer` a prefill worker; returns our receiver from it."""
+    name, edge_config = name or edge_name(), dataclasses.replace(CONFIG, **config)
+    geometry = target.layout.to_geometry()
+    receiver = make_receiver(kind, target, name=name, peer=geometry, config=edge_config)
+    setup = setup_of(kind, name, geometry, edge_config)
+    await asyncio.gather(peer.ask("prefill", **setup, endpoint=receiver.endpoint(), seed=5), receiver.ready())
+    return receiver
 
 
 StartPeer = Callable[[], Awaitable[PeerProcess]]

@@ -25,6 +25,7 @@ from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender, ma
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.wire.messages import KVGeometry
+from tests.kv.stand_ins import use_one_way
 
 
 class Peer:
@@ -42,6 +43,11 @@ class Peer:
         name = EdgeName(WorkerId(prefill), Epoch(prefill_epoch), WorkerId(decode), Epoch(decode_epoch))
         geometry = msgspec.convert(command["geometry"], KVGeometry)
         return EdgeKind(command["kind"]), name, geometry, EdgeConfig(**command["config"])
+
+    async def one_way(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Use staged edges as over NCCL, from now on."""
+        use_one_way(setattr, command["stall_s"])
+        return {}
 
     async def decode(self, command: dict[str, Any]) -> dict[str, Any]:
         """Be the decode worker."""

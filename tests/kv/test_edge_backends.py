@@ -17,12 +17,14 @@ from torch import distributed as dist
 
 from cluster.errors import ConfigError, EdgeError
 from cluster.ids import BlockId
-from cluster.kv import edge_backends, edges
-from cluster.kv.edge_backends import Nccl, settle_nccl
-from cluster.kv.edges import EdgeKind, make_pool, make_source_pool
+from cluster.kv import edge_backends
+from cluster.kv.edge_backends import Nccl, settle_nccl, why_no_nccl
+from cluster.kv.edge_group_parts import TRAILER_BYTES
+from cluster.kv.edges import EdgeKind, check_kind, check_memory, make_pool, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
-from tests.kv.edge_harness import BLOCK_BYTES, CONFIG, GEOMETRY, EdgePair, OneWayGloo, edge_name
+from tests.kv.edge_harness import BLOCK_BYTES, CONFIG, GEOMETRY, EdgePair, edge_name
+from tests.kv.stand_ins import Tagless, use_one_way
 
 LAYOUT = KVLayout.from_geometry(GEOMETRY)
 STALL_S = 1.5
@@ -48,14 +50,28 @@ def test_what_the_user_has_set_stays() -> None:
     assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "77"
 
 
-@pytest.mark.parametrize("value", ["1", "3", "yes"])
-def test_a_setting_that_ends_the_process_with_its_peer_is_refused(value: str) -> None:
-    with pytest.raises(EdgeError, match=f"TORCH_NCCL_ASYNC_ERROR_HANDLING={value} ends this process"):
-        settle_nccl({"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}, 10.0)
+@pytest.mark.parametrize(("value", "is_refused"), [("0", False), ("2", False), ("1", True), ("3", True)])
+def test_a_setting_that_ends_the_process_with_its_peer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_refused: bool
+) -> None:
+    """Before anything starts, and again when an edge is made."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
+    sentence = f"TORCH_NCCL_ASYNC_ERROR_HANDLING={value} ends this process when one peer dies"
+    for error, use in (
+        (ConfigError, lambda: check_kind(EdgeKind.NCCL)),
+        (EdgeError, lambda: Nccl(torch.device("cuda", 0))),
+    ):
+        with pytest.raises(error, match=sentence) if is_refused else nullcontext():
+            use()
+    check_kind(EdgeKind.CUDA_IPC)  # has nothing to do with it
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
 def test_a_torch_without_nccl_is_told_in_one_sentence() -> None:
+    assert why_no_nccl({}) == "this torch is built without NCCL: use `--kv-edge gloo`"
     with pytest.raises(EdgeError, match="built without NCCL: use `--kv-edge gloo`"):
         Nccl(torch.device("cuda", 0))
 
@@ -64,8 +80,16 @@ def test_a_torch_without_nccl_is_told_in_one_sentence() -> None:
 @pytest.mark.parametrize("kind", [EdgeKind.CUDA_IPC, EdgeKind.NCCL])
 @pytest.mark.parametrize("make", [make_pool, make_source_pool])
 def test_without_a_gpu_its_kinds_are_refused(kind: EdgeKind, make: Any) -> None:
-    with pytest.raises(ConfigError, match="need a GPU"):
+    with pytest.raises(ConfigError, match=f"--kv-edge {kind.value} needs a CUDA device: torch .* sees none"):
         make(kind, LAYOUT)
+
+
+@pytest.mark.parametrize("kind", EdgeKind)
+def test_kv_in_memory_of_the_host_moves_over_what_moves_such(kind: EdgeKind) -> None:
+    refused = pytest.raises(ConfigError, match=f"--kv-edge {kind.value} moves KV between GPUs")
+    with refused if kind.on_gpu else nullcontext():
+        check_memory(kind, torch.device("cpu"))
+    check_memory(kind, torch.device("cuda", 0))  # over gloo it is staged in memory of the host
 
 
 class FakeGroup:
@@ -104,6 +128,7 @@ def test_an_nccl_group_is_small_and_waits_for_nobody_for_ever(nccl: Nccl) -> Non
     assert group.options.config == SimpleNamespace(blocking=0, min_ctas=1, max_ctas=4)
     assert group.options._timeout == timedelta(seconds=7)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert nccl.staging_device(torch.device("cuda", 3)) == torch.device("cuda", 3)  # beside the pool
     assert nccl.stall_timeout_s is not None
     assert nccl.stall_timeout_s < 1.0  # a receive that nobody serves takes from the engine as long
     assert not nccl.has_receipts  # nothing goes against the order of the pieces
@@ -120,7 +145,7 @@ def test_an_aborted_transfer_looks_done_and_is_not_taken_for_it(nccl: Nccl) -> N
 @pytest.fixture
 def stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Edges as over NCCL, where a part may take only so long."""
-    monkeypatch.setattr(edges, "_backend", lambda kind, region: OneWayGloo(STALL_S))
+    use_one_way(monkeypatch.setattr, STALL_S)
 
 
 @pytest.mark.usefixtures("stalls")
@@ -181,6 +206,38 @@ async def test_pieces_in_another_order_than_agreed_fail_and_touch_nothing() -> N
         await pair.receiver.post(pair.piece(1), BLOCK_BYTES)
     await asyncio.gather(*sending, return_exceptions=True)
     assert not pair.target.tensor.any()
+    await pair.close()
+
+
+@pytest.mark.usefixtures("stalls")
+async def test_receives_are_posted_for_what_was_offered_and_in_the_order_of_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A receive that waits spins on a GPU: before an offer there is none. The first piece finds its way used
+    already: one byte has gone over it."""
+    calls: dict[str, list[int]] = {"send": [], "recv": []}
+
+    def recorded(name: str) -> Any:
+        original = getattr(Tagless, name)
+
+        def call(self: Tagless, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+            calls[name].append(tensors[0].numel() * tensors[0].element_size())
+            return original(self, tensors, rank, tag)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(Tagless, name, recorded(name))
+    pair = EdgePair(EdgeKind.GLOO, GEOMETRY, CONFIG, edge_name())
+    await pair.ready()
+    assert calls == {"send": [1], "recv": [1]}
+    piece = pair.piece(6)  # a slot holds four
+    parts = [4 * BLOCK_BYTES, TRAILER_BYTES, 2 * BLOCK_BYTES, TRAILER_BYTES]
+    await pair.receiver.post(piece, 6 * BLOCK_BYTES)
+    assert calls == {"send": [1], "recv": [1, *parts]}
+    await pair.sender.send(piece, [BlockId(block) for block in range(6)], ())
+    pair.receiver.discard(await pair.receiver.wait(piece))
+    assert calls == {"send": [1, *parts], "recv": [1, *parts]}
     await pair.close()
 
 

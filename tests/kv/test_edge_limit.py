@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from cluster.errors import EdgeError
 from cluster.ids import Epoch
-from cluster.kv import edges
 from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
-from tests.kv.edge_harness import CONFIG, GEOMETRY, OneWayGloo, edge_name
+from tests.kv.edge_harness import CONFIG, GEOMETRY, edge_name
+from tests.kv.stand_ins import use_one_way
 
 LAYOUT = KVLayout.from_geometry(GEOMETRY)
 
@@ -50,7 +50,7 @@ async def test_edges_count_from_when_they_are_made_until_they_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As for `nccl`, over gloo and in host memory: the kind only says which backend, and that it counts."""
-    monkeypatch.setattr(edges, "_backend", lambda kind, region: OneWayGloo())
+    use_one_way(monkeypatch.setattr)
     limit, source, target = EdgeLimit(2), KVPool.private(LAYOUT), make_pool(EdgeKind.GLOO, LAYOUT)
     receiver = make_receiver(
         EdgeKind.NCCL, target, name=edge_name(), peer=GEOMETRY, config=CONFIG, limit=limit

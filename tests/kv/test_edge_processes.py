@@ -8,17 +8,15 @@ import os
 import signal
 import time
 from collections.abc import Awaitable
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from cluster.errors import EdgeError
-from cluster.ids import Attempt, BlockId, PieceIndex, RequestId
-from cluster.kv.edge import EdgeName, KVReceiver, KVSender, Piece
+from cluster.kv.edge import KVReceiver, KVSender
 from cluster.kv.edge_group import GroupReceiver
-from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender, make_source_pool
+from cluster.kv.edges import EdgeKind, make_pool, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.kv.process_watch import process_exit, process_start_time
@@ -28,7 +26,12 @@ from tests.kv.edge_harness import (
     PeerProcess,
     StartPeer,
     edge_name,
+    fields,
+    ids,
+    piece_of,
+    receiver_from,
     resources,
+    sender_to,
     setup_of,
 )
 from tests.kv.edge_peer import checksum, fill
@@ -41,18 +44,6 @@ BETWEEN = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
 FAST_S = 2.0  # a dead peer is noticed sooner than this
 
 
-def piece_of(index: int, num_blocks: int, request: str = "r") -> Piece:
-    return Piece(RequestId(request), Attempt(1), PieceIndex(index), 0, num_blocks)
-
-
-def fields(piece: Piece) -> list[Any]:
-    return list(dataclasses.astuple(piece))
-
-
-def ids(blocks: Any) -> list[BlockId]:
-    return [BlockId(block) for block in blocks]
-
-
 async def fails_fast(awaitable: Awaitable[object]) -> str:
     """The message of the error that came in time."""
     begin = time.monotonic()
@@ -60,32 +51,6 @@ async def fails_fast(awaitable: Awaitable[object]) -> str:
         await awaitable
     assert time.monotonic() - begin < FAST_S
     return str(raised.value)
-
-
-async def sender_to(
-    peer: PeerProcess, kind: EdgeKind, source: KVPool, name: EdgeName | None = None, **config: Any
-) -> KVSender:
-    """Make `peer` a decode worker; returns our sender to it."""
-    name, edge_config = name or edge_name(), dataclasses.replace(CONFIG, **config)
-    geometry = source.layout.to_geometry()
-    answer = await peer.ask("decode", **setup_of(kind, name, geometry, edge_config))
-    sender = make_sender(
-        kind, source, name=name, peer=geometry, endpoint=answer["endpoint"], config=edge_config
-    )
-    await sender.ready()
-    return sender
-
-
-async def receiver_from(
-    peer: PeerProcess, kind: EdgeKind, target: KVPool, name: EdgeName | None = None, **config: Any
-) -> KVReceiver:
-    """Make `peer` a prefill worker; returns our receiver from it."""
-    name, edge_config = name or edge_name(), dataclasses.replace(CONFIG, **config)
-    geometry = target.layout.to_geometry()
-    receiver = make_receiver(kind, target, name=name, peer=geometry, config=edge_config)
-    setup = setup_of(kind, name, geometry, edge_config)
-    await asyncio.gather(peer.ask("prefill", **setup, endpoint=receiver.endpoint(), seed=5), receiver.ready())
-    return receiver
 
 
 @BETWEEN
