@@ -3,11 +3,13 @@ gloo."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +122,23 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
         monkeypatch.setenv(name, "")  # so that what is set in its place goes with the test
         monkeypatch.delenv(name)
     return Nccl(torch.device("cuda", 0))
+
+
+def test_nccl_groups_have_what_is_used_of_them() -> None:
+    """As this torch declares them; a build without NCCL has the declarations too."""
+    tree = ast.parse((Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text())
+    [group] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ProcessGroupNCCL"]
+    members = {n.name: n for n in group.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+    config, init, abort = members["NCCLConfig"], members["__init__"], members["abort"]
+    assert isinstance(config, ast.ClassDef)
+    assert isinstance(init, ast.FunctionDef)
+    assert isinstance(abort, ast.FunctionDef)
+    declared = {
+        n.target.id for n in config.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+    assert {"blocking", "min_ctas", "max_ctas"} <= declared
+    assert [argument.arg for argument in init.args.args] == ["self", "store", "rank", "size", "options"]
+    assert [argument.arg for argument in abort.args.args] == ["self"]
 
 
 def test_an_nccl_group_is_small_and_waits_for_nobody_for_ever(nccl: Nccl) -> None:
