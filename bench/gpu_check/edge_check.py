@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.gpu_check.peer import random_bytes
+from bench.gpu_check.peer import edge_config, random_bytes
 from bench.gpu_check.peer_messages import Dial, Send
 from bench.gpu_check.peer_process import PeerProcess
 from bench.gpu_check.report import Line
 from cluster.errors import EdgeError
 from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
-from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, Piece
+from cluster.kv.edge import EdgeName, KVReceiver, Piece
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
@@ -65,11 +65,11 @@ class _Edge:
         cls, kind: EdgeKind, pool: KVPool, prefill: str, epoch: int, sizes: Sizes, stack: AsyncExitStack
     ) -> _Edge:
         name = EdgeName(WorkerId(prefill), Epoch(epoch), WorkerId("decode"), Epoch(1))
-        geometry, config = sizes.layout.to_geometry(), EdgeConfig(slot_bytes=sizes.slot_bytes)
-        receiver = make_receiver(kind, pool, name=name, peer=geometry, config=config)
-        stack.push_async_callback(receiver.close)
+        geometry, config = sizes.layout.to_geometry(), edge_config(sizes.slot_bytes)
         peer = await PeerProcess.start({**AS_TWO_HOSTS, "NCCL_HOSTID": f"{prefill}-{epoch}"})
         stack.push_async_callback(peer.end)
+        receiver = make_receiver(kind, pool, name=name, peer=geometry, config=config)
+        stack.push_async_callback(receiver.close)
         dial = Dial(
             kind=kind.value,
             prefill=prefill,
@@ -141,7 +141,8 @@ async def _fails_soon(waiting: Awaitable[object]) -> Line:
         await waiting
     except EdgeError as error:
         seconds = time.monotonic() - begin_s
-        cells = {"said": str(error), "within 1 s": "yes" if seconds < 1.0 else "no"}
+        said = str(error).split(": ")[1]  # behind the edge's name, before what libraries say
+        cells = {"said": said, "within 1 s": "yes" if seconds < 1.0 else "no"}
         return Line(name, cells, holds=seconds < NOTICED_S)
     return Line(name, {"said": "nothing: the receive looks complete"}, holds=False)
 

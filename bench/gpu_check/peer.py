@@ -1,7 +1,8 @@
 """The second process of a transfer check: a prefill worker's end of an edge, and its engine.
 
 Run as `python -m bench.gpu_check.peer FD` by `peer_process`: commands come in and answers go out on that
-socket, one JSON value per line (`peer_messages`). It ends when the other end is closed.
+socket, one JSON value per line (`peer_messages`); the first answer says that it is there. It ends when the
+other end is closed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ def random_bytes(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """The same in every process; on the host, as 16-bit words."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(shape, dtype=torch.int16).random_(-(2**15), 2**15, generator=generator)
+
+
+def edge_config(slot_bytes: int) -> EdgeConfig:
+    """Of both ends. A process that has just begun connects slowly: device and NCCL are loaded only then."""
+    return EdgeConfig(connect_timeout_s=30.0, close_timeout_s=40.0, slot_bytes=slot_bytes)
 
 
 class Peer:
@@ -68,7 +74,7 @@ class Peer:
             name=name,
             peer=command.geometry,
             endpoint=command.endpoint,
-            config=EdgeConfig(slot_bytes=command.slot_bytes),
+            config=edge_config(command.slot_bytes),
         )
         await self._sender.ready()
         return Done()
@@ -122,6 +128,7 @@ async def serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=2**24)
     peer = Peer()
     try:
+        writer.write(msgspec.json.encode(Done()) + b"\n")
         while line := await reader.readline():
             done = await peer.obey(msgspec.json.decode(line, type=ToPeer))
             writer.write(msgspec.json.encode(done) + b"\n")

@@ -1,7 +1,7 @@
 """A second process for the transfer checks, started and spoken to from the first.
 
-1. `start` runs `python -m bench.gpu_check.peer` with one end of a socket pair; nothing else is read from it,
-   so whatever libraries print does not matter.
+1. `start` runs `python -m bench.gpu_check.peer` with one end of a socket pair, and waits until it is there.
+   Nothing else is read from it, so whatever libraries print does not matter.
 2. `ask` sends a command and waits for its answer, `tell` sends one without waiting.
 3. `kill` ends it in the middle of whatever it does. `end` cleans up in any case.
 """
@@ -38,7 +38,11 @@ class PeerProcess:
 
     @classmethod
     async def start(cls, environment: dict[str, str]) -> PeerProcess:
-        """`environment`: what it has beside this process's."""
+        """`environment`: what it has beside this process's.
+
+        Raises:
+            PeerDied: it could not begin.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -52,7 +56,13 @@ class PeerProcess:
                 stdout=sys.stderr.fileno(),
                 pass_fds=(theirs.fileno(),),
             )
-        return cls(process, *await asyncio.open_connection(sock=ours))
+        peer = cls(process, *await asyncio.open_connection(sock=ours))
+        try:
+            await peer.answer()
+        except BaseException:
+            await peer.end()
+            raise
+        return peer
 
     def tell(self, command: ToPeer) -> None:
         self._writer.write(msgspec.json.encode(command) + b"\n")

@@ -210,6 +210,13 @@ async def test_an_edge_between_two_processes_is_checked_to_the_end() -> None:
     assert [line for line in lines if not line.holds] == []
 
 
+async def test_a_second_process_that_cannot_begin_is_no_wait() -> None:
+    from bench.gpu_check.peer_process import PeerDied, PeerProcess
+
+    with pytest.raises(PeerDied, match="the second process ended with status 1"):
+        await PeerProcess.start({"PYTHONHOME": "/no/such/place"})
+
+
 async def test_other_bytes_than_were_sent_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.gpu_check import edge_check
     from bench.gpu_check.peer import random_bytes
