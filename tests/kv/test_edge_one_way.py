@@ -34,7 +34,7 @@ from tests.kv.stand_ins import use_one_way
 LAYOUT = KVLayout.from_geometry(GEOMETRY)
 BIG = KVLayout.from_geometry(msgspec.structs.replace(GEOMETRY, num_layers=16, num_heads=8, head_dim=128))
 STALL_S = 2.0
-PATIENT = {"operation_timeout_s": 60.0}  # what notices is not a piece's own deadline
+PATIENT = {"operation_timeout_s": 120.0}  # what notices is not a piece's own deadline
 BIG_SLOTS = {"slot_bytes": 32 * 2**20, "num_slots": 1}  # one part, more than sockets buffer
 HOW = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 
@@ -97,7 +97,7 @@ async def test_a_prefill_worker_that_dies_or_stops_under_a_posted_receive_ends_i
 ) -> None:
     target = make_pool(EdgeKind.GLOO, LAYOUT)
     # The victim itself is patient: whatever it still sends when it goes on is late.
-    victim, steady = await one_way_peer(start_peer, 60.0), await one_way_peer(start_peer)
+    victim, steady = await one_way_peer(start_peer, 120.0), await one_way_peer(start_peer)
     receiver = await receiver_from(victim, EdgeKind.GLOO, target, edge_name("p", 1), **PATIENT)
     beside = await receiver_from(steady, EdgeKind.GLOO, target, edge_name("q", 1), **PATIENT)
     piece = piece_of(0, 6)
