@@ -29,7 +29,8 @@ DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "reference"]
 CpuIsaName = Literal["auto", "simd", "amx"]
 QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
-EdgeKind = Literal["auto", "shm", "gloo"]
+WorkerEdgeKind = Literal["shm", "gloo", "cuda_ipc", "nccl"]  # as `cluster.kv.edges` spells them
+EdgeKind = Literal["auto", WorkerEdgeKind]
 KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
@@ -121,8 +122,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(ge=1, extra=_BYTES, description="KV memory of each decode worker")
     ] = 512 * MiB
     kv_edge: Annotated[
-        EdgeKind, Meta(description="how KV moves from prefill to decode; auto: shm on one host, else gloo")
+        EdgeKind,
+        Meta(
+            description="how KV moves from prefill to decode; auto: shm on one host, else gloo; cuda_ipc: "
+            "between GPUs of one host; nccl: of any hosts"
+        ),
     ] = "auto"
+    max_kv_edges: Annotated[
+        _AtLeastOne,
+        Meta(description="nccl edges that a worker holds at once; each takes some 100 MB of its GPU"),
+    ] = 16
     slo_ttft_ms: Annotated[
         float, Meta(gt=0, description="time to the first token that a request is promised unless it asks")
     ] = 2000.0
@@ -342,7 +351,8 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     max_num_seqs: int = 64
     max_chunk_tokens: int = 512  # prompt tokens per step, at most
     kv_bytes: int = 256 * MiB
-    kv_edge: Literal["shm", "gloo"] = "shm"
+    kv_edge: WorkerEdgeKind = "shm"
+    max_kv_edges: int = 16
     step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted
     join_timeout_s: float | None = None  # without any router for so long at first, it ends; None: it waits
 

@@ -66,6 +66,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
     preflight.check_redis(config)
+    preflight.check_kv_edge(config)
     choose_launcher(config, can_import_ray())
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)

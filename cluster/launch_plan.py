@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -18,6 +18,7 @@ from cluster.config import (
     RequestConfig,
     RouterConfig,
     WorkerConfig,
+    WorkerEdgeKind,
     threads_per_worker,
 )
 from cluster.core_board import CoreShare, share_cores
@@ -207,8 +208,6 @@ def worker_config(
     is_decode = role is Role.DECODE
     is_one_host = site.router_host is None
     kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
-    edge: Literal["shm", "gloo", "local"]
-    edge = ("shm" if is_one_host else "gloo") if config.kv_edge == "auto" else config.kv_edge
     return WorkerConfig(
         cluster_token=site.cluster_token,
         served_model_name=site.served_model_name,
@@ -237,8 +236,16 @@ def worker_config(
         max_num_seqs=config.max_num_seqs,
         max_chunk_tokens=config.local_chunk if is_decode else config.prefill_chunk,
         kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
-        kv_edge=edge,
+        kv_edge=choose_edge(config, is_one_host),
+        max_kv_edges=config.max_kv_edges,
     )
+
+
+def choose_edge(config: ClusterConfig, is_one_host: bool) -> WorkerEdgeKind:
+    """How KV moves: as asked; otherwise in a way that needs no device."""
+    if config.kv_edge != "auto":
+        return config.kv_edge
+    return "shm" if is_one_host else "gloo"
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cluster.config import (
     KV_ADDRESS_BY_ROUTE,
     ClusterConfig,
+    EdgeKind,
     QuantizationName,
     RouterConfig,
     WorkerConfig,
@@ -75,12 +76,13 @@ def test_several_routers_share_a_port_and_every_worker_dials_all_of_them() -> No
     prefill=st.integers(0, 20),
     decode=st.integers(1, 20),
     is_joined=st.booleans(),
-    edge=st.sampled_from(["auto", "shm", "gloo"]),
+    edge=st.sampled_from(get_args(EdgeKind)),
+    num_edges=st.integers(1, 99),
 )
 def test_any_shape_gives_unique_names_and_addresses_that_parse(
-    prefill: int, decode: int, is_joined: bool, edge: str
+    prefill: int, decode: int, is_joined: bool, edge: Any, num_edges: int
 ) -> None:
-    config = ClusterConfig(prefill=prefill, decode=decode, kv_edge=edge)  # type: ignore[arg-type]
+    config = ClusterConfig(prefill=prefill, decode=decode, kv_edge=edge, max_kv_edges=num_edges)
     specs = plan_roles(config, JOINED if is_joined else SITE)
     assert len({spec.name for spec in specs}) == len(specs) == 1 + prefill + decode
     assert [spec.role for spec in specs] == ["router"] + ["prefill"] * prefill + ["decode"] * decode
@@ -98,6 +100,7 @@ def test_any_shape_gives_unique_names_and_addresses_that_parse(
     assert {worker.kv_edge for worker in workers} == {
         ("gloo" if is_joined else "shm") if edge == "auto" else edge
     }
+    assert {worker.max_kv_edges for worker in workers} == {num_edges}
     assert all(load_config(dump_config(spec.config)) == spec.config for spec in specs)
     if is_joined:
         assert sum(spec.num_cpus for spec in specs) <= 4.0 + 1e-9

@@ -80,6 +80,8 @@ def test_it_is_what_the_launcher_gives_but_for_places(
         (("unix:/r", "tcp:10.0.0.9:8500"), "auto", "gloo"),
         (("tcp:10.0.0.9:8500",), "shm", "shm"),
         ((ROUTER_ADDRESS,), "gloo", "gloo"),
+        ((ROUTER_ADDRESS,), "cuda_ipc", "cuda_ipc"),
+        (("tcp:10.0.0.9:8500",), "nccl", "nccl"),
     ],
 )
 def test_the_edge_follows_from_where_the_router_is(routers: tuple[str, ...], asked: Any, edge: str) -> None:
