@@ -26,7 +26,7 @@ MiB: Final = 1 << 20
 
 MetricNames = Literal["baton", "baton+vllm"]
 DtypeName = Literal["bf16", "fp32"]
-BackendName = Literal["cpu", "reference"]
+BackendName = Literal["cpu", "triton", "auto", "reference"]
 CpuIsaName = Literal["auto", "simd", "amx"]
 QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
 EdgeKind = Literal["auto", "shm", "gloo"]
@@ -39,6 +39,8 @@ PlacementName = Literal["elastic", "remote"]
 OverloadStatus = Literal[429, 503, 529]
 RequestTemplates = Literal["refuse", "trust"]
 ToolFormatName = Literal["auto", "hermes", "json"]
+
+DEFAULT_KV_BYTES: Final = {Role.PREFILL: 256 * MiB, Role.DECODE: 512 * MiB}  # in host memory
 
 KV_ADDRESS_BY_ROUTE: Final = "by-route"  # this host's address towards the router, any free port
 
@@ -80,6 +82,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         IdleCores, Meta(description="whether a worker's cores help the others of this machine while it rests")
     ] = "lend"
     gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
+    gpu_memory_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="of GPU memory that weights and steps leave free, the share for a worker's KV where "
+            "`--prefill-kv` and `--decode-kv` do not say",
+        ),
+    ] = 0.9
     dtype: Annotated[DtypeName, Meta(description="numeric type of weights and activations")] = "bf16"
     quantization: Annotated[
         QuantizationName,
@@ -89,7 +100,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         KvDtypeName,
         Meta(description="numeric type of KV; int8: a scale per token and head; auto: as `--dtype`"),
     ] = "auto"
-    backend: Annotated[BackendName, Meta(description="kernel backend")] = "cpu"
+    backend: Annotated[
+        BackendName,
+        Meta(description="kernel backend; triton: on a GPU; auto: on a GPU where a worker finds one"),
+    ] = "cpu"
     cpu_isa: Annotated[
         CpuIsaName,
         Meta(description="instructions of matrix products; auto: the matrix unit (AMX) where there is one"),
@@ -115,13 +129,25 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(ge=1, le=65536, description="most prompt tokens per step of a decode worker; as above")
     ] = 512
     prefill_kv_bytes: Annotated[
-        int, Meta(ge=1, extra=_BYTES, description="KV memory of each prefill worker")
-    ] = 256 * MiB
+        _AtLeastOne | None,
+        Meta(
+            extra=_BYTES,
+            description="KV memory of each prefill worker (default: 256 MiB; on a GPU `--gpu-memory-share`)",
+        ),
+    ] = None
     decode_kv_bytes: Annotated[
-        int, Meta(ge=1, extra=_BYTES, description="KV memory of each decode worker")
-    ] = 512 * MiB
+        _AtLeastOne | None,
+        Meta(
+            extra=_BYTES,
+            description="KV memory of each decode worker (default: 512 MiB; on a GPU `--gpu-memory-share`)",
+        ),
+    ] = None
     kv_edge: Annotated[
-        EdgeKind, Meta(description="how KV moves from prefill to decode; auto: shm on one host, else gloo")
+        EdgeKind,
+        Meta(
+            description="how KV moves from prefill to decode; auto: shm on one host with KV in its memory, "
+            "else gloo"
+        ),
     ] = "auto"
     slo_ttft_ms: Annotated[
         float, Meta(gt=0, description="time to the first token that a request is promised unless it asks")
@@ -341,7 +367,8 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     max_model_len: int | None = None  # None: the model's
     max_num_seqs: int = 64
     max_chunk_tokens: int = 512  # prompt tokens per step, at most
-    kv_bytes: int = 256 * MiB
+    kv_bytes: int | None = None  # None: by role on a CPU, by `gpu_memory_share` on a GPU
+    gpu_memory_share: float = 0.9  # of what weights and steps leave free
     kv_edge: Literal["shm", "gloo"] = "shm"
     step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted
     join_timeout_s: float | None = None  # without any router for so long at first, it ends; None: it waits

@@ -202,8 +202,6 @@ def worker_config(
     is_decode = role is Role.DECODE
     is_one_host = site.router_host is None
     kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
-    edge: Literal["shm", "gloo", "local"]
-    edge = ("shm" if is_one_host else "gloo") if config.kv_edge == "auto" else config.kv_edge
     return WorkerConfig(
         cluster_token=site.cluster_token,
         served_model_name=site.served_model_name,
@@ -232,8 +230,16 @@ def worker_config(
         max_num_seqs=config.max_num_seqs,
         max_chunk_tokens=config.local_chunk if is_decode else config.prefill_chunk,
         kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
-        kv_edge=edge,
+        gpu_memory_share=config.gpu_memory_share,
+        kv_edge=choose_edge(config, is_one_host),
     )
+
+
+def choose_edge(config: ClusterConfig, is_one_host: bool) -> Literal["shm", "gloo"]:
+    """How KV moves: as asked; otherwise through shared memory where both ends are sure to keep it there."""
+    if config.kv_edge != "auto":
+        return config.kv_edge
+    return "shm" if is_one_host and config.backend in ("cpu", "reference") else "gloo"
 
 
 def _seconds(milliseconds: float | None) -> float | None:

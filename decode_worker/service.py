@@ -13,7 +13,7 @@ from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
-from cluster.kv.edges import edge_kind, make_pool, make_receiver
+from cluster.kv.edges import EdgeKind, edge_kind, make_receiver
 from cluster.kv.layout import single_edge
 from cluster.wire.address import TcpAddress, own_host_towards, parse_address
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
@@ -38,7 +38,7 @@ async def run(
     fingerprint = engine.fingerprint
     geometry = engine.layout.to_geometry()
     kind = edge_kind(config.kv_edge)
-    pool = make_pool(kind, engine.layout)
+    pool = engine.make_pool(shared=kind is EdgeKind.SHM)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
     core = DecodeCore(
         DecodeConfig(
@@ -51,7 +51,7 @@ async def run(
     )
     driver = WorkerDriver(
         core=core,
-        make_runner=engine.make_runner(pool.tensor),
+        make_runner=engine.make_runner(pool.whole),
         calibrate=engine.calibrate(pool.tensor),
         cache=blocks,
         token=config.token,

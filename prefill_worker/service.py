@@ -13,7 +13,6 @@ from cluster.engine.worker_engine import open_engine
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
 from cluster.kv.edges import edge_kind, make_sender
-from cluster.kv.pool import KVPool
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
 from cluster.wire.messages import Register, Role
 from cluster.worker_driver import WorkerDriver
@@ -32,7 +31,7 @@ async def run(
     """
     engine = await asyncio.to_thread(open_engine, config)
     geometry = engine.layout.to_geometry()
-    pool = KVPool.private(engine.layout)
+    pool = engine.make_pool(shared=False)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)
     core = PrefillCore(
         PrefillConfig(
@@ -44,7 +43,7 @@ async def run(
     )
     driver = WorkerDriver(
         core=core,
-        make_runner=engine.make_runner(pool.tensor),
+        make_runner=engine.make_runner(pool.whole),
         calibrate=engine.calibrate(pool.tensor),
         cache=blocks,
         token=config.token,

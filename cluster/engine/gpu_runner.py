@@ -45,8 +45,8 @@ class GpuRunner:
         # The traceback is gone by now, and with it the tensors that its frames held.
         self._recover()
         raise StepError(
-            f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens ran out of GPU memory ({reason}): lower "
-            "`--gpu-memory-share`, `--prefill-chunk`, `--local-chunk` or `--max-num-seqs`"
+            f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens ran out of GPU memory ({reason}): "
+            "lower `--gpu-memory-share`, `--prefill-chunk`, `--local-chunk` or `--max-num-seqs`"
         )
 
     def _decode(self, plan: StepPlan) -> StepOutput | None:

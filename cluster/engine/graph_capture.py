@@ -1,7 +1,7 @@
 """Doing the same work again without its launches: the one place that knows CUDA graphs.
 
-1. `capture(work)` runs `work` once as usual, so that kernels are compiled and memory is warm, then records it.
-   It must read and write memory that stays where it is, and ask the host for nothing.
+1. `capture(work)` runs `work` once as usual, so that kernels are compiled and memory is warm, then records
+   it. It must read and write memory that stays where it is, and ask the host for nothing.
 2. What comes back does it again, on the calling thread's current stream.
 
 Graphs of one `CudaCapture` share the memory of their intermediate results, so only one runs at a time, and

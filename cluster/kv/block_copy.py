@@ -4,7 +4,7 @@
    layers and heads, or a staging buffer of that shape.
 2. `copy_blocks` moves listed blocks from one region to another. Where the part is contiguous within a block
    (all heads: always so with one rank per group) it is a plain memory copy, of runs of neighbouring blocks
-   at once; otherwise a strided tensor copy.
+   at once; otherwise, and where one side is on a GPU, a tensor copy.
 
 Plain copies run in the calling thread alone and without the GIL: they neither stop the engine thread nor
 start a second OpenMP team beside it.
@@ -31,7 +31,8 @@ class BlockRegion:
         self.num_blocks = int(blocks.shape[0])
         self.block_bytes = int(blocks[0].numel()) * int(blocks.element_size())
         self.stride_bytes = int(blocks.stride(0)) * int(blocks.element_size())
-        self.is_plain = bool(blocks[0].is_contiguous())  # within each block
+        # Contiguous within each block, in memory of the host.
+        self.is_plain = blocks.device.type == "cpu" and bool(blocks[0].is_contiguous())
         self.address = int(blocks.data_ptr())
 
     @classmethod

@@ -1,4 +1,5 @@
-"""A worker's KV pool: one tensor, in memory of its own or in memory that a peer on the same host can map.
+"""A worker's KV pool: one tensor, in memory of its own, in memory that a peer on the same host can map, or on
+a GPU.
 
 Life of a shared pool:
 
@@ -10,8 +11,11 @@ Life of a shared pool:
    reused by the kernel, so it trusts the file only if seals, size, nonce and geometry are the announced ones.
 4. The memory goes back to the system when both have closed, or died: nothing has to be removed.
 
-Fresh pools are zero, and lie on huge pages where the system has any (`cluster.kv.mapping`). A private pool
-takes physical memory as blocks are first written, a shared one at once.
+A pool on a device has blocks behind those of its layout: no block manager knows of them, and no edge carries
+them. Steps read and write them where a row is padding.
+
+Fresh pools are zero, and in host memory lie on huge pages where the system has any (`cluster.kv.mapping`). A
+private pool takes physical memory as blocks are first written, others at once.
 """
 
 from __future__ import annotations
@@ -51,15 +55,12 @@ class KVPool:
     unmapped when the pool is closed *and* the last tensor that views it is gone.
     """
 
-    def __init__(
-        self, layout: KVLayout, memory: ctypes.Array[ctypes.c_char], offset: int, fd: int | None, nonce: str
-    ) -> None:
+    def __init__(self, layout: KVLayout, whole: Tensor, fd: int | None, nonce: str) -> None:
+        """`whole`: the blocks of `layout`, and perhaps more."""
         self.layout = layout
         self._fd = fd
         self._nonce = nonce
-        self._tensor: Tensor | None = torch.frombuffer(
-            memory, dtype=TORCH_DTYPES[layout.dtype], count=prod(layout.shape), offset=offset
-        ).view(layout.shape)
+        self._whole: Tensor | None = whole
 
     @classmethod
     def private(cls, layout: KVLayout) -> KVPool:
@@ -69,7 +70,14 @@ class KVPool:
             ConfigError: there is not so much memory.
         """
         check_available(layout.pool_bytes, "the KV pool", _ADVICE)
-        return cls(layout, map_private(layout.pool_bytes), 0, None, "")
+        return cls(layout, _in_memory(layout, map_private(layout.pool_bytes), 0), None, "")
+
+    @classmethod
+    def on_device(cls, layout: KVLayout, device: torch.device, num_scratch_blocks: int) -> KVPool:
+        """A pool in a device's memory, with blocks of nobody behind it. See `cluster.engine.gpu_memory` for
+        how many fit."""
+        shape = (layout.num_blocks + num_scratch_blocks, *layout.shape[1:])
+        return cls(layout, torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device), None, "")
 
     @classmethod
     def shared(cls, layout: KVLayout) -> KVPool:
@@ -101,13 +109,18 @@ class KVPool:
         except BaseException:
             os.close(fd)
             raise
-        return cls(layout, memory, HEADER_BYTES, fd, nonce.hex())
+        return cls(layout, _in_memory(layout, memory, HEADER_BYTES), fd, nonce.hex())
 
     @property
     def tensor(self) -> Tensor:
-        if self._tensor is None:
+        return self.whole[: self.layout.num_blocks]
+
+    @property
+    def whole(self) -> Tensor:
+        """`tensor` and the scratch blocks behind it: what a runner computes with."""
+        if self._whole is None:
             raise EdgeError("the KV pool is closed")
-        return self._tensor
+        return self._whole
 
     def endpoint(self) -> dict[str, str | int]:
         """What `attach_pool` needs.
@@ -121,7 +134,7 @@ class KVPool:
 
     def close(self) -> None:
         """Let go of the memory; idempotent."""
-        self._tensor = None
+        self._whole = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -156,7 +169,15 @@ def attach_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> KVPool:
         raise EdgeError(f"{path} cannot be mapped: {error}") from error
     finally:
         os.close(own_fd)  # a mapping keeps its file
-    return KVPool(layout, memory, HEADER_BYTES, None, nonce)
+    return KVPool(layout, _in_memory(layout, memory, HEADER_BYTES), None, nonce)
+
+
+def _in_memory(layout: KVLayout, memory: ctypes.Array[ctypes.c_char], offset: int) -> Tensor:
+    """The pool's tensor; it keeps the memory."""
+    flat: Tensor = torch.frombuffer(
+        memory, dtype=TORCH_DTYPES[layout.dtype], count=prod(layout.shape), offset=offset
+    )
+    return flat.view(layout.shape)
 
 
 def _check_file(fd: int, path: str, num_bytes: int) -> None:
