@@ -116,10 +116,6 @@ class DecodeGraphs:
         result = StepResult(self._logits[:0], self._logits[:count], self._best[:count])
         return GraphStep(result, None if kind is None or any(unusual) else token_ids)
 
-    def forget(self) -> None:
-        """After a step that failed: nothing is expected."""
-        self._next = None
-
     def _work(self, size: int, kind: DrawKind) -> Callable[[], None]:
         batch = self._inputs.batch(size)
         logits, best, chosen = self._logits[:size], self._best[:size], self._chosen[:, :size]

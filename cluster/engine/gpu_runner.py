@@ -43,7 +43,8 @@ class GpuRunner:
             self._check_device(error)
             raise
         # The traceback is gone by now, and with it the tensors that its frames held.
-        self._recover()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         raise StepError(
             f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens ran out of GPU memory ({reason}): "
             "lower `--gpu-memory-share`, `--prefill-chunk`, `--local-chunk` or `--max-num-seqs`"
@@ -70,12 +71,6 @@ class GpuRunner:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return StepOutput(output.outputs, time.perf_counter() - started_s)
-
-    def _recover(self) -> None:
-        if self._graphs is not None:
-            self._graphs.forget()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _check_device(self, error: RuntimeError) -> None:
         if self._device.type != "cuda":

@@ -86,7 +86,7 @@ def kept_share(top_p: float) -> float:
 def inverse_temperatures(temperatures: Sequence[float]) -> NDArray[np.float32]:
     """1 / temperature, rounded once."""
     with np.errstate(divide="ignore"):
-        inverses: NDArray[np.float32] = np.float32(1.0) / np.array(temperatures, np.float32)
+        inverses: NDArray[np.float32] = np.divide(np.float32(1.0), np.array(temperatures, np.float32))
     return inverses
 
 
