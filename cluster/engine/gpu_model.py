@@ -43,6 +43,7 @@ from cluster.errors import BatonError, ConfigError
 from cluster.ids import BlockId
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import TORCH_DTYPES, KVPool
+from cluster.kv.pool_device import device_pool, shared_device_pool
 from cluster.wire.messages import Role
 from kernels.ops import Backend
 
@@ -59,18 +60,14 @@ class GpuModel:
     num_blocks: int
     most_decode_rows: int  # 0: this worker does not decode
 
-    def make_pool(self, layout: KVLayout) -> KVPool:
-        """
+    def make_pool(self, layout: KVLayout, *, shared: bool) -> KVPool:
+        """`shared`: with processes of this host.
+
         Raises:
             ConfigError: something else has taken the memory since it was measured.
         """
-        try:
-            return KVPool.on_device(layout, self.backend.device, NUM_SCRATCH_BLOCKS)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"KV needs {gib(layout.pool_bytes)} of GPU memory, which was free a moment ago "
-                f"({first_line(error)}): end what else runs on this GPU, or lower `--gpu-memory-share`"
-            ) from error
+        make = shared_device_pool if shared else device_pool
+        return make(layout, self.backend.device, NUM_SCRATCH_BLOCKS)
 
     def make_runner(self, pool: Tensor) -> Runner:
         """`pool`: the whole of what `make_pool` made; its first block is written to.

@@ -65,7 +65,7 @@ class WorkerEngine:
             ConfigError: there is not so much memory.
         """
         if self.gpu is not None:
-            return self.gpu.make_pool(self.layout)
+            return self.gpu.make_pool(self.layout, shared=shared)
         return KVPool.shared(self.layout) if shared else KVPool.private(self.layout)
 
     def make_runner(self, pool: torch.Tensor) -> Callable[[], Runner]:

@@ -27,11 +27,6 @@ def part(pool: torch.Tensor, which: int) -> torch.Tensor:
     return pool[:, layers, :, :, heads, :]
 
 
-def test_memory_of_a_device_is_never_copied_by_address() -> None:
-    assert BlockRegion(torch.empty(SHAPE)).is_plain
-    assert not BlockRegion(torch.empty(SHAPE, device="meta")).is_plain
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     which=st.integers(0, 3),

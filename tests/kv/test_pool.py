@@ -40,20 +40,6 @@ def test_a_fresh_pool_is_zero_and_of_the_layouts_shape(make: Any, dtype: str) ->
     again.close()
 
 
-def test_a_pool_on_a_device_has_blocks_of_nobody_behind_it() -> None:
-    pool = KVPool.on_device(LAYOUT, torch.device("cpu"), 2)
-    assert tuple(pool.tensor.shape) == LAYOUT.shape
-    assert tuple(pool.whole.shape) == (LAYOUT.num_blocks + 2, *LAYOUT.shape[1:])
-    assert not pool.whole.any()
-    pool.whole[LAYOUT.num_blocks :] = 1
-    assert not pool.tensor.any()
-    with pytest.raises(ConfigError, match="private"):
-        pool.endpoint()
-    pool.close()
-    with pytest.raises(EdgeError, match="closed"):
-        _ = pool.whole
-
-
 def test_memory_is_taken_only_as_blocks_are_written() -> None:
     big = KVLayout.from_geometry(msgspec.structs.replace(GEOMETRY, num_blocks=40_000))  # 240 MiB
     before = resident_bytes()
