@@ -16,7 +16,7 @@ from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.engine.decode_graphs import DecodeGraphs
 from cluster.engine.decode_inputs import DecodeInputs
 from cluster.engine.gpu_runner import GpuRunner
-from cluster.engine.graph_capture import CaptureError, Work
+from cluster.engine.graph_capture import CaptureError, CudaCapture, Work
 from cluster.engine.model_spec import Dtype
 from cluster.engine.runner import ModelRunner
 from cluster.errors import StepError
@@ -152,6 +152,19 @@ def life(world: World, kinds: list[dict[str, Any]]) -> list[list[TokenOutput | N
     outputs += [world.step(third, late) for _ in range(2)]
     outputs.append(world.step(late))
     return outputs
+
+
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="graphs need a GPU")
+
+
+@needs_gpu
+def test_captured_steps_have_the_bits_of_plain_ones(prepared: Any, backend: Any) -> None:
+    plain = World(prepared, backend)
+    with torch.inference_mode():
+        capture = CudaCapture(torch.device(DEVICE))
+    graphed = World(prepared, backend, (1, 4), capture)
+    assert life(graphed, KINDS[:3]) == life(plain, KINDS[:3])
+    assert torch.equal(graphed.pool[:NUM_BLOCKS], plain.pool[:NUM_BLOCKS])
 
 
 @pytest.mark.parametrize("kinds", [KINDS[:3], KINDS[2:]], ids=["chosen on the device", "on the host too"])
