@@ -87,8 +87,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             gt=0,
             le=1,
-            description="of GPU memory that weights and steps leave free, the share for a worker's KV where "
-            "`--prefill-kv` and `--decode-kv` do not say",
+            description="of the GPU memory that weights and steps leave free, the share for a worker's KV "
+            "where no size is given",
         ),
     ] = 0.9
     dtype: Annotated[DtypeName, Meta(description="numeric type of weights and activations")] = "bf16"
@@ -132,14 +132,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _AtLeastOne | None,
         Meta(
             extra=_BYTES,
-            description="KV memory of each prefill worker (default: 256 MiB; on a GPU `--gpu-memory-share`)",
+            description="KV memory of each prefill worker (default: 256MiB); on a GPU what "
+            "`--gpu-memory-share` says",
         ),
     ] = None
     decode_kv_bytes: Annotated[
         _AtLeastOne | None,
         Meta(
             extra=_BYTES,
-            description="KV memory of each decode worker (default: 512 MiB; on a GPU `--gpu-memory-share`)",
+            description="KV memory of each decode worker (default: 512MiB); on a GPU what "
+            "`--gpu-memory-share` says",
         ),
     ] = None
     kv_edge: Annotated[

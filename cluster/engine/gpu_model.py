@@ -100,15 +100,15 @@ class GpuModel:
     def _make_graphs(self, pool: Tensor) -> DecodeGraphs | None:
         device, spec = self.backend.device, self.prepared.spec
         sizes = bucket_sizes(self.most_decode_rows)
-        sampler = self.backend.make_device_sampler(sizes[-1], spec.vocab_size)
-        if sampler is None:
-            logger.warning(
-                "decode steps run without CUDA graphs: tokens of a vocabulary of %d are chosen on the host",
-                spec.vocab_size,
-            )
-            return None
         try:
             with torch.inference_mode():
+                sampler = self.backend.make_device_sampler(sizes[-1], spec.vocab_size)
+                if sampler is None:
+                    logger.warning(
+                        "decode steps run without CUDA graphs: a vocabulary of %d is chosen from on the host",
+                        spec.vocab_size,
+                    )
+                    return None
                 scratch = BlockId(pool.shape[0] - NUM_SCRATCH_BLOCKS)
                 inputs = DecodeInputs(sizes[-1], self.decoder.max_model_len, pool.shape[3], scratch, device)
                 graphs = DecodeGraphs(self.decoder, pool, sampler, inputs, sizes)
