@@ -182,6 +182,8 @@ def _convert(info: SettingInfo, value: Any, origin: str) -> Any:
     try:
         if isinstance(value, bool):  # YAML reads `yes` as one; no setting is
             raise msgspec.ValidationError(f"{value} is no setting")
+        if converted is None and value is not None:
+            raise msgspec.ValidationError(f"{value} is no size")
         return getattr(msgspec.convert({info.name: converted}, ClusterConfig, strict=False), info.name)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{info.flag}: expected {info.expected}, got `{value}` (from {origin})") from error
