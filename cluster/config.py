@@ -415,6 +415,13 @@ def threads_per_worker(config: ClusterConfig, num_cores: int) -> int:
     return max(1, num_cores // (config.prefill + config.decode))
 
 
+def shown_kv_bytes(config: ClusterConfig, role: Role) -> str:
+    """KV memory of a worker where nobody has said how much."""
+    default = str(DEFAULT_KV_BYTES[role])
+    on_gpu = f"{config.gpu_memory_share:g} of what a GPU has left"
+    return {"triton": on_gpu, "auto": f"{default}, or {on_gpu}"}.get(config.backend, default)
+
+
 def describe(config: ClusterConfig, origins: Mapping[str, str], derived: Mapping[str, str]) -> str:
     """One `name = value  (origin)` line per setting: what `--dry-run` prints. `derived`: values that follow
     from other settings, instead of those nobody has given."""

@@ -17,6 +17,7 @@ from cluster.config import (
     dump_config,
     load_config,
     num_available_cores,
+    shown_kv_bytes,
     threads_per_worker,
 )
 from cluster.config_sources import parse_size, resolve_config, setting_infos
@@ -73,6 +74,15 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
         ["admin_port", "=", "5", "(derived)"],
         ["decode", "=", "1", "(default)"],
     ]
+
+
+def test_kv_memory_that_nobody_has_given_is_shown_as_it_will_be() -> None:
+    def shown(**settings: Any) -> str:
+        return shown_kv_bytes(ClusterConfig(**settings), Role.DECODE)
+
+    assert shown() == shown(backend="reference") == str(512 << 20)
+    assert shown(backend="triton", gpu_memory_share=0.5) == "0.5 of what a GPU has left"
+    assert shown(backend="auto") == f"{512 << 20}, or 0.9 of what a GPU has left"
 
 
 def test_toml_and_the_file_named_by_the_environment(tmp_path: Path) -> None:
