@@ -92,6 +92,20 @@ def test_a_worker_serves_from_its_device(opened: Any, role: Role, caplog: pytest
     assert answer(runner, 3) == answer(plain, 3)
 
 
+def test_what_no_kernel_takes_goes_to_the_reference_with_one_line(
+    opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = opened(kv_dtype="int8", kv_bytes=8 * 2 * 2 * 16 * 2 * 20, max_num_seqs=1)
+    pool = engine.make_pool(shared=False)
+    assert pool.whole.dtype is torch.int8
+    runner = engine.make_runner(pool.whole)()
+    told = [record.getMessage() for record in caplog.records if "paged_attention" in record.getMessage()]
+    plain = ModelRunner(engine.prepared, torch.zeros_like(pool.tensor), engine.backend, engine.max_model_len)
+    assert answer(runner, 2) == answer(plain, 2)
+    assert len(told) == 1
+    assert "runs in plain torch, slower; its kernel does not take mixed dtypes" in told[0]
+
+
 def test_the_largest_steps_are_measured_and_those_of_graphs_count_twice(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
