@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.engine.batch import Row, StepPlan
+from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.ids import BlockId
 
 MOST_ROWS = 512  # of a bucket: a larger step takes longer than its launches
@@ -56,13 +56,14 @@ def is_decode(plan: StepPlan, block_size: int, max_model_len: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """What a decode step is if every row of the one before goes on with the token it got.
+    """What a decode step is if every row of the one before, a decode step too, goes on with the token it got.
 
     The lists of blocks are those of the sequences themselves, which only ever append: a row is known by its
     list, and keeping the list here means that no other can be taken for it.
     """
 
     lists: tuple[Sequence[BlockId], ...]
+    samples: tuple[SampleSpec | None, ...]
     starts: tuple[int, ...]
 
     @classmethod
@@ -72,16 +73,23 @@ class NextStep:
         for row, start in zip(rows, starts, strict=True):
             if start >= min(max_model_len, len(row.block_ids) * block_size):
                 return None
-        return cls(tuple(row.block_ids for row in rows), starts)
+        return cls(tuple(row.block_ids for row in rows), tuple(row.sample for row in rows), starts)
 
     def is_plan(self, plan: StepPlan, token_ids: Sequence[int]) -> bool:
-        """Whether `plan`, a decode step, is this one; `token_ids` are those the rows got."""
+        """Whether `plan` is this step; `token_ids` are those the rows got."""
         rows = plan.rows
         return (
             not plan.copies
             and len(rows) == len(self.lists) == len(token_ids)
             and all(
-                row.block_ids is blocks and row.start == start and row.token_ids[0] == token_id
-                for row, blocks, start, token_id in zip(rows, self.lists, self.starts, token_ids, strict=True)
+                row.block_ids is blocks
+                and row.start == start
+                and len(row.token_ids) == 1
+                and row.token_ids[0] == token_id
+                and row.sample is sample
+                and row.score is None
+                for row, blocks, sample, start, token_id in zip(
+                    rows, self.lists, self.samples, self.starts, token_ids, strict=True
+                )
             )
         )

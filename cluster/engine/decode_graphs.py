@@ -2,15 +2,16 @@
 
 1. At the start `capture` records a graph for each number of rows in `decode_buckets.bucket_sizes` and each
    kind of drawing, on padding alone. All read `DecodeInputs` and write `logits`, `best` and `chosen` here.
-2. `step` computes a plan that there are graphs for. If it is the step that was expected, its inputs are there
-   and the graph is started at once; otherwise they are written first.
+2. `step` computes a plan if there are graphs for it. If it is the step that was expected, its inputs are
+   there and the graph is started at once; otherwise they are written first.
 3. Behind the graph the tokens' copy to the host is enqueued, and behind that the inputs of the next step, as
    far as it can be told. Then the host waits for the tokens: two numbers per row.
 4. Rows with more wishes than a `DeviceSampler` knows, or with broken logits, get their tokens from the
    caller, who finds the logits in the result.
 
-What the host does between two steps: hand over the tokens (thread to thread), account and plan (the core),
-hand over the plan, compare it with the expected one, start the graph.
+What the host does between two steps: read the tokens, hand them to the event loop, account and plan there,
+hand over the plan, compare it with the expected one, start the graph. Nothing is packed, copied, sampled or
+launched one by one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from cluster.engine.decoder import Decoder
 from cluster.engine.device_copies import Mark, host_zeros
 from cluster.engine.graph_capture import Capture, CaptureError, Work
 from cluster.engine.processors import is_neutral
+from cluster.engine.runner import copy_blocks
 from kernels.draw_kind import DrawKind, draw_kind
 from kernels.ops import DeviceSampler, StepResult
 
@@ -83,26 +85,18 @@ class DecodeGraphs:
                     return len(self._replays)
         return len(self._replays)
 
-    def takes(self, plan: StepPlan) -> bool:
-        """Whether there are graphs for it. If not, nothing is expected of the next step."""
-        size = find_bucket(self._sizes, len(plan.rows))
-        taken = (
-            size is not None
-            and (size, DrawKind.NARROW) in self._replays
-            and is_decode(plan, self._block_size, self._decoder.max_model_len)
-        )
-        if not taken:
-            self._next = None
-        return taken
-
-    def step(self, plan: StepPlan) -> GraphStep:
-        """Compute `plan`, which it takes, and whose copies are made."""
+    def step(self, plan: StepPlan) -> GraphStep | None:
+        """Compute `plan`; None, and nothing is done, if there are no graphs for it."""
         expected, self._next = self._next, None
         size = find_bucket(self._sizes, len(plan.rows))
-        assert size is not None, "a plan that is not taken"
-        kind = self._rules.update([row.sample for row in plan.rows if row.sample is not None])
+        if size is None or (size, DrawKind.NARROW) not in self._replays:
+            return None
         if expected is None or not expected.is_plan(plan, self._tokens):
+            if not is_decode(plan, self._block_size, self._decoder.max_model_len):
+                return None
+            copy_blocks(self._pool, plan)
             self._inputs.write(plan.rows, size)
+        kind = self._rules.update([row.sample for row in plan.rows if row.sample is not None])
         self._replays[size, DrawKind.GREEDY if kind is None else kind]()
         self._on_host.copy_(self._chosen, non_blocking=True)
         self._arrived.set()

@@ -55,10 +55,9 @@ class GpuRunner:
             return None
         started_s = time.perf_counter()
         with torch.inference_mode():
-            if not self._graphs.takes(plan):
-                return None
-            self._runner.copy_blocks(plan)
             step = self._graphs.step(plan)
+            if step is None:
+                return None
             if step.token_ids is None:
                 outputs = self._runner.choose(step.result, plan.rows)
             else:

@@ -78,7 +78,7 @@ class ModelRunner:
         started_s = time.perf_counter()
         with torch.inference_mode():
             batch = self._packer.pack(plan.rows) if plan.rows else None
-            self.copy_blocks(plan)
+            copy_blocks(self._pool, plan)
             sampled = iter(self._compute(batch, plan.rows) if batch is not None else ())
         outputs = tuple(None if row.sample is None else next(sampled) for row in plan.rows)
         return StepOutput(outputs=outputs, compute_s=time.perf_counter() - started_s)
@@ -103,11 +103,6 @@ class ModelRunner:
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
 
-    def copy_blocks(self, plan: StepPlan) -> None:
-        """The plan's copies, in order: what a step does first."""
-        for source, destination in plan.copies:
-            self._pool[destination].copy_(self._pool[source])
-
     def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
         specs = [row.sample for row in rows if row.sample is not None]
         self._choose.prepare(specs)
@@ -127,6 +122,12 @@ class ModelRunner:
                 scores, spec.notes.scores = tuple(spec.notes.scores), []
                 outputs[index] = msgspec.structs.replace(outputs[index], prompt_scores=scores)
         return outputs
+
+
+def copy_blocks(pool: Tensor, plan: StepPlan) -> None:
+    """The plan's copies, in order: what a step does first."""
+    for source, destination in plan.copies:
+        pool[destination].copy_(pool[source])
 
 
 def _open_grammars(directory: Path) -> Grammars:

@@ -85,6 +85,9 @@ def test_the_expected_step_is_that_of_the_same_rows_with_the_tokens_they_got() -
         ([*after, row(2, 1)], [8, 9, 7]),  # one came
         (following(rows, [8, 1]), [8, 9]),  # another token than the device has
         (following(after, [8, 9]), [8, 9]),  # further on
+        ([after[0], msgspec.structs.replace(after[1], sample=row(0, 1).sample)], [8, 9]),  # another request
+        ([after[0], msgspec.structs.replace(after[1], token_ids=[9, 9])], [8, 9]),  # a chunk
+        ([after[0], msgspec.structs.replace(after[1], score=after[1].sample)], [8, 9]),  # scored
         (
             [after[0], msgspec.structs.replace(after[1], block_ids=list(after[1].block_ids))],
             [8, 9],
