@@ -141,11 +141,17 @@ class _Side:
         self.copied = Mark(device)
 
 
+def _stride(most_rows: int) -> int:
+    """From one of a step's arrays to the next: kernels are compiled for multiples of 16 bytes."""
+    return -(-most_rows // 4) * 4
+
+
 def _num_words(most_rows: int) -> int:
-    return 3 * most_rows + -(-most_rows // 2)
+    return 3 * _stride(most_rows) + _stride(most_rows) // 2
 
 
 def _parts(numbers: Tensor, most_rows: int) -> list[Tensor]:
     """Tokens, positions, slots (int64) and context lengths (int32), [most_rows] each."""
-    parts = [numbers[index * most_rows : (index + 1) * most_rows] for index in range(3)]
-    return [*parts, numbers[3 * most_rows :].view(torch.int32)[:most_rows]]
+    stride = _stride(most_rows)
+    parts = [numbers[index * stride : index * stride + most_rows] for index in range(3)]
+    return [*parts, numbers[3 * stride :].view(torch.int32)[:most_rows]]

@@ -32,6 +32,7 @@ class TritonDeviceSampler:
 
     def __init__(self, device: torch.device, max_rows: int, vocab_size: int) -> None:
         self._size = vocab_size
+        max_rows = -(-max_rows // 4) * 4  # every array at an address that kernels are compiled for
         pinned = device.type == "cuda"
         # int64: counts, seeds, whether greedy; fp32: 1 / temperature, min-p; fp64: top-p
         shapes = (

@@ -94,6 +94,9 @@ def test_memory_stays_where_it_is() -> None:
 @pytest.mark.parametrize("most_rows", [1, 2, 5])
 def test_context_lengths_have_room_behind_the_other_numbers(most_rows: int) -> None:
     inputs = DecodeInputs(most_rows, LIMIT, SIZE, SCRATCH, CPU)
+    batch = inputs.batch(most_rows)
+    for part in (batch.tokens, batch.positions, batch.slot_mapping, batch.context_lens):
+        assert (part.data_ptr() - batch.tokens.data_ptr()) % 16 == 0
     rows = [row(index, 4 * index, [BlockId(10 * index + b) for b in range(6)]) for index in range(most_rows)]
     inputs.write(rows, most_rows)
     assert_holds(inputs, rows, most_rows)
