@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -266,7 +267,8 @@ def _measure_peer(
     runs: list[ClosedLoop] = []
     outcome.rounds.append(runs)
     for concurrency, num_requests in loops:
-        if runs and (reason := too_long(runs[-1], num_requests, comparison.max_loop_s)) is not None:
+        limit_s = comparison.max_loop_s
+        if runs and (reason := too_long(runs[-1], concurrency, num_requests, limit_s)) is not None:
             outcome.skipped[concurrency] = reason
             tell(f"  {concurrency} in flight: {reason}")
             continue
@@ -296,13 +298,15 @@ def _serving(comparison: Comparison, peer: Peer, outcome: PeerOutcome, number: i
         yield running
 
 
-def too_long(before: ClosedLoop, num_requests: int, max_loop_s: float) -> str | None:
-    """Why a loop is not worth its time, judged by the throughput of the one before; None: it is."""
+def too_long(before: ClosedLoop, concurrency: int, num_requests: int, max_loop_s: float) -> str | None:
+    """Why a loop is not worth its time; None: it is. A guess from the loop before, which had fewer in flight:
+    throughput grows by the root of how many more there are."""
     if before.output_tok_per_s > 0:
-        seconds = num_requests * OUTPUT_TOKENS / before.output_tok_per_s
+        rate = before.output_tok_per_s * math.sqrt(concurrency / before.concurrency)
+        seconds = num_requests * OUTPUT_TOKENS / rate
         if seconds <= max_loop_s:
             return None
-        return f"left out: it would take about {seconds:.0f} s at {before.output_tok_per_s:.1f} tok/s"
+        return f"left out: it would take about {seconds:.0f} s at {rate:.1f} tok/s"
     return "left out: the loop before gave no tokens"
 
 

@@ -168,7 +168,7 @@ def _best_goodput(outcomes: Sequence[PeerOutcome], target: float) -> tuple[float
         for outcome in outcomes
         if not outcome.is_baton
         for own in outcome.goodput
-        if own.target == target and own.requests_per_s is not None
+        if own.target == target and own.requests_per_s  # none found, or no rate: no yardstick
     ]
     return max(found, default=None)
 

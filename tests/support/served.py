@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from tests.support.plain_http import plain_client
 from tests.support.processes import ROOT
 
 
-class HttpServer:
+class HttpServer(ABC):
     """A server on a port of this machine, and what tests ask of it."""
 
     def __init__(self) -> None:
@@ -43,13 +44,13 @@ class HttpServer:
                 assert elapsed < timeout_s, f"{what} not within {timeout_s} s: {self.text()}"
                 time.sleep(0.05)
 
+    @abstractmethod
     def text(self) -> str:
         """What its processes have printed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_alive(self) -> None:
         """Fails when a process has ended that should not have."""
-        raise NotImplementedError
 
     def worker_is_ready(self, name: str, epoch: int) -> bool:
         worker = self.workers().get(name, {})

@@ -223,10 +223,10 @@ def test_the_table_says_what_share_of_the_limit_was_reached() -> None:
 
 
 def test_a_loop_that_would_take_too_long_is_left_out_with_its_reason() -> None:
-    assert too_long(run(1, 10.0), 16, 205.0) is None
-    reason = too_long(run(1, 10.0), 16, 204.0)
-    assert reason == "left out: it would take about 205 s at 10.0 tok/s"
-    assert too_long(run(1, 0.0), 1, 204.0) is not None
+    assert too_long(run(2, 10.0), 8, 16, 103.0) is None
+    reason = too_long(run(2, 10.0), 8, 16, 102.0)
+    assert reason == "left out: it would take about 102 s at 20.0 tok/s"
+    assert too_long(run(1, 0.0), 8, 1, 204.0) is not None
     text = as_markdown([outcome("slow", [run(1, 10.0)], skipped={8: reason})], [1, 8], [])
     assert text.count(reason) == 1
 
