@@ -47,8 +47,7 @@ def serve(config: Path | None, dry_run: bool, **settings: str | None) -> None:
     Every option can also be set as BATON_OPTION in the environment, or as a key of the --config file.
     """
     from cluster.admin_address import shown_admin_port
-    from cluster.config import describe, shown_kv_bytes
-    from cluster.config_sources import resolve_config
+    from cluster.config_sources import describe, resolve_config, shown_kv_bytes
     from cluster.wire.messages import Role
 
     flags = {name: value for name, value in settings.items() if value is not None}

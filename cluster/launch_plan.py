@@ -11,17 +11,11 @@ from typing import Final, Literal
 import msgspec
 
 from cluster.admin_address import admin_address
-from cluster.config import (
-    KV_ADDRESS_BY_ROUTE,
-    ClusterConfig,
-    LogConfig,
-    RequestConfig,
-    RouterConfig,
-    WorkerConfig,
-    threads_per_worker,
-)
+from cluster.config import ClusterConfig, threads_per_worker
 from cluster.core_board import CoreShare, share_cores
 from cluster.ids import Epoch, RouterId, WorkerId
+from cluster.request_config import RequestConfig
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, LogConfig, RouterConfig, WorkerConfig
 from cluster.wire.messages import Role
 
 ENTRIES: Final[Mapping[str, str]] = MappingProxyType(

@@ -16,10 +16,12 @@ from typing import Final
 import msgspec
 
 from cluster.admin_address import is_loopback
-from cluster.config import KV_ADDRESS_BY_ROUTE, ClusterConfig, RequestConfig, RouterConfig, WorkerConfig
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.ids import Epoch
 from cluster.launch_plan import Site, choose_edge, router_config, worker_config
+from cluster.request_config import RequestConfig
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig
 from cluster.wire.address import TcpAddress, parse_address
 from cluster.wire.messages import Role
 

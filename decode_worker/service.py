@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
-from cluster.config import KV_ADDRESS_BY_ROUTE, WorkerConfig
 from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
@@ -15,6 +14,7 @@ from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edges import EdgeKind, edge_kind, make_receiver
 from cluster.kv.layout import single_edge
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, WorkerConfig
 from cluster.wire.address import TcpAddress, own_host_towards, parse_address
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
 from cluster.wire.messages import Register, Role

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
-from cluster.config import WorkerConfig
 from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
 from cluster.kv.edges import edge_kind, make_sender
+from cluster.role_config import WorkerConfig
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
 from cluster.wire.messages import Register, Role
 from cluster.worker_driver import WorkerDriver

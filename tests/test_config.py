@@ -9,20 +9,11 @@ import msgspec
 import pytest
 
 from cluster.cluster_token import resolve_cluster_token
-from cluster.config import (
-    ClusterConfig,
-    RouterConfig,
-    WorkerConfig,
-    describe,
-    dump_config,
-    load_config,
-    num_available_cores,
-    shown_kv_bytes,
-    threads_per_worker,
-)
-from cluster.config_sources import parse_size, resolve_config, setting_infos
+from cluster.config import ClusterConfig, num_available_cores, threads_per_worker
+from cluster.config_sources import describe, parse_size, resolve_config, setting_infos, shown_kv_bytes
 from cluster.errors import ConfigError
 from cluster.ids import Epoch, RouterId, WorkerId
+from cluster.role_config import RouterConfig, WorkerConfig, dump_config, load_config
 from cluster.wire.messages import Role
 
 SECRET = "s3cret-" * 5

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import (
-    KV_ADDRESS_BY_ROUTE,
-    ClusterConfig,
-    QuantizationName,
-    RouterConfig,
-    WorkerConfig,
-    dump_config,
-    load_config,
-)
+from cluster.config import ClusterConfig, QuantizationName
 from cluster.launch_plan import Site, choose_edge, kernel_environment, plan_roles
 from cluster.launch_prepare import prepare_command
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig, dump_config, load_config
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.messages import Role
 from kernels.quantization import Quantization

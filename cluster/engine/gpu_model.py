@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.config import DEFAULT_KV_BYTES, WorkerConfig
+from cluster.config import DEFAULT_KV_BYTES
 from cluster.engine.batch import Runner
 from cluster.engine.decode_buckets import bucket_sizes
 from cluster.engine.decode_graphs import DecodeGraphs
@@ -44,6 +44,7 @@ from cluster.ids import BlockId
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import TORCH_DTYPES, KVPool
 from cluster.kv.pool_device import device_pool, shared_device_pool
+from cluster.role_config import WorkerConfig
 from cluster.wire.messages import Role
 from kernels.ops import Backend
 

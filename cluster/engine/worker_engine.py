@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.config import DEFAULT_KV_BYTES, WorkerConfig
+from cluster.config import DEFAULT_KV_BYTES
 from cluster.engine.backends import make_backend
 from cluster.engine.batch import Runner, StepOutput, StepPlan
 from cluster.engine.gpu_model import GpuModel, open_on_gpu
@@ -31,6 +31,7 @@ from cluster.errors import ConfigError
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.live_step_model import ASSUMED
+from cluster.role_config import WorkerConfig
 from cluster.step_calibration import LONG_TOKENS, MANY_ROWS, Calibration, Pool, fit_calibration, measure
 from cluster.step_model import StepModel
 from kernels.cpu.backend import CpuBackend

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.config import WorkerConfig
 from cluster.engine import backends, gpu_model
 from cluster.engine.backends import make_backend, resolve_backend
 from cluster.engine.batch import Runner, StepPlan
@@ -20,6 +19,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.engine.worker_engine import WorkerEngine, open_engine
 from cluster.errors import ConfigError
 from cluster.ids import Epoch, WorkerId
+from cluster.role_config import WorkerConfig
 from cluster.sampling import SamplingParams
 from cluster.wire.messages import Role
 from tests.engine.test_runner import make_row

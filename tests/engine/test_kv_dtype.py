@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.config import WorkerConfig
 from cluster.engine.model_spec import Dtype
 from cluster.engine.worker_engine import WorkerEngine, open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.layout import single_edge
+from cluster.role_config import WorkerConfig
 from cluster.wire.messages import Role
 from kernels.cpu.backend import CpuBackend
 from tests.engine.tiny_models import Engine, prompts
