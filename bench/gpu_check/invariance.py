@@ -188,6 +188,17 @@ def generate(
     log-probabilities."""
     ids: list[list[int]] = [[] for _ in prompts]
     outputs: list[list[object]] = [[] for _ in prompts]
+    blocks = [
+        [BlockId(len(prompts) * b + index) for b in range(per_request)] for index in range(len(prompts))
+    ]
+    specs = [
+        SampleSpec(
+            SamplingParams(max_tokens=num_tokens, seed=index, temperature=0.8, top_p=0.9, num_logprobs=2),
+            prompt,
+            ids[index],
+        )
+        for index, prompt in enumerate(prompts)
+    ]
     computed = 0  # of the prompts
     while len(ids[0]) < num_tokens:
         rows = []
@@ -195,19 +206,14 @@ def generate(
             sequence = [*prompt, *ids[index]]
             first = computed if not ids[index] else len(sequence) - 1
             stop = min(len(sequence), first + chunk) if chunk and not ids[index] else len(sequence)
-            params = SamplingParams(
-                max_tokens=num_tokens, seed=index, temperature=0.8, top_p=0.9, num_logprobs=2
-            )
-            due = SampleSpec(params, prompt, ids[index]) if stop == len(sequence) else None
-            blocks = [BlockId(len(prompts) * b + index) for b in range(per_request)]
             rows.append(
                 Row(
                     request=RequestId(str(index)),
                     attempt=Attempt(1),
                     token_ids=sequence[first:stop],
                     start=first,
-                    block_ids=blocks,
-                    sample=due,
+                    block_ids=blocks[index],
+                    sample=specs[index] if stop == len(sequence) else None,
                 )
             )
         computed += chunk or 0
