@@ -150,16 +150,16 @@ def attach_device_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> 
     return KVPool(layout, _blocks_in(buffer, layout, layout.num_blocks, HEADER_BYTES))
 
 
-def default_device() -> torch.device:
-    """The GPU that this process computes on.
+def why_no_device() -> str | None:
+    """Why this process has no GPU to compute on; None: it has one. Touches no device."""
+    if torch.cuda.is_available():
+        return None
+    build = "a build with CUDA" if torch.version.cuda else "a build without CUDA"
+    return f"torch {torch.__version__} ({build}) sees none"
 
-    Raises:
-        ConfigError: there is none.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "KV edges between GPUs need a GPU and a torch built for it; use `--kv-edge shm` or `gloo`"
-        )
+
+def current_device() -> torch.device:
+    """The GPU that this process computes on; there is one."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
