@@ -38,7 +38,7 @@ SMALL = {
     "num_key_value_heads": 1, "vocab_size": 70,
 }  # fmt: skip
 NUM_BLOCKS = 8
-MAX_LEN = 512  # so a lone row has several splits in a bucket, and one in a plain step
+MAX_LEN = 256  # so a lone row has several splits in a bucket, and one in a plain step
 DRAWN, NARROW, GREEDY, EDITED = range(4)  # requests
 # prompt, blocks, how tokens are chosen, how many
 REQUESTS: list[tuple[list[int], list[int], dict[str, Any], int]] = [
