@@ -3,7 +3,7 @@
 1. The thread loads the model and calibrates: `loaded` tells the event loop how long steps take here.
 2. The event loop calls `submit(plan)`; at most one plan is in flight.
 3. The thread runs it; torch releases the GIL, so messages go on being handled meanwhile.
-4. `StepDone` or `StepFailed` is scheduled on the loop.
+4. `StepDone` or `StepFailed` is scheduled on the loop. After a `DeviceLost`, `on_stuck` is called as well.
 5. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
 6. `close` returns when the thread has ended, and with it the model. The interpreter ends a thread that still
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cluster.engine.batch import Runner, StepPlan
+from cluster.errors import DeviceLost, StepError
 from cluster.step_model import StepModel
 from cluster.step_watchdog import MIN_S, StepWatchdog
 from cluster.worker_io import StepDone, StepFailed
@@ -109,12 +110,19 @@ class EngineThread:
         self._post(_resolve, self._loaded, model)
         while (plan := self._plans.get()) is not None:
             outcome: StepDone | StepFailed
+            lost: str | None = None
             try:
                 outcome = StepDone(runner.run(plan))
+            except (StepError, DeviceLost) as error:  # sentences that say it all
+                logger.error("%s", error)
+                outcome = StepFailed(str(error))
+                lost = str(error) if isinstance(error, DeviceLost) else None
             except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
                 logger.exception("a step of %d rows failed", len(plan.rows))
                 outcome = StepFailed(f"{type(error).__name__}: {error}")
             self._post(self._outcome, plan, outcome)
+            if lost is not None:
+                self._post(self._on_stuck, lost)
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         try:

@@ -11,18 +11,11 @@ from typing import Final
 import msgspec
 
 from cluster.admin_address import admin_address
-from cluster.config import (
-    KV_ADDRESS_BY_ROUTE,
-    ClusterConfig,
-    LogConfig,
-    RequestConfig,
-    RouterConfig,
-    WorkerConfig,
-    WorkerEdgeKind,
-    threads_per_worker,
-)
+from cluster.config import ClusterConfig, WorkerEdgeKind, threads_per_worker
 from cluster.core_board import CoreShare, share_cores
 from cluster.ids import Epoch, RouterId, WorkerId
+from cluster.request_config import RequestConfig
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, LogConfig, RouterConfig, WorkerConfig
 from cluster.wire.messages import Role
 
 ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
@@ -236,16 +229,18 @@ def worker_config(
         max_num_seqs=config.max_num_seqs,
         max_chunk_tokens=config.local_chunk if is_decode else config.prefill_chunk,
         kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
+        gpu_memory_share=config.gpu_memory_share,
         kv_edge=choose_edge(config, is_one_host),
         max_kv_edges=config.max_kv_edges,
     )
 
 
 def choose_edge(config: ClusterConfig, is_one_host: bool) -> WorkerEdgeKind:
-    """How KV moves: as asked; otherwise in a way that needs no device."""
+    """How KV moves: as asked; otherwise in a way that needs no device, through shared memory where both ends
+    are sure to keep it there."""
     if config.kv_edge != "auto":
         return config.kv_edge
-    return "shm" if is_one_host else "gloo"
+    return "shm" if is_one_host and config.backend in ("cpu", "reference") else "gloo"
 
 
 def _seconds(milliseconds: float | None) -> float | None:

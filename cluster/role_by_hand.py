@@ -16,10 +16,12 @@ from typing import Final
 import msgspec
 
 from cluster.admin_address import is_loopback
-from cluster.config import KV_ADDRESS_BY_ROUTE, ClusterConfig, RequestConfig, RouterConfig, WorkerConfig
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.ids import Epoch
 from cluster.launch_plan import Site, choose_edge, router_config, worker_config
+from cluster.request_config import RequestConfig
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig
 from cluster.wire.address import TcpAddress, parse_address
 from cluster.wire.messages import Role
 
@@ -33,7 +35,7 @@ _EVERY_ROLE: Final = (
 )
 _EVERY_WORKER: Final = (
     *(*_EVERY_ROLE, "kv_dtype", "kv_edge", "max_kv_edges"),
-    *("threads_per_worker", "max_model_len", "max_num_seqs"),
+    *("threads_per_worker", "gpu_memory_share", "max_model_len", "max_num_seqs"),
 )
 SETTINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
-from cluster.config import WorkerConfig
 from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
 from cluster.kv.edge_limit import EdgeLimit
-from cluster.kv.edges import check_kind, check_memory, edge_kind, make_sender, make_source_pool
+from cluster.kv.edges import check_kind, check_memory, edge_kind, make_sender
+from cluster.role_config import WorkerConfig
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
 from cluster.wire.messages import Register, Role
 from cluster.worker_driver import WorkerDriver
@@ -35,7 +35,7 @@ async def run(
     engine = await asyncio.to_thread(open_engine, config)
     check_memory(kind, engine.backend.device)
     geometry = engine.layout.to_geometry()
-    pool = make_source_pool(kind, engine.layout)
+    pool = engine.make_pool(shared=False)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)
     core = PrefillCore(
         PrefillConfig(
@@ -47,7 +47,7 @@ async def run(
     )
     driver = WorkerDriver(
         core=core,
-        make_runner=engine.make_runner(pool.tensor),
+        make_runner=engine.make_runner(pool.whole),
         calibrate=engine.calibrate(pool.tensor),
         cache=blocks,
         keep_lifeline=engine.keep_lifeline,

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster.clock import Clock, MonotonicClock
-from cluster.config import RouterConfig
 from cluster.errors import InternalError, ModelError
 from cluster.ids import RouterId
 from cluster.latency_targets import LatencyTargets
 from cluster.metrics import Metrics, new_metrics
 from cluster.preflight import DISTRIBUTION
 from cluster.redis_state import RedisState
+from cluster.role_config import RouterConfig
 from cluster.slo_classes import Targets
 from cluster.tokenizer import Tokenizer
 from cluster.tokenizer_config import read_json

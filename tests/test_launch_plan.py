@@ -5,21 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import (
-    KV_ADDRESS_BY_ROUTE,
-    ClusterConfig,
-    EdgeKind,
-    QuantizationName,
-    RouterConfig,
-    WorkerConfig,
-    dump_config,
-    load_config,
-)
-from cluster.launch_plan import Site, kernel_environment, plan_roles
+from cluster.config import ClusterConfig, EdgeKind, QuantizationName
+from cluster.launch_plan import Site, choose_edge, kernel_environment, plan_roles
 from cluster.launch_prepare import prepare_command
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig, dump_config, load_config
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.messages import Role
 from kernels.quantization import Quantization
@@ -48,9 +41,22 @@ def test_one_of_each_on_two_cores() -> None:
         "shm",
         512,
     )
-    assert (decode.config.max_chunk_tokens, decode.config.kv_bytes) == (512, 512 << 20)
+    assert (decode.config.max_chunk_tokens, decode.config.kv_bytes) == (512, None)
     assert prefill.env["OMP_NUM_THREADS"] == decode.env["OMP_NUM_THREADS"] == "1"
     assert (router.num_cpus, prefill.num_cpus, decode.num_cpus) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "edge"), [("cpu", "shm"), ("reference", "shm"), ("triton", "gloo"), ("auto", "gloo")]
+)
+def test_kv_that_may_be_on_a_gpu_goes_by_no_shared_memory(backend: str, edge: str) -> None:
+    config = ClusterConfig(backend=backend, gpu_memory_share=0.4, decode_kv_bytes=1 << 30)  # type: ignore[arg-type]
+    _, prefill, decode = (spec.config for spec in plan_roles(config, SITE))
+    assert isinstance(prefill, WorkerConfig)
+    assert isinstance(decode, WorkerConfig)
+    assert (prefill.kv_edge, decode.kv_edge) == (edge, edge)
+    assert (prefill.gpu_memory_share, prefill.kv_bytes, decode.kv_bytes) == (0.4, None, 1 << 30)
+    assert choose_edge(ClusterConfig(backend="triton", kv_edge="shm"), True) == "shm"  # the worker refuses it
 
 
 def test_several_routers_share_a_port_and_every_worker_dials_all_of_them() -> None:

@@ -28,9 +28,9 @@ import msgspec
 from bench.load.client.capacity import process_cpu_s
 from bench.load.client.target import Target, call
 from bench.router_speed.engines import BLOCK_TOKENS, EngineLog, EngineSettings
-from cluster.config import RouterConfig, dump_config
 from cluster.errors import BatonError
 from cluster.ids import RouterId
+from cluster.role_config import RouterConfig, dump_config
 
 HOST = "127.0.0.1"
 MODEL = "scripted"

@@ -15,9 +15,9 @@ import math
 
 import msgspec
 
-from cluster.config import WorkerConfig
 from cluster.engine.sequence import Sequence
 from cluster.live_step_model import LiveStepModel
+from cluster.role_config import WorkerConfig
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings
 from cluster.step_model import StepModel, StepWork

@@ -146,6 +146,8 @@ def test_a_models_steps_are_measured_in_both_modes() -> None:
     )
     assert [line.name for line in lines] == ["tiny, group 4 decode 2 x 9"]
     assert {"exact ms", "fast ms", "roofline ms", "fast/exact", "tok/s"} <= lines[0].cells.keys()
+    assert {"exact served ms", "exact gap us", "fast served ms"} <= lines[0].cells.keys()
+    assert lines[0].holds
 
 
 @needs_kernels

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cluster.engine.batch import Row, StepOutput, StepPlan
 from cluster.engine_thread import EngineThread
+from cluster.errors import DeviceLost, StepError
 from cluster.ids import Attempt, RequestId
 from cluster.step_model import StepModel
 from cluster.step_watchdog import FACTOR, StepWatchdog
@@ -72,6 +73,29 @@ async def test_a_failed_step_is_an_outcome_and_the_next_one_runs() -> None:
     assert isinstance(failed, StepFailed)
     assert failed.message == "ValueError: out of memory"
     assert isinstance(await engine.run(plan(1)), StepDone)
+    await engine.thread.close(5.0)
+
+
+async def test_an_error_that_is_a_sentence_stays_one_and_a_lost_device_ends_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run_out() -> None:
+        raise StepError("a step of 1 rows ran out of GPU memory")
+
+    def fault() -> None:
+        raise DeviceLost("the GPU faulted")
+
+    engine = Engine(Runner(run_out, lambda: None, fault))
+    failed = await engine.run(plan(1))
+    assert isinstance(failed, StepFailed)
+    assert failed.message == "a step of 1 rows ran out of GPU memory"
+    assert "Traceback" not in caplog.text
+    assert isinstance(await engine.run(plan(1)), StepDone)
+    assert not engine.stuck.done()
+    lost = await engine.run(plan(1))
+    assert isinstance(lost, StepFailed)
+    assert lost.message == "the GPU faulted"
+    assert await asyncio.wait_for(engine.stuck, 30) == "the GPU faulted"
     await engine.thread.close(5.0)
 
 
