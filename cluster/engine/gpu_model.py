@@ -134,7 +134,7 @@ def open_on_gpu(
     if config.kv_edge == "shm":
         raise ConfigError(
             "the KV edge `shm` needs KV in memory of the host, and this worker keeps it on a GPU: "
-            "use `--kv-edge gloo`"
+            "use `--kv-edge cuda_ipc` on one host, `nccl` or `gloo` across hosts"
         )
     most_decode_rows = config.max_num_seqs if config.role is Role.DECODE else 0
     if backend.device.type != "cuda":
