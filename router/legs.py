@@ -350,6 +350,17 @@ _OF_THE_TRANSFER = frozenset({"edge_lost", "peer_silent", "lease_lost", "kv_abor
 _OUT_OF_ORDER = "A decode worker sent tokens out of order."
 
 
+def is_of_attempt(live: LiveRequest | None, message: AttemptMessage) -> bool:
+    """The request is at the attempt that the message speaks of."""
+    return live is not None and live.attempt is not None and live.attempt.number == message.attempt
+
+
+def give_back(grant: Grant) -> Abort:
+    """The answer to a lease that nobody waits for, such as one for a RESERVE that came twice: its blocks are
+    free at once, and not when its time is over."""
+    return Abort(request=grant.request, attempt=grant.attempt, reason="nobody waits for this lease")
+
+
 def _farewell(live: LiveRequest, attempt: AttemptRecord, abort_reason: str | None) -> Finish | Abort:
     if abort_reason is None:
         return Finish(request=live.request, attempt=attempt.number)
