@@ -22,8 +22,8 @@ breaks in milliseconds (`WorkerGone`), a hung process misses heartbeats, a hung 
 Its parts: `router.placing` finds places, `router.legs` speaks with the workers of an attempt,
 `router.live_requests` keeps the requests.
 
-Stale, duplicate and unknown messages are dropped and counted, by what made them so (`StaleReason`); a lease that
-nobody waits for is given back.
+Stale, duplicate and unknown messages are dropped and counted, by what made them so (`StaleReason`); a lease
+that nobody waits for is given back.
 """
 
 from __future__ import annotations
