@@ -135,3 +135,30 @@ async def test_a_dial_for_which_no_receiver_can_be_made_is_told_why(tmp_path: Pa
         assert decode.events == []
     finally:
         await decode.edges.close()
+
+
+class Hanging(InPlaceReceiver):
+    """Its connection does not let go."""
+
+    async def close(self) -> None:
+        raise EdgeError("thread `kv-edge p/d` did not end within 15 s")
+
+
+class Stuck(Decode):
+    def _receiver(self, hello: EdgeHello) -> KVReceiver:
+        return Hanging(EdgeName(hello.worker, hello.epoch, ME.worker, ME.epoch), {})
+
+
+async def test_an_edge_that_cannot_be_closed_is_down_all_the_same(tmp_path: Path) -> None:
+    """Its requests learn of it, and the next dial finds no older edge to wait for."""
+    decode = Stuck()
+    address = await decode.edges.start(f"unix:{tmp_path}/kv")
+    try:
+        first, _ = await dial(address, ME)
+        await first.close()
+        assert [type(event) for event in await decode.heard(2)] == [EdgeUp, EdgeDown]
+        second, welcome = await dial(address, ME)
+        assert isinstance(welcome, EdgeWelcome)
+        await second.close()
+    finally:
+        await decode.edges.close()
