@@ -165,6 +165,7 @@ class BeamRun:
                 prompt_logprobs=sampling.prompt_logprobs if is_first else None,
             ),
             deadline_s=deadline_s,
+            is_part=True,
         )
 
     async def _read(self, number: int, stream: RequestStream) -> None:

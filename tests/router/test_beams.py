@@ -76,6 +76,7 @@ def test_forks_start_from_what_a_beam_has(beams: RunningGateway) -> None:
     assert all(spec.token_ids[: len(PROMPT)] == PROMPT for spec in specs)
     assert [len(spec.token_ids) for spec in specs] == sorted(len(spec.token_ids) for spec in specs)
     for spec in specs:
+        assert spec.is_part
         assert spec.sampling.temperature == 0
         assert spec.sampling.num_logprobs == 6
         assert len(spec.token_ids) + spec.sampling.max_tokens == len(PROMPT) + 12
