@@ -45,6 +45,7 @@ class _Link:
     number: int
     register: Register
     last_sign_at: float
+    lifeline: Stream[DiallerSays] | None = None
     watch: asyncio.TimerHandle | None = None
     suspected: bool = False  # silent at the last look; what it sent meanwhile may still be unread
     is_fenced: bool = False  # hung: dead for the conductor
@@ -127,11 +128,14 @@ class WorkerLinks:
         finally:
             del self._numbered[link.number]
             self._let_out(link, end)
+            if link.lifeline is not None:  # a host that is lost never ends it
+                link.lifeline.abort()
 
     async def _follow(self, stream: Stream[DiallerSays], lifeline: Lifeline) -> None:
         link = self._numbered.get(lifeline.link)
         if link is None:
             return  # that link ended before
+        link.lifeline = stream
         async for message in stream:
             raise ProtocolError(f"a lifeline carries no {type(message).__name__}")
         await asyncio.sleep(LAST_WORDS_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -58,11 +59,7 @@ def simulate(
         check_output(out)
     first, count = (first_seed, seeds) if seed is None else (seed, 1)
     batch = Batch(first, count, requests, faults, every_moment)
-    num_workers = (
-        1
-        if seed is not None
-        else min(jobs or len(os.sched_getaffinity(0)), count if not every_moment else 1024)
-    )
+    num_workers = 1 if seed is not None else min(jobs or _num_cores(), count if not every_moment else 1024)
     started = time.perf_counter()
     reports = _shown(batch, num_workers)
     if out is not None:
@@ -76,6 +73,11 @@ def simulate(
         }
         write(out, content, text_of_runs(content, totals))
     _finish(reports, faults, requests, is_struck=every_moment)
+
+
+def _num_cores() -> int:
+    """Those that this process may use, where the system says so."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _command(batch: Batch) -> str:

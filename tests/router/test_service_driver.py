@@ -439,6 +439,15 @@ async def test_a_lifeline_of_a_link_that_is_gone_ends_nobody(router: Router) -> 
     assert not again.gone.is_set()
 
 
+async def test_a_lifeline_does_not_outlive_its_link(router: Router) -> None:
+    """A host that is lost ends neither of its streams."""
+    decode = await router.host.start(DECODE)
+    lifeline = await lifeline_of(router, decode.link)
+    await asyncio.sleep(HEARTBEAT_S)  # it has been read
+    await decode.kill()
+    assert await asyncio.wait_for(anext(lifeline, None), 5.0) is None
+
+
 async def test_a_lifeline_carries_nothing_else(router: Router) -> None:
     decode = await router.host.start(DECODE)
     lifeline = await lifeline_of(router, decode.link)

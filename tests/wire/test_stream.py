@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import AuthenticationError, ConfigError, ProtocolError, WireError
-from cluster.ids import LeaseId
+from cluster.ids import Attempt, LeaseId, RequestId
 from cluster.wire.address import parse_address
-from cluster.wire.codec import encode
+from cluster.wire.codec import MAX_FRAME_BYTES, encode
 from cluster.wire.handshake import FRAME_BYTES, DiallerHandshake
-from cluster.wire.messages import Drain, Drained, Refused, RenewLeases, RouterToWorker, WorkerToRouter
+from cluster.wire.messages import Abort, Drain, Drained, Refused, RenewLeases, RouterToWorker, WorkerToRouter
 from cluster.wire.stream import Listener, Stream, connect, listen
 
 TOKEN = b"k" * 32
@@ -378,21 +378,20 @@ async def test_a_connection_that_was_handed_over_goes_on_without_the_stream(serv
 
     listener = await serve(note)
     stream = await connect(listener.address, TOKEN, RouterToWorker)
-    stream.post(Drained())
-    descriptor = await stream.hand_over(lambda descriptor: descriptor)
-    assert descriptor is not None
+    kept = await stream.hand_over(Drained(), lambda descriptor: socket.socket(fileno=descriptor))
+    assert kept is not None
     assert stream.is_closed
     async with asyncio.timeout(5):
         assert await received.get() == Drained()
-    os.write(descriptor, encode(Drained()))
+    kept.sendall(encode(Drained()))
     async with asyncio.timeout(5):
         assert await received.get() == Drained()
-    os.close(descriptor)
+    kept.close()
     async with asyncio.timeout(5):
         assert await received.get() == "ended"
 
 
-async def test_a_connection_that_nobody_takes_over_ends(serve: Serve) -> None:
+async def test_a_connection_that_nobody_takes_over_ends_with_nothing_said(serve: Serve) -> None:
     ended = asyncio.Event()
 
     async def wait(stream: Stream[Any]) -> None:
@@ -402,7 +401,27 @@ async def test_a_connection_that_nobody_takes_over_ends(serve: Serve) -> None:
 
     listener = await serve(wait)
     stream = await connect(listener.address, TOKEN, RouterToWorker)
-    assert await stream.hand_over(lambda descriptor: None) is None
+    assert await stream.hand_over(Drained(), lambda descriptor: None) is None
     await asyncio.wait_for(ended.wait(), 5)
     with pytest.raises(WireError, match="is closed"):
-        await stream.hand_over(lambda descriptor: descriptor)
+        await stream.hand_over(Drained(), lambda descriptor: None)
+
+
+async def test_what_was_kept_is_closed_if_the_last_word_cannot_be_said(serve: Serve) -> None:
+    async def wait(stream: Stream[Any]) -> None:
+        async for _ in stream:
+            raise AssertionError
+
+    listener = await serve(wait)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    kept: list[socket.socket] = []
+
+    def keep(descriptor: int) -> socket.socket:
+        kept.append(socket.socket(fileno=descriptor))
+        return kept[0]
+
+    too_long = Abort(request=RequestId("r"), attempt=Attempt(1), reason="x" * MAX_FRAME_BYTES)
+    with pytest.raises(ProtocolError, match="over the frame limit"):
+        await stream.hand_over(too_long, keep)
+    assert kept[0].fileno() == -1
+    assert stream.is_closed
