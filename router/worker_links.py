@@ -28,6 +28,7 @@ from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.kv_events import DiallerSays, RouterSays
 from cluster.wire.messages import Heartbeat, Lifeline, Refused, Register, Welcome
 from cluster.wire.stream import Stream
+from router.believable import unbelievable
 from router.conductor_io import Event, FromWorker, WorkerGone, WorkerJoined
 from router.registration import refusal
 from router.silence import judge
@@ -49,6 +50,7 @@ class _Link:
     watch: asyncio.TimerHandle | None = None
     suspected: bool = False  # silent at the last look; what it sent meanwhile may still be unread
     is_fenced: bool = False  # hung: dead for the conductor
+    is_doubted: bool = False  # it reported what cannot be, and the log says so
 
 
 class WorkerLinks:
@@ -121,6 +123,8 @@ class WorkerLinks:
                 if isinstance(message, Refused):
                     end = f"it refused: {message.reason}"
                     break
+                if isinstance(message, Heartbeat):
+                    _doubt(link, message)
                 self._feed(FromWorker(register.worker, register.epoch, message))
         except WireError as error:
             end = str(error)
@@ -216,3 +220,13 @@ class WorkerLinks:
         if not isinstance(message, Lifeline):
             self._feed(FromWorker(register.worker, register.epoch, message))
         return not isinstance(message, Heartbeat)
+
+
+def _doubt(link: _Link, beat: Heartbeat) -> None:
+    """Tell once what a worker reports that cannot be."""
+    names = [] if link.is_doubted else unbelievable(beat.load)
+    if names:
+        link.is_doubted = True
+        who = link.register
+        text = "%s epoch %d reports what cannot be (%s): what it said before stands"
+        logger.warning(text, who.worker, who.epoch, ", ".join(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -404,6 +405,19 @@ async def test_streams_that_do_not_register_are_closed(router: Router) -> None:
     worker.post(DECODE)  # a second time
     await asyncio.wait_for(worker.gone.wait(), 5.0)
     await router.until(lambda: len(router.driver.links) == 0)
+
+
+async def test_what_a_worker_mismeasures_is_told_once(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await router.host.start(DECODE)
+    for _ in range(3):
+        worker.post(Heartbeat(state=WorkerState.READY, load=WorkerLoad(decode_step_s=math.nan, steps=7)))
+    await router.until(lambda: router.driver.cluster().workers[0].load.steps == 7)
+    told = [record.getMessage() for record in caplog.records if "cannot be" in record.getMessage()]
+    assert len(told) == 1
+    assert "(decode_step_s)" in told[0]
+    assert router.driver.cluster().workers[0].load.decode_step_s == 0.0
 
 
 async def lifeline_of(router: Router, link: int) -> Stream[RouterSays]:

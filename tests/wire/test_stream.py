@@ -20,7 +20,7 @@ from cluster.wire.address import parse_address
 from cluster.wire.codec import MAX_FRAME_BYTES, encode
 from cluster.wire.handshake import FRAME_BYTES, DiallerHandshake
 from cluster.wire.messages import Abort, Drain, Drained, Refused, RenewLeases, RouterToWorker, WorkerToRouter
-from cluster.wire.stream import Listener, Stream, connect, listen
+from cluster.wire.stream import MAX_PENDING_HANDSHAKES, Listener, Stream, connect, listen
 
 TOKEN = b"k" * 32
 Serve = Callable[..., Awaitable[Listener]]
@@ -253,6 +253,21 @@ async def test_b150_slow_handshake_is_cut_at_its_deadline(serve: Serve) -> None:
         assert await reader.read() == b""
     writer.close()
     await assert_alive(listener.address)
+
+
+async def test_connections_held_open_without_a_handshake_keep_nobody_out(serve: Serve) -> None:
+    listener = await serve(echo_count)
+    held = [await dial_raw(listener.address) for _ in range(MAX_PENDING_HANDSHAKES)]
+    for _, writer in held:
+        writer.write(DiallerHandshake(TOKEN).start()[:10])
+    await assert_alive(listener.address)
+    async with asyncio.timeout(2):
+        assert await held[0][0].read() == b""  # it made room
+    async with asyncio.timeout(2):
+        held[-1][1].write(DiallerHandshake(TOKEN).start()[10:])
+        assert len(await held[-1][0].readexactly(FRAME_BYTES)) == FRAME_BYTES  # the others go on
+    for _, writer in held:
+        writer.close()
 
 
 async def test_wrong_token_is_refused(serve: Serve) -> None:
