@@ -11,24 +11,15 @@ from cluster.ids import Epoch, WorkerId
 from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edge_local import InPlaceReceiver
 from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
-from cluster.wire.messages import KVGeometry, Refused
+from cluster.wire.messages import Refused
 from cluster.wire.stream import Stream, connect
 from cluster.worker_io import EdgeDown, EdgeUp, Event, Peer, WriterGone
 from decode_worker.live_edges import DecodeEdges
+from tests.support.small_geometry import GEOMETRY
 
 TOKEN = b"k" * 32
 ME = Peer(WorkerId("decode-0"), Epoch(2))
 P = Peer(WorkerId("prefill-0"), Epoch(1))
-GEOMETRY = KVGeometry(
-    first_layer=0,
-    num_layers=1,
-    first_head=0,
-    num_heads=1,
-    head_dim=8,
-    block_size=4,
-    num_blocks=8,
-    dtype="float32",
-)
 
 
 class Decode:

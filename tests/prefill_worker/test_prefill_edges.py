@@ -13,23 +13,13 @@ from cluster.errors import EdgeError
 from cluster.ids import BlockId, Epoch, WorkerId
 from cluster.kv.edge import KVSender, Piece
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome, PrefillToDecode
-from cluster.wire.messages import KVGeometry
 from cluster.wire.stream import Stream, listen
 from cluster.worker_io import CloseEdge, EdgeDown, EdgeUp, Event, OpenEdge, Peer
 from prefill_worker.live_edges import PrefillEdges
+from tests.support.small_geometry import GEOMETRY
 
 TOKEN = b"k" * 32
 D = Peer(WorkerId("decode-0"), Epoch(1))
-GEOMETRY = KVGeometry(
-    first_layer=0,
-    num_layers=1,
-    first_head=0,
-    num_heads=1,
-    head_dim=8,
-    block_size=4,
-    num_blocks=8,
-    dtype="float32",
-)
 
 
 class Sender:
