@@ -2,9 +2,12 @@
 
 1. The thread loads the model and calibrates: `loaded` tells the event loop how long steps take here.
 2. The event loop calls `submit(plan)`; at most one plan is in flight.
-3. The thread runs it; torch releases the GIL, so messages go on being handled meanwhile.
+3. The thread runs it; the GIL is released, so messages go on being handled meanwhile.
 4. `StepDone` or `StepFailed` is scheduled on the loop.
-5. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
+5. With leave given before (`allow`), the thread goes on to the next step at once, if it is the same rows'
+   (`cluster.engine.following`): what follows a step on the loop, and its message, then cost no time between
+   steps. Its tokens are sampled when the loop has dealt with the step before: histories are complete then.
+6. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
 """
 
@@ -15,9 +18,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from cluster.engine.batch import Runner, StepPlan
+from cluster.engine.following import following_plan
 from cluster.step_model import StepModel
 from cluster.step_watchdog import MIN_S, StepWatchdog
 from cluster.worker_io import StepDone, StepFailed
@@ -26,7 +31,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+
 LATE_S = 0.25  # a timer this late says that the whole process stood still, not the step
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """A step that runs without being asked for. `history` is set when its rows' histories are complete."""
+
+    plan: StepPlan
+    history: threading.Event
 
 
 class EngineThread:
@@ -52,6 +66,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watchdog: asyncio.TimerHandle | None = None
+        self._may_go_on = False
         self._loaded: asyncio.Future[StepModel | None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -65,8 +80,14 @@ class EngineThread:
     def submit(self, plan: StepPlan) -> None:
         """Start a step. The core promises that none is in flight."""
         assert self._watchdog is None, "two steps in flight"
+        self._may_go_on = False
         self._watch(plan, self._judge.limit_s(plan))
         self._plans.put(plan)
+
+    def allow(self, may_go_on: bool) -> None:
+        """Whether the step in flight may be followed by one with the same rows. Holds for one step: after a
+        `StepDone` that went on it is to be said anew, within `on_outcome`."""
+        self._may_go_on = may_go_on
 
     async def close(self, timeout_s: float) -> None:
         """Let the step in flight end, then end the thread; gives up after `timeout_s`."""
@@ -91,13 +112,18 @@ class EngineThread:
             f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens did not end within {limit_s:.1f} s"
         )
 
-    def _outcome(self, plan: StepPlan, outcome: StepDone | StepFailed) -> None:
+    def _outcome(self, plan: StepPlan, outcome: StepDone | StepFailed, following: _Following | None) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
         if isinstance(outcome, StepDone):
             self._judge.observe(plan, outcome.output.compute_s)
+        if following is None:
+            self._on_outcome(outcome)
+            return
+        self._watch(following.plan, self._judge.limit_s(following.plan))
         self._on_outcome(outcome)
+        following.history.set()
 
     def _main(self) -> None:
         try:
@@ -108,14 +134,30 @@ class EngineThread:
             return
         self._post(_resolve, self._loaded, model)
         while (plan := self._plans.get()) is not None:
-            outcome: StepDone | StepFailed
-            try:
-                outcome = StepDone(runner.run(plan))
-            except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
-                logger.exception("a step of %d rows failed", len(plan.rows))
-                outcome = StepFailed(f"{type(error).__name__}: {error}")
-            self._post(self._outcome, plan, outcome)
+            following = self._step(runner, plan, None)
+            while following is not None:
+                following = self._step(runner, following.plan, following.history)
         self._post(_resolve, self._ended, None)
+
+    def _step(self, runner: Runner, plan: StepPlan, history: threading.Event | None) -> _Following | None:
+        """Run a step and hand its outcome over; what to run next without being asked.
+
+        The loop sets `history` as long as it lives, and the process ends with it.
+        """
+        following = None
+        outcome: StepDone | StepFailed
+        try:
+            output = runner.run(plan, None if history is None else history.wait)
+            if self._may_go_on:
+                self._may_go_on = False
+                next_plan = following_plan(plan, output)
+                following = None if next_plan is None else _Following(next_plan, threading.Event())
+            outcome = StepDone(output, went_on=following is not None)
+        except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
+            logger.exception("a step of %d rows failed", len(plan.rows))
+            outcome = StepFailed(f"{type(error).__name__}: {error}")
+        self._post(self._outcome, plan, outcome, following)
+        return following
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         try:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,20 +69,22 @@ class ModelRunner:
             backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
         )
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Compute one step.
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        """Compute one step, as `cluster.engine.batch.Runner` says.
 
         Raises:
             ValueError: a row is empty, too long, or not covered by its block table; nothing was written.
         """
         started_s = time.perf_counter()
+        num_borrowed = self._num_borrowed()
         with torch.inference_mode():
             batch = self._packer.pack(plan.rows) if plan.rows else None
             for source, destination in plan.copies:
                 self._pool[destination].copy_(self._pool[source])
-            sampled = iter(self._compute(batch, plan.rows) if batch is not None else ())
+            sampled = iter(self._compute(batch, plan.rows, await_history) if batch is not None else ())
         outputs = tuple(None if row.sample is None else next(sampled) for row in plan.rows)
-        return StepOutput(outputs=outputs, compute_s=time.perf_counter() - started_s)
+        compute_s = time.perf_counter() - started_s
+        return StepOutput(outputs, compute_s, self._num_borrowed() - num_borrowed)
 
     def warm_up(self) -> float:
         """Compute a prefill and a decode step before anyone waits for one; returns seconds.
@@ -103,10 +106,18 @@ class ModelRunner:
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
 
-    def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
+    def _num_borrowed(self) -> int:
+        fused = self.decoder.fused
+        return 0 if fused is None else fused.num_borrowed
+
+    def _compute(
+        self, batch: PackedBatch, rows: tuple[Row, ...], await_history: Callable[[], object] | None
+    ) -> list[TokenOutput]:
         specs = [row.sample for row in rows if row.sample is not None]
         self._choose.prepare(specs)
         result = self.decoder.forward(batch, self._pool)
+        if await_history is not None:
+            await_history()
         if any(row.score is not None for row in rows):
             score_prompts(result.hidden, rows, self.decoder.logits)
         if not specs:

@@ -115,9 +115,9 @@ class _AtTheBoard:
     def __init__(self, runner: Runner, board: CoreBoard | None) -> None:
         self._runner, self._board = runner, board
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
         with _busy(self._board):
-            return self._runner.run(plan)
+            return self._runner.run(plan, await_history)
 
 
 def _busy(board: CoreBoard | None) -> AbstractContextManager[None]:

@@ -188,7 +188,6 @@ class NativeForward:
 
     @property
     def num_borrowed(self) -> int:
-        """Pieces of work done on borrowed cores so far."""
         count: int = self._library.baton_model_num_borrowed(self._model)
         return count
 

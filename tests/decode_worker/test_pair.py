@@ -319,3 +319,12 @@ def test_tokens_do_not_depend_on_companions_place_or_order() -> None:
     complete(pair, rng)
     answers = {tuple(pair.router.requests[r].delivered) for r in requests}
     assert len(answers) == 3
+
+
+def test_workers_count_the_pieces_that_others_cores_did_for_them() -> None:
+    pair = SimulatedPair(in_place=True)
+    pair.router.submit(list(range(9)), long_output(5))
+    complete(pair, random.Random(1))
+    for node in pair.nodes.values():
+        load = node.core.load()
+        assert load.borrowed_pieces == 2 * load.steps > 0  # `ScriptedRunner` says two for each
