@@ -18,7 +18,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from cluster.engine.batch import Runner, StepPlan
@@ -33,14 +32,6 @@ T = TypeVar("T")
 
 
 LATE_S = 0.25  # a timer this late says that the whole process stood still, not the step
-
-
-@dataclass(frozen=True, slots=True)
-class _Following:
-    """A step that runs without being asked for. `history` is set when its rows' histories are complete."""
-
-    plan: StepPlan
-    history: threading.Event
 
 
 class EngineThread:
@@ -67,6 +58,7 @@ class EngineThread:
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watchdog: asyncio.TimerHandle | None = None
         self._may_go_on = False
+        self._untold = threading.Lock()  # held from a step that goes on until the loop has dealt with it
         self._loaded: asyncio.Future[StepModel | None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -112,7 +104,7 @@ class EngineThread:
             f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens did not end within {limit_s:.1f} s"
         )
 
-    def _outcome(self, plan: StepPlan, outcome: StepDone | StepFailed, following: _Following | None) -> None:
+    def _outcome(self, plan: StepPlan, outcome: StepDone | StepFailed, following: StepPlan | None) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
@@ -121,9 +113,9 @@ class EngineThread:
         if following is None:
             self._on_outcome(outcome)
             return
-        self._watch(following.plan, self._judge.limit_s(following.plan))
+        self._watch(following, self._judge.limit_s(following))
         self._on_outcome(outcome)
-        following.history.set()
+        self._untold.release()
 
     def _main(self) -> None:
         try:
@@ -136,28 +128,34 @@ class EngineThread:
         while (plan := self._plans.get()) is not None:
             following = self._step(runner, plan, None)
             while following is not None:
-                following = self._step(runner, following.plan, following.history)
+                following = self._step(runner, following, self._await_history)
         self._post(_resolve, self._ended, None)
 
-    def _step(self, runner: Runner, plan: StepPlan, history: threading.Event | None) -> _Following | None:
-        """Run a step and hand its outcome over; what to run next without being asked.
-
-        The loop sets `history` as long as it lives, and the process ends with it.
-        """
+    def _step(
+        self, runner: Runner, plan: StepPlan, await_history: Callable[[], object] | None
+    ) -> StepPlan | None:
+        """Run a step and hand its outcome over; what to run next without being asked."""
         following = None
         outcome: StepDone | StepFailed
         try:
-            output = runner.run(plan, None if history is None else history.wait)
+            output = runner.run(plan, await_history)
             if self._may_go_on:
                 self._may_go_on = False
-                next_plan = following_plan(plan, output)
-                following = None if next_plan is None else _Following(next_plan, threading.Event())
+                following = following_plan(plan, output)
             outcome = StepDone(output, went_on=following is not None)
         except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
             logger.exception("a step of %d rows failed", len(plan.rows))
             outcome = StepFailed(f"{type(error).__name__}: {error}")
+        if following is not None:
+            self._untold.acquire()
         self._post(self._outcome, plan, outcome, following)
         return following
+
+    def _await_history(self) -> None:
+        """Until the loop has dealt with the step before; it does as long as it lives, and the process ends
+        with it."""
+        with self._untold:
+            pass
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         try:

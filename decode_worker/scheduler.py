@@ -196,7 +196,10 @@ class DecodeScheduler:
         for index, ((sequence, num_tokens), token) in enumerate(zip(step, output.outputs, strict=True)):
             sequence.advance(num_tokens)
             if self._cancelled and sequence.key in self._cancelled:
-                if not went_on:
+                if went_on:
+                    assert token is not None
+                    sequence.append(token.token_id)  # nobody is told, but its history is that of its step
+                else:
                     self._free(sequence)
             elif token is not None:
                 if index >= self._num_decode_rows:  # its prompt is complete
@@ -211,8 +214,8 @@ class DecodeScheduler:
         return generated
 
     def _go_on(self, step: list[tuple[Sequence, int]], now: float) -> None:
-        """The same rows are in flight again; a cancelled one's token is none of its own."""
-        self._step = [(sequence, int(sequence.key not in self._cancelled)) for sequence, _ in step]
+        """The same rows are in flight again."""
+        self._step = step
         context = sum(len(sequence.token_ids) for sequence, _ in step)
         self.pacer.begin(StepWork(len(step), context), now)
 

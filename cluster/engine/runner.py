@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,9 @@ from kernels.ops import Backend, row_size
 
 if TYPE_CHECKING:
     from cluster.grammar import Grammars
+
+
+_NOTHING = nullcontext()
 
 
 class ModelRunner:
@@ -64,6 +68,7 @@ class ModelRunner:
         if pool.device != backend.device:
             raise ValueError(f"KV pool on {pool.device} does not fit a backend on {backend.device}")
         self._pool = pool
+        self._num_borrowed = 0  # pieces of all steps so far
         self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
         self._choose = TokenChooser(
             backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
@@ -76,15 +81,16 @@ class ModelRunner:
             ValueError: a row is empty, too long, or not covered by its block table; nothing was written.
         """
         started_s = time.perf_counter()
-        num_borrowed = self._num_borrowed()
-        with torch.inference_mode():
+        # a thread that lives in this mode need not enter it in every step
+        with _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode():
             batch = self._packer.pack(plan.rows) if plan.rows else None
             for source, destination in plan.copies:
                 self._pool[destination].copy_(self._pool[source])
             sampled = iter(self._compute(batch, plan.rows, await_history) if batch is not None else ())
         outputs = tuple(None if row.sample is None else next(sampled) for row in plan.rows)
-        compute_s = time.perf_counter() - started_s
-        return StepOutput(outputs, compute_s, self._num_borrowed() - num_borrowed)
+        fused, before = self.decoder.fused, self._num_borrowed
+        self._num_borrowed = 0 if fused is None else fused.num_borrowed
+        return StepOutput(outputs, time.perf_counter() - started_s, self._num_borrowed - before)
 
     def warm_up(self) -> float:
         """Compute a prefill and a decode step before anyone waits for one; returns seconds.
@@ -105,10 +111,6 @@ class ModelRunner:
             )
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
-
-    def _num_borrowed(self) -> int:
-        fused = self.decoder.fused
-        return 0 if fused is None else fused.num_borrowed
 
     def _compute(
         self, batch: PackedBatch, rows: tuple[Row, ...], await_history: Callable[[], object] | None

@@ -92,6 +92,7 @@ class NativeForward:
         self._model = model
         self._layers = len(weights.layers)
         weakref.finalize(self, library.baton_model_destroy, model)
+        self._has_guests = seat is not None
         if seat is not None:
             borrow(library, model, seat)
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
@@ -188,6 +189,8 @@ class NativeForward:
 
     @property
     def num_borrowed(self) -> int:
+        if not self._has_guests:
+            return 0
         count: int = self._library.baton_model_num_borrowed(self._model)
         return count
 

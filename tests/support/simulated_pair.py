@@ -134,6 +134,7 @@ class SimulatedPair:
         self.unproven: list[tuple[Node, Peer]] = []  # D nodes that wait for the proof of a writer's death
         self.failing: set[WorkerId] = set()
         self.num_steps = Counter[str]()
+        self.num_went_on = 0  # steps that were not asked for
         self.bytes_sent = 0
         for worker in (*prefills, *decodes):
             self._start(worker, Epoch(1))
@@ -486,6 +487,7 @@ class SimulatedPair:
             self._handle(node, StepDone(output))
             return
         self._begin(node, following)
+        self.num_went_on += 1
         node.outcome = StepDone(output, went_on=True)
 
     def _tell(self, node: Node, outcome: StepDone) -> None:
