@@ -2,10 +2,11 @@
 //
 // 1. The caller describes the model once (`baton_model_create`): sizes, and pointers to weights that it keeps alive.
 // 2. `baton_forward` checks every index of the batch, sizes its work memory, and wakes the team of threads.
-// 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
-//    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention splits items.
-//    Who is done takes pieces from who is not. A barrier stands wherever one thread reads what another wrote: few rows
-//    are normed by every thread for itself, and gates meet the ups of their columns where these are multiplied.
+// 3. The ranks of the team walk the layers together; few threads are one rank and its helpers (`Model::kMostHelped`).
+//    Products split their panels over ranks, the same share in every step, so a core streams the same weights each
+//    time; row-wise work splits rows, columns or heads; attention splits items. Who is done takes pieces from who is
+//    not. A barrier stands wherever one rank reads what another wrote: few rows are normed by every rank for itself,
+//    and gates meet the ups of their columns where these are multiplied.
 // 4. The largest logit of each row, and of each block of it, is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
@@ -56,7 +57,12 @@ public:
     Model(const Sizes& sizes, const Layer* layers, const void* embedding, const void* final_norm, const void* lm_head,
           const float* cos, const float* sin, float eps, float scale, int64_t num_threads)
         : sizes(sizes), layers(layers, layers + sizes.num_layers), embedding(embedding), final_norm(final_norm),
-          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale), team(num_threads) {}
+          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale),
+          team(num_threads > kMostHelped ? num_threads : 1, num_threads > kMostHelped ? 0 : num_threads - 1) {}
+
+    // One rank and helpers, as far as a stage has pieces for all: a thread whose core somebody else has holds up no more
+    // than the piece it has taken. More threads are ranks, which begin stages together.
+    static constexpr int64_t kMostHelped = 4;
 
     const Sizes sizes;
     const std::vector<Layer> layers;
@@ -358,13 +364,15 @@ int64_t baton_model_borrow(void* model, const char* board_path, int64_t num_core
     return 0;
 }
 
+int64_t baton_model_num_ranks(void* model) { return static_cast<Model*>(model)->team.size(); }
+
 int64_t baton_model_num_borrowed(void* model) { return static_cast<Model*>(model)->team.num_borrowed(); }
 
 void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
 
 int64_t baton_num_stages() { return int64_t(StepStage::kCount); }
 
-// From the next step on, `seconds` [num_threads, stages, 2] is added to: work and waiting per stage. Null: no longer.
+// From the next step on, `seconds` [ranks, stages, 2] is added to: work and waiting per stage. Null: no longer.
 void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(model)->profile = seconds; }
 
 // One step; one caller at a time. Returns a Fault, whose place in its array is in *index; nothing is written then.

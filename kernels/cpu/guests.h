@@ -1,4 +1,4 @@
-// Threads of a team on cores that belong to other workers, there only while the owners rest.
+// Threads that help a team: its own, and those on cores of other workers, there only while the owners rest.
 //
 // 1. Rank 0 calls `recruit` at the start of a step and at every layer: for each core whose owners are idle it takes
 //    the core's lock and wakes the thread that sleeps for this core.
@@ -21,12 +21,12 @@ namespace baton {
 
 struct LentCore {
     int64_t core;                 // by which the board locks it
-    std::vector<int64_t> owners;  // workers
+    std::vector<int64_t> owners;  // workers; none: the team's own, which nobody else may take
 };
 
 class Guests {
 public:
-    // `stages` are those of the team's ranks and outlive this object.
+    // `stages` are those of the team's ranks and outlive this object. `board` may be null where no core has owners.
     Guests(std::unique_ptr<CoreBoard> board, const std::vector<LentCore>& cores, std::vector<Stage>& stages)
         : board_(std::move(board)), stages_(stages) {
         for (const LentCore& core : cores) guests_.push_back(std::make_unique<Guest>(core));
@@ -48,7 +48,7 @@ public:
             if (is_start)
                 for (int64_t owner : guest->lent.owners)
                     if (board_->is_busy(owner)) board_->bury(owner);
-            if (!may_come(guest->lent) || !board_->claim(guest->lent.core)) continue;
+            if (!may_come(guest->lent) || (is_lent(guest->lent) && !board_->claim(guest->lent.core))) continue;
             num_away_.fetch_add(1, std::memory_order_relaxed);
             guest->place.store(kAway, std::memory_order_release);
             guest->place.notify_one();
@@ -69,7 +69,7 @@ public:
 
     int64_t size() const { return int64_t(guests_.size()); }
     int64_t num_away() const { return num_away_.load(std::memory_order_relaxed); }
-    // Pieces that guests have done since the beginning.
+    // Pieces that were done on lent cores since the beginning.
     int64_t num_pieces() const { return num_pieces_.load(std::memory_order_relaxed); }
 
 private:
@@ -82,6 +82,8 @@ private:
         std::atomic<uint32_t> place{kHome};
         std::thread thread;
     };
+
+    static bool is_lent(const LentCore& core) { return !core.owners.empty(); }
 
     bool may_come(const LentCore& lent) const {
         for (int64_t owner : lent.owners)
@@ -102,7 +104,7 @@ private:
             for (int64_t spins = 0; may_stay(guest.lent);) {
                 const uint32_t seen = news_.load();
                 if (help(first_stage)) {
-                    num_pieces_.fetch_add(1, std::memory_order_relaxed);
+                    num_pieces_.fetch_add(is_lent(guest.lent), std::memory_order_relaxed);
                     spins = 0;
                 } else if (++spins < kSpins) {
                     relax();
@@ -113,7 +115,7 @@ private:
                     break;
                 }
             }
-            board_->release(guest.lent.core);
+            if (is_lent(guest.lent)) board_->release(guest.lent.core);
             num_away_.fetch_sub(1, std::memory_order_relaxed);
             guest.place.store(kHome);
             if (stopping_) return;

@@ -115,7 +115,7 @@ def run_all(engine: Engine) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]
     return [step(engine, rows) for rows in batches(engine)]
 
 
-@pytest.mark.parametrize(("num_threads", "num_lent"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("num_threads", "num_lent"), [(1, 1), (1, 2), (2, 1), (5, 1)])
 @pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
 def test_bits_are_the_same_while_guests_come_and_go(
     dtype: Dtype, num_threads: int, num_lent: int, script: Script, prepared_of: Any
@@ -168,6 +168,14 @@ def test_guests_go_home_without_work_and_at_the_end(script: Script, prepared_of:
     del engine  # perhaps while they are there
     assert watcher.claim(1)
     assert watcher.claim(2)
+
+
+def test_a_teams_own_helpers_are_no_guests(prepared_of: Any) -> None:
+    engine = Engine(prepared_of(Dtype.FP32), CpuBackend(3))
+    for _ in range(20):
+        run_all(engine)
+    assert fused(engine)._library.baton_model_num_ranks(fused(engine)._model) == 1
+    assert fused(engine)._library.baton_model_num_borrowed(fused(engine)._model) == 0
 
 
 def test_one_guest_at_a_time_on_a_core(script: Script, prepared_of: Any) -> None:
