@@ -181,7 +181,7 @@ private:
             norm_rows(rows.begin, rows.end);
             watch.lap(StepStage::kNorm);
         } else {
-            model_.team.divide(rank, rows.begin, rows.end, 1, 16, norm_rows);
+            model_.team.divide(rank, rows.begin, rows.end, 1, 8, norm_rows);
             meet(watch, StepStage::kNorm);
         }
         return target;
@@ -239,7 +239,7 @@ private:
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
     void heads(int64_t rank, const Share& share, const Layer& layer, int64_t index) {
-        model_.team.divide(rank, share.begin, share.end, 1, 128,
+        model_.team.divide(rank, share.begin, share.end, 1, 32,
                            [&](int64_t begin, int64_t end) { heads(begin, end, layer, index); });
     }
 
