@@ -58,11 +58,11 @@ public:
           const float* cos, const float* sin, float eps, float scale, int64_t num_threads)
         : sizes(sizes), layers(layers, layers + sizes.num_layers), embedding(embedding), final_norm(final_norm),
           lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale),
-          team(num_threads > kMostHelped ? num_threads : 1, num_threads > kMostHelped ? 0 : num_threads - 1) {}
+          team(num_threads, num_threads > kMostHelped ? 0 : num_threads - 1) {}
 
-    // One rank and helpers, as far as a stage has pieces for all: a thread whose core somebody else has holds up no more
-    // than the piece it has taken. More threads are ranks, which begin stages together.
-    static constexpr int64_t kMostHelped = 4;
+    // Few threads are one rank and its helpers in a short step: whoever loses its core to another process then holds up
+    // no more than the piece it has taken, while a rank is waited for. Longer steps gain more by sharing all work.
+    static constexpr int64_t kMostHelped = 4, kMostHelpedTokens = 64;
 
     const Sizes sizes;
     const std::vector<Layer> layers;
@@ -364,8 +364,6 @@ int64_t baton_model_borrow(void* model, const char* board_path, int64_t num_core
     return 0;
 }
 
-int64_t baton_model_num_ranks(void* model) { return static_cast<Model*>(model)->team.size(); }
-
 int64_t baton_model_num_borrowed(void* model) { return static_cast<Model*>(model)->team.num_borrowed(); }
 
 void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
@@ -387,6 +385,7 @@ int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t
                       best, maxima};
     const Fault fault = check(m, batch, index);
     if (fault != Fault::kNone) return int64_t(fault);
+    m.team.gather(num_tokens <= Model::kMostHelpedTokens);
     if (m.sizes.is_bf16) {
         Pass<bf16> pass(m, batch);
         m.team.run([&](int64_t rank) { pass.run(rank); });

@@ -55,6 +55,9 @@ public:
         }
     }
 
+    // Between steps: whether the team's own threads take part in the next one.
+    void want_helpers(bool wanted) { wants_helpers_.store(wanted, std::memory_order_relaxed); }
+
     // There is something to take.
     void news() {
         news_.fetch_add(1);
@@ -86,12 +89,14 @@ private:
     static bool is_lent(const LentCore& core) { return !core.owners.empty(); }
 
     bool may_come(const LentCore& lent) const {
+        if (!is_lent(lent)) return wants_helpers_.load(std::memory_order_relaxed);
         for (int64_t owner : lent.owners)
             if (!board_->is_idle(owner)) return false;
         return true;
     }
 
     bool may_stay(const LentCore& lent) const {
+        if (!is_lent(lent) && !wants_helpers_.load(std::memory_order_relaxed)) return false;
         for (int64_t owner : lent.owners)
             if (board_->is_busy(owner)) return false;
         return !stopping_.load(std::memory_order_relaxed);
@@ -142,7 +147,7 @@ private:
 
     const std::unique_ptr<CoreBoard> board_;
     std::vector<Stage>& stages_;
-    std::atomic<bool> stopping_{false}, in_step_{false};
+    std::atomic<bool> stopping_{false}, in_step_{false}, wants_helpers_{false};
     std::atomic<uint32_t> news_{0};
     std::atomic<int64_t> num_away_{0}, num_pieces_{0};
     std::vector<std::unique_ptr<Guest>> guests_;

@@ -50,7 +50,6 @@ SIGNATURES = {
     "baton_paged_attention": "pipiiiiiipppiiiifpiiii",
     "baton_model_create": "pppppppffip",
     "baton_model_borrow": "ppipppi",
-    "baton_model_num_ranks": "pi",
     "baton_model_num_borrowed": "pi",
     "baton_model_destroy": "p-",
     "baton_num_stages": "i",

@@ -56,7 +56,7 @@ class NativeForward:
         OSError: cores cannot be borrowed as `seat` says.
         RuntimeError: the threads cannot be started.
         """
-        self._library, self._shape = library, shape
+        self._library, self._shape, self._num_threads = library, shape, num_threads
         self._dtype = weights.embedding.dtype
         is_bf16 = check(weights.embedding, 2, "embedding")
         self._vocab_size = weights.embedding.shape[0]
@@ -179,12 +179,9 @@ class NativeForward:
             self._copies = kept
 
     def start_profile(self) -> Tensor:
-        """Seconds [ranks, len(STAGES), 2] that later steps add to: work, and waits at a stage's end.
-
-        Ranks are the threads that walk through the whole pass; others only help them.
-        """
-        num_ranks = self._library.baton_model_num_ranks(self._model)
-        self._profile = torch.zeros(num_ranks, len(STAGES), 2, dtype=torch.float64)
+        """Seconds [num_threads, len(STAGES), 2] that later steps add to: work, and waits at a stage's end. A
+        thread that only helps in a step adds nothing to it."""
+        self._profile = torch.zeros(self._num_threads, len(STAGES), 2, dtype=torch.float64)
         self._library.baton_model_profile(self._model, self._profile.data_ptr())
         return self._profile
 

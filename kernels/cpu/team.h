@@ -20,11 +20,12 @@ namespace baton {
 
 class Team {
 public:
-    // `num_helpers` threads take pieces of what the ranks `divide`, and nothing waits for them to come.
+    // `num_helpers` threads are there for steps of one rank (`gather`): they take pieces of what it divides, and nothing
+    // waits for them to come.
     explicit Team(int64_t num_ranks, int64_t num_helpers = 0)
-        : size_(num_ranks), helpers_(size_t(num_helpers)), stages_(size_t(num_ranks)) {
+        : num_ranks_(num_ranks), size_(num_ranks), helpers_(size_t(num_helpers)), stages_(size_t(num_ranks)) {
         if (num_helpers > 0) guests_.emplace(nullptr, helpers_, stages_);
-        for (int64_t rank = 1; rank < size_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
+        for (int64_t rank = 1; rank < num_ranks_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
     }
     ~Team() {
         stopping_ = true;
@@ -34,6 +35,14 @@ public:
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
+    // Before a step: it has one rank and the helpers, if there are any, or all ranks and no helper.
+    void gather(bool as_one) {
+        const bool with_helpers = as_one && !helpers_.empty();
+        size_ = with_helpers ? 1 : num_ranks_;
+        if (guests_) guests_->want_helpers(with_helpers);
+    }
+
+    // Ranks of this step.
     int64_t size() const { return size_; }
     // Threads that may work on one `divide`.
     int64_t most() const { return size_ + (guests_ ? guests_->size() : 0); }
@@ -118,7 +127,8 @@ private:
         }
     }
 
-    const int64_t size_;
+    const int64_t num_ranks_;
+    int64_t size_;
     const std::function<void(int64_t)>* body_ = nullptr;
     bool stopping_ = false;
     alignas(64) std::atomic<uint32_t> jobs_{0};
