@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from cluster.ids import BlockHash
@@ -35,11 +36,13 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+@lru_cache
 def namespace_key(namespace: str) -> bytes:
     """The BLAKE2b key of a namespace, 32 bytes, whatever the namespace's length."""
     return blake2b(namespace.encode(), digest_size=32, person=b"baton-namespace").digest()
 
 
+@lru_cache
 def root_hash(key: bytes, block_size: int, salt: str) -> BlockHash:
     """Where a chain begins: the parent of a first block."""
     salt_bytes = salt.encode()

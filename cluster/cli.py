@@ -47,13 +47,14 @@ def serve(config: Path | None, dry_run: bool, **settings: str | None) -> None:
     Every option can also be set as BATON_OPTION in the environment, or as a key of the --config file.
     """
     from cluster.admin_address import shown_admin_port
-    from cluster.config import describe
-    from cluster.config_sources import resolve_config
+    from cluster.config_sources import describe, resolve_config, shown_kv_bytes
+    from cluster.wire.messages import Role
 
     flags = {name: value for name, value in settings.items() if value is not None}
     resolved = resolve_config(flags, os.environ, config)
     if dry_run:
         derived = {"admin_port": shown_admin_port(resolved.config)}
+        derived |= {f"{role.value}_kv_bytes": shown_kv_bytes(resolved.config, role) for role in Role}
         typer.echo(describe(resolved.config, resolved.origins, derived))
         return
     _serve(resolved.config)

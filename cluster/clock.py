@@ -4,6 +4,13 @@ import time
 from typing import Protocol
 
 
+def soonest(one: float | None, other: float | None) -> float | None:
+    """Of two deadlines; None: nothing waits there."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
 class Clock(Protocol):
     """Monotonic seconds; the zero is arbitrary, only differences mean something."""
 

@@ -2,6 +2,7 @@
 
 1. `setting_infos` reads the fields of `ClusterConfig`: one table behind flags, variables, file keys and help.
 2. `resolve_config` takes each field from the first source that has it, checks it, and notes the origin.
+3. `describe` shows the result.
 
 A key that no field has is an error with a suggestion, in every source.
 """
@@ -20,8 +21,10 @@ import msgspec
 import yaml
 
 from cluster.cluster_token import TOKEN_VARIABLE
-from cluster.config import ClusterConfig
+from cluster.config import DEFAULT_KV_BYTES, ClusterConfig
 from cluster.errors import ConfigError
+from cluster.request_config import RequestConfig
+from cluster.wire.messages import Role
 
 ENV_PREFIX: Final = "BATON_"
 CONFIG_FILE_VARIABLE: Final = "BATON_CONFIG"
@@ -64,9 +67,12 @@ class ResolvedConfig:
 
 
 def setting_infos() -> tuple[SettingInfo, ...]:
+    """In the order in which they are shown: those of requests come last."""
     info = msgspec.inspect.type_info(ClusterConfig)
     assert isinstance(info, msgspec.inspect.StructType)
-    return tuple(_setting_info(field) for field in info.fields)
+    num_of_requests = len(RequestConfig.__struct_fields__)  # a base's fields come first
+    fields = (*info.fields[num_of_requests:], *info.fields[:num_of_requests])
+    return tuple(map(_setting_info, fields))
 
 
 def resolve_config(
@@ -96,6 +102,27 @@ def resolve_config(
         values[name] = _convert(info, value, origin)
         origins[name] = origin
     return ResolvedConfig(ClusterConfig(**values), origins)
+
+
+def shown_kv_bytes(config: ClusterConfig, role: Role) -> str:
+    """KV memory of a worker where nobody has said how much."""
+    default = str(DEFAULT_KV_BYTES[role])
+    on_gpu = f"{config.gpu_memory_share:g} of what a GPU has left"
+    return {"triton": on_gpu, "auto": f"{default}, or {on_gpu}"}.get(config.backend, default)
+
+
+def describe(config: ClusterConfig, origins: Mapping[str, str], derived: Mapping[str, str]) -> str:
+    """One `name = value  (origin)` line per setting: what `--dry-run` prints. `derived`: values that follow
+    from other settings, instead of those nobody has given."""
+    names = [info.name for info in setting_infos()]
+    width = max(map(len, names))
+
+    def line(name: str) -> str:
+        if name in derived and name not in origins:
+            return f"{name:<{width}} = {derived[name]}  (derived)"
+        return f"{name:<{width}} = {getattr(config, name)}  ({origins.get(name, 'default')})"
+
+    return "\n".join(map(line, names))
 
 
 def parse_size(text: str) -> int | None:
@@ -182,6 +209,8 @@ def _convert(info: SettingInfo, value: Any, origin: str) -> Any:
     try:
         if isinstance(value, bool):  # YAML reads `yes` as one; no setting is
             raise msgspec.ValidationError(f"{value} is no setting")
+        if converted is None and value is not None:
+            raise msgspec.ValidationError(f"{value} is no size")
         return getattr(msgspec.convert({info.name: converted}, ClusterConfig, strict=False), info.name)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{info.flag}: expected {info.expected}, got `{value}` (from {origin})") from error

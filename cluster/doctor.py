@@ -65,6 +65,7 @@ def run_checks(environment: Mapping[str, str]) -> tuple[Check, ...]:
         _memory(),
         _shared_memory(),
         _loopback(),
+        _kv_edge(config),
         _open_files(),
         *_ports(config),
         _attempt("model", lambda: preflight.check_model(config.model), f"{config.model} is there"),
@@ -193,6 +194,11 @@ def _loopback() -> Check:
     except OSError as error:
         return Check("loopback", False, f"it cannot be used: {error.strerror}")
     return Check("loopback", True, f"{speed / 1e9:.1f} GB/s over one TCP stream")
+
+
+def _kv_edge(config: ClusterConfig) -> Check:
+    """The one that was asked for."""
+    return _attempt("kv edge", partial(preflight.check_kv_edge, config), f"`{config.kv_edge}` can be used")
 
 
 def _open_files() -> Check:

@@ -3,12 +3,14 @@
 1. The thread loads the model and calibrates: `loaded` tells the event loop how long steps take here.
 2. The event loop calls `submit(plan)`; at most one plan is in flight.
 3. The thread runs it; the GIL is released, so messages go on being handled meanwhile.
-4. `StepDone` or `StepFailed` is scheduled on the loop.
+4. `StepDone` or `StepFailed` is scheduled on the loop. After a `DeviceLost`, `on_stuck` is called as well.
 5. With leave given before (`allow`), the thread goes on to the next step at once, if it is the same rows'
    (`cluster.engine.following`): what follows a step on the loop, and its message, then cost no time between
    steps. Its tokens are sampled when the loop has dealt with the step before: histories are complete then.
 6. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
+7. `close` returns when the thread has ended, and with it the model. The interpreter ends a thread that still
+   frees tensors while it exits, and the C++ in that thread's stack then aborts the process.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import TypeVar
 
 from cluster.engine.batch import Runner, StepPlan
 from cluster.engine.following import following_plan
+from cluster.errors import DeviceLost, StepError
 from cluster.step_model import StepModel
 from cluster.step_watchdog import MIN_S, StepWatchdog
 from cluster.worker_io import StepDone, StepFailed
@@ -57,10 +60,9 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watchdog: asyncio.TimerHandle | None = None
-        self._may_go_on = False
+        self._may_go_on = self._is_closing = False
         self._untold = threading.Lock()  # held from a step that goes on until the loop has dealt with it
         self._loaded: asyncio.Future[StepModel | None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
@@ -79,14 +81,15 @@ class EngineThread:
     def allow(self, may_go_on: bool) -> None:
         """Whether the step in flight may be followed by one with the same rows. Holds for one step: after a
         `StepDone` that went on it is to be said anew, within `on_outcome`."""
-        self._may_go_on = may_go_on
+        self._may_go_on = may_go_on and not self._is_closing
 
     async def close(self, timeout_s: float) -> None:
         """Let the step in flight end, then end the thread; gives up after `timeout_s`."""
+        self._is_closing = True
+        self.allow(False)
         self._plans.put(None)
-        try:
-            await asyncio.wait_for(asyncio.shield(self._ended), timeout_s)
-        except TimeoutError:
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._thread.is_alive():
             logger.warning("the step in flight did not end within %.0f s; leaving it behind", timeout_s)
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -129,7 +132,6 @@ class EngineThread:
             following = self._step(runner, plan, None)
             while following is not None:
                 following = self._step(runner, following, self._await_history)
-        self._post(_resolve, self._ended, None)
 
     def _step(
         self, runner: Runner, plan: StepPlan, await_history: Callable[[], object] | None
@@ -137,18 +139,25 @@ class EngineThread:
         """Run a step and hand its outcome over; what to run next without being asked."""
         following = None
         outcome: StepDone | StepFailed
+        lost: str | None = None
         try:
             output = runner.run(plan, await_history)
             if self._may_go_on:
                 self._may_go_on = False
                 following = following_plan(plan, output)
             outcome = StepDone(output, went_on=following is not None)
+        except (StepError, DeviceLost) as error:  # sentences that say it all
+            logger.error("%s", error)
+            outcome = StepFailed(str(error))
+            lost = str(error) if isinstance(error, DeviceLost) else None
         except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
             logger.exception("a step of %d rows failed", len(plan.rows))
             outcome = StepFailed(f"{type(error).__name__}: {error}")
         if following is not None:
             self._untold.acquire()
         self._post(self._outcome, plan, outcome, following)
+        if lost is not None:
+            self._post(self._on_stuck, lost)
         return following
 
     def _await_history(self) -> None:

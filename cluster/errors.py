@@ -19,6 +19,8 @@
     ├── WireError              the peer sent something we refuse to read
     │   ├── AuthenticationError
     │   └── ProtocolError        unknown tag, field or version; oversized frame; garbage
+    ├── StepError              a step could not be computed: its requests fail, the worker goes on
+    ├── DeviceLost             the device computes no more for this process: the worker ends
     └── EdgeError              a KV transfer failed; the attempt fails closed
 """
 
@@ -147,3 +149,11 @@ class ProtocolError(WireError):
 
 class EdgeError(BatonError):
     """A KV edge broke or refused; no token may be computed from what it carried."""
+
+
+class StepError(BatonError):
+    """A step could not be computed, for a reason that the next one need not have."""
+
+
+class DeviceLost(BatonError):
+    """The device cannot be used by this process any more; another process can."""

@@ -37,6 +37,7 @@ from cluster.launch_guard import Guard
 from cluster.launch_local import LocalSession
 from cluster.launch_plan import (
     ENTRIES,
+    QUIET_RAY,
     RoleSpec,
     Site,
     plan_roles,
@@ -65,6 +66,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
     preflight.check_redis(config)
+    preflight.check_kv_edge(config)
     choose_launcher(config, can_import_ray())
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)
@@ -202,6 +204,8 @@ def _start_ray(
     Raises:
         ConfigError: Ray cannot be imported, started or joined.
     """
+    for name, value in QUIET_RAY.items():
+        os.environ.setdefault(name, value)
     if config.address is None:
         auth_token = runtime_dir.path / "ray_token"
         write_private(auth_token, secrets.token_hex(32).encode())

@@ -11,10 +11,10 @@ import os
 import signal
 import threading
 
-from cluster.config import load_config
 from cluster.errors import ConfigError
 from cluster.launch_processes import process_place
 from cluster.preflight import check_own_packages
+from cluster.role_config import load_config
 from cluster.role_process import StopSwitch, load_entry, one_line, serve_role
 
 NUM_THREADS = 5  # run, wait_ready, responds, stop, and one to spare

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from cluster.config import RouterConfig, WorkerConfig
+from cluster.role_config import RouterConfig, WorkerConfig
 
 MAX_PACKET_BYTES: Final = 1 << 17  # any Linux takes so much at once
 

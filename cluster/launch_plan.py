@@ -6,22 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from cluster.admin_address import admin_address
-from cluster.config import (
-    KV_ADDRESS_BY_ROUTE,
-    ClusterConfig,
-    LogConfig,
-    RequestConfig,
-    RouterConfig,
-    WorkerConfig,
-    threads_per_worker,
-)
+from cluster.config import ClusterConfig, WorkerEdgeKind, threads_per_worker
 from cluster.core_board import CoreShare, share_cores
 from cluster.ids import Epoch, RouterId, WorkerId
+from cluster.request_config import RequestConfig
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, LogConfig, RouterConfig, WorkerConfig
 from cluster.wire.messages import Role
 
 ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
@@ -73,6 +67,11 @@ class Site:
     router_host: str | None = None  # this machine's address in a joined cluster
     router_control_ports: tuple[int, ...] = (0,)  # of each router there
     launcher_pid: int | None = None
+
+
+# Ray would tell a worker's death on the terminal, in ten lines; the launcher does so in one, with what comes
+# of it. Ray's own logs keep it. Read when `ray` is imported, and only of what this process prints.
+QUIET_RAY: Final = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed"}
 
 
 def private_ray_environment(auth_token_file: Path) -> dict[str, str]:
@@ -202,8 +201,6 @@ def worker_config(
     is_decode = role is Role.DECODE
     is_one_host = site.router_host is None
     kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
-    edge: Literal["shm", "gloo", "local"]
-    edge = ("shm" if is_one_host else "gloo") if config.kv_edge == "auto" else config.kv_edge
     return WorkerConfig(
         cluster_token=site.cluster_token,
         served_model_name=site.served_model_name,
@@ -232,8 +229,18 @@ def worker_config(
         max_num_seqs=config.max_num_seqs,
         max_chunk_tokens=config.local_chunk if is_decode else config.prefill_chunk,
         kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
-        kv_edge=edge,
+        gpu_memory_share=config.gpu_memory_share,
+        kv_edge=choose_edge(config, is_one_host),
+        max_kv_edges=config.max_kv_edges,
     )
+
+
+def choose_edge(config: ClusterConfig, is_one_host: bool) -> WorkerEdgeKind:
+    """How KV moves: as asked; otherwise in a way that needs no device, through shared memory where both ends
+    are sure to keep it there."""
+    if config.kv_edge != "auto":
+        return config.kv_edge
+    return "shm" if is_one_host and config.backend in ("cpu", "reference") else "gloo"
 
 
 def _seconds(milliseconds: float | None) -> float | None:

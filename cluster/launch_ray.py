@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import dump_config
 from cluster.errors import ConfigError
 from cluster.launch_actors import NUM_THREADS, RoleActor
 from cluster.launch_plan import RoleSpec
 from cluster.launch_processes import kill_process, open_visible, wait_ended
 from cluster.launch_session import PLACE_TIMEOUT_S
+from cluster.role_config import dump_config
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; nothing of ours goes through it
 END_TIMEOUT_S: Final = 2.0

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from cluster.step_fit import StepModelFit
+from cluster.step_fit import StepModelFit, median, quantile
 from cluster.step_model import StepModel, StepWork
 
 ASSUMED: Final = StepModel(
@@ -55,8 +55,8 @@ class LiveStepModel:
         if self._num_observed % REFIT_EVERY and self._num_observed not in _FIRST_REFITS:
             return False
         errors = self._errors[: self._num_observed]
-        self.error = float(np.median(np.abs(errors)))
-        self.error_p90 = float(np.quantile(errors, 0.9))
+        self.error = median(np.abs(errors))
+        self.error_p90 = quantile(errors, 0.9)
         self.model = self._fit.fit(self.model, _REFIT_ROUNDS)
         self.is_measured = True
         return True

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from cluster.config import LogConfig
 from cluster.request_context import current_request
+from cluster.role_config import LogConfig
 
 MAX_FILE_BYTES: Final = 10 << 20
 NUM_OLD_FILES: Final = 2

@@ -2,7 +2,8 @@
 
 1. `check_own_packages` runs first in every process: our import names are common words (Hugging Face ships a
    `kernels`), and a foreign package in their place fails in ways nobody would guess.
-2. The launcher then checks what would otherwise fail late: ports, model path, limits that would limit nobody.
+2. The launcher then checks what would otherwise fail late: ports, model path, a GPU where KV is to move
+   between them, limits that would limit nobody.
 """
 
 from __future__ import annotations
@@ -122,6 +123,19 @@ def check_redis(config: ClusterConfig) -> None:
             )
     if config.redis is not None:
         check_address(config.redis)
+
+
+def check_kv_edge(config: ClusterConfig) -> None:
+    """Of workers on this machine; those of a cluster that is joined look for themselves.
+
+    Raises:
+        ConfigError: KV is to move between GPUs, and there is none here.
+    """
+    if config.kv_edge in ("auto", "shm", "gloo") or config.address is not None:
+        return
+    from cluster.kv.edges import check_kind, edge_kind  # torch: only who asks for a GPU waits for it
+
+    check_kind(edge_kind(config.kv_edge))
 
 
 def check_model(model: str) -> str:

@@ -11,15 +11,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from cluster.admin_address import is_loopback
-from cluster.config import KV_ADDRESS_BY_ROUTE, ClusterConfig, RequestConfig, RouterConfig, WorkerConfig
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.ids import Epoch
-from cluster.launch_plan import Site, router_config, worker_config
+from cluster.launch_plan import Site, choose_edge, router_config, worker_config
+from cluster.request_config import RequestConfig
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig
 from cluster.wire.address import TcpAddress, parse_address
 from cluster.wire.messages import Role
 
@@ -32,7 +34,8 @@ _EVERY_ROLE: Final = (
     *("cluster_token_file", "log_dir", "log_level", "log_format"),
 )
 _EVERY_WORKER: Final = (
-    *(*_EVERY_ROLE, "kv_dtype", "kv_edge", "threads_per_worker", "max_model_len", "max_num_seqs"),
+    *(*_EVERY_ROLE, "kv_dtype", "kv_edge", "max_kv_edges"),
+    *("threads_per_worker", "gpu_memory_share", "max_model_len", "max_num_seqs"),
 )
 SETTINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -87,8 +90,6 @@ def config_by_hand(
         parse_address(hand.kv_address)
     is_one_host = all(not isinstance(one, TcpAddress) or is_loopback(one.host) for one in parsed)
     kind = Role(role)
-    edge: Literal["shm", "gloo"]
-    edge = ("shm" if is_one_host else "gloo") if config.kv_edge == "auto" else config.kv_edge
     own = worker_config(
         config, site, kind, hand.name, config.threads_per_worker or num_cores, None, hand.routers
     )
@@ -96,6 +97,6 @@ def config_by_hand(
         own,
         epoch=Epoch(hand.epoch),
         kv_address=hand.kv_address if kind is Role.DECODE else None,
-        kv_edge=edge,
+        kv_edge=choose_edge(config, is_one_host),
         join_timeout_s=config.start_timeout_s,
     )

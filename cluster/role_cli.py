@@ -22,19 +22,13 @@ import msgspec
 
 from cluster import preflight
 from cluster.cluster_token import exposure, resolve_cluster_token
-from cluster.config import (
-    KV_ADDRESS_BY_ROUTE,
-    ClusterConfig,
-    RouterConfig,
-    WorkerConfig,
-    load_config,
-    num_available_cores,
-)
+from cluster.config import ClusterConfig, num_available_cores
 from cluster.config_sources import resolve_config, setting_infos
 from cluster.errors import BatonError, ConfigError, ModelError
 from cluster.launch_plan import ENTRIES, process_environment
 from cluster.launch_prepare import start_preparation
 from cluster.role_by_hand import ROUTER, ROUTER_ADDRESS, SETTINGS, ByHand, config_by_hand
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig, load_config
 from cluster.role_launched import run_launched
 from cluster.role_process import FORCED_EXIT_CODE, StopSwitch, serve_role, stop_on_signals
 from cluster.wire.messages import Role

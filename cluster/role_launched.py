@@ -15,7 +15,6 @@ import threading
 from concurrent.futures import Future
 from typing import Final
 
-from cluster.config import RouterConfig, WorkerConfig
 from cluster.launch_channel import (
     MAX_PACKET_BYTES,
     Alive,
@@ -32,6 +31,7 @@ from cluster.launch_channel import (
 )
 from cluster.launch_processes import die_with_parent
 from cluster.preflight import check_own_packages
+from cluster.role_config import RouterConfig, WorkerConfig
 from cluster.role_process import StopSwitch, load_entry, one_line, serve_role, stop_on_signals
 
 PROBE_S: Final = 4.0  # an event loop that takes longer gives no sign of life

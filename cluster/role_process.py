@@ -21,9 +21,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from cluster.config import RouterConfig, WorkerConfig
 from cluster.errors import BatonError
 from cluster.logging_setup import configure_logging
+from cluster.role_config import RouterConfig, WorkerConfig
 
 FORCED_EXIT_CODE = 130
 

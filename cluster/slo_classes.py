@@ -12,14 +12,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 from cluster.step_model import StepModel, chunk_attention
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
+class Targets(msgspec.Struct, frozen=True):
     """What a request is promised, in seconds."""
 
     ttft_s: float
@@ -57,8 +57,7 @@ class Prompt(Protocol):
 P = TypeVar("P", bound=Prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeBatch:
+class DecodeBatch(msgspec.Struct, frozen=True):
     """What decodes here.
 
     `budget_s`: how long the next step may take, the least `step_budget_s` of the streams; None without one.
@@ -81,8 +80,7 @@ def prefill_s(model: StepModel, num_tokens: int, num_computed: int) -> float:
     return model.per_token_s * rest + model.per_attention_s * chunk_attention(num_computed, rest)
 
 
-@dataclass(frozen=True, slots=True)
-class Classes(Generic[P]):
+class Classes(msgspec.Struct, Generic[P], frozen=True):
     on_time: Sequence[P]  # by deadline
     demoted: Sequence[P]  # by deadline
     work_s: float  # prefill of those on time

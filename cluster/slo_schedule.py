@@ -48,6 +48,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Generic
 
+import msgspec
+
 from cluster.slo_classes import DecodeBatch, P, Prompt, Targets, classify, prefill_s, shortest_first
 from cluster.slo_step import StepFilling
 from cluster.step_model import StepModel, StepWork
@@ -91,8 +93,7 @@ def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> fl
     return min(budget_s, targets.gap_s * settings.safety)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan(Generic[P]):
+class StepPlan(msgspec.Struct, Generic[P], frozen=True):
     """(prompt, tokens) to compute, and how many of the rows that yield are in the step."""
 
     chunks: list[tuple[P, int]]
@@ -144,7 +145,8 @@ class SloScheduler(Generic[P]):
 
     def remove(self, prompt: P) -> None:
         """Raises ValueError if it is not here."""
-        self._demoted = [other for other in self._demoted if other is not prompt]
+        if self._demoted:
+            self._demoted = [other for other in self._demoted if other is not prompt]
         for queue in (self._waiting, self._batch):
             for index, other in enumerate(queue):
                 if other is prompt:
@@ -192,7 +194,8 @@ class SloScheduler(Generic[P]):
             self._credit_s = max(0.0, self._credit_s - yield_s)
         if oldest is not None:
             self._age(oldest, step, tpot_s, now, may_claim=not decode.num_yielding)
-        self._lend(step, overdue, settings.overdue_share, reserve)
+        if overdue:
+            self._lend(step, overdue, settings.overdue_share, reserve)
         on_time = shortest_first(classes, settings.short_slack)
         for prompt in on_time:
             if not step.take(prompt):
@@ -207,7 +210,8 @@ class SloScheduler(Generic[P]):
         if step.num_yielding == decode.num_yielding:
             limit_s = settings.yielding_load * tpot_s - yield_s
             step.keep(reserve)
-            for prompt in islice(self._not_on_time(), settings.max_late_looked_at):
+            waiting = () if oldest is None else islice(self._not_on_time(), settings.max_late_looked_at)
+            for prompt in waiting:
                 if (prompt.load_s <= limit_s or not decode.num_yielding) and not step.take(prompt):
                     break
         if step.is_empty:
@@ -240,6 +244,8 @@ class SloScheduler(Generic[P]):
 
     def _overdue(self, now: float) -> list[P]:
         """Oldest first; batch work never is."""
+        if not self._late:
+            return []
         since_s = now - self.settings.overdue_s
         late = islice(self._late, self.settings.max_late_looked_at)
         return [prompt for prompt in late if prompt.deadline_s <= since_s]
@@ -261,6 +267,8 @@ class SloScheduler(Generic[P]):
                 break
             count += 1
         self.newly_late = self._waiting[:count]
+        if not count:
+            return
         self._late.extend(self.newly_late)
         del self._waiting[:count]
 

@@ -32,6 +32,7 @@ _ANCHOR_WEIGHT = 0.1  # of a prediction of the base model, against a step that r
 _LARGE_RIDGE = 4096.0  # tokens, at most, around which anchors lie
 _LARGE_CONTEXT = 1e7  # keys, at most, in an anchor
 _LARGE_PAIRS = 1e12  # query-key pairs, at most, in an anchor
+_DAMPING = 1e-12 * np.eye(5)  # of the normal equations, their diagonal being 1
 
 
 class StepModelFit:
@@ -53,59 +54,83 @@ class StepModelFit:
 
     def fit(self, start: StepModel | None = None, num_rounds: int = 40) -> StepModel:
         """The base model where no step ran. `start`: the model to improve on."""
-        steps = np.concatenate([ring.rows for ring in self._rings])
-        if not len(steps):
+        steps = np.concatenate([ring.steps for ring in self._rings], axis=1)
+        num_steps = steps.shape[1]
+        if not num_steps:
             return self._base
-        scale = float(np.median(steps[:, 3] / _predict(self._base, steps)))
+        scale = median(steps[3] / _predict(self._base, steps))
         anchors = self._anchors.copy()
-        anchors[:, 3] *= scale
-        rows = np.concatenate([steps, anchors])
-        trust = np.ones(len(rows))
-        trust[len(steps) :] = _ANCHOR_WEIGHT
+        anchors[3] *= scale
+        steps = np.concatenate([steps, anchors], axis=1)
+        trust = np.ones(steps.shape[1])
+        trust[num_steps:] = _ANCHOR_WEIGHT
         model = start or _scaled(self._base, scale)
-        predicted = _predict(model, rows)
+        problem = _Relative(steps)
+        predicted = _predict(model, steps)
         for _ in range(num_rounds):
-            weights = trust / np.maximum(np.abs(predicted / rows[:, 3] - 1), _SMALLEST_ERROR)
+            errors = predicted / steps[3]
+            errors -= 1
+            weights = trust / np.maximum(np.abs(errors), _SMALLEST_ERROR)
             ridge = model.ridge_tokens if model.per_token_s > 0 else self._base.ridge_tokens
-            model = _least_squares(rows, ridge, weights)
-            before, predicted = predicted, _predict(model, rows)
-            if float(np.abs(predicted / before - 1).max()) < _SETTLED:
+            model = problem.solve(ridge, weights)
+            before, predicted = predicted, _predict(model, steps)
+            if max(np.abs(predicted / before - 1).tolist()) < _SETTLED:
                 break
         return model
 
     def error_quantile(self, model: StepModel, share: float) -> float:
         """The `share` quantile of actual / predicted - 1: what a safe prediction adds."""
-        rows = np.concatenate([ring.rows for ring in self._rings])
-        if not len(rows):
+        steps = np.concatenate([ring.steps for ring in self._rings], axis=1)
+        if not steps.size:
             return 0.0
-        return float(np.quantile(rows[:, 3] / _predict(model, rows) - 1, share))
+        return quantile(steps[3] / _predict(model, steps) - 1, share)
+
+
+def median(values: _Array) -> float:
+    """As numpy's, of a few numbers: at a tenth of its price."""
+    return quantile(values, 0.5)
+
+
+def quantile(values: _Array, share: float) -> float:
+    """As numpy's linear one; see `median`."""
+    ordered = sorted(values.tolist())
+    at = (len(ordered) - 1) * share
+    index = int(at)
+    low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
+    rest = at - index
+    return float(high - (high - low) * (1 - rest) if rest >= 0.5 else low + (high - low) * rest)
 
 
 class _Ring:
-    """Rows (tokens, context, attention, seconds), the latest `capacity` of them."""
+    """The latest `capacity` steps: (4, steps) of tokens, context, attention, seconds."""
 
     def __init__(self, capacity: int) -> None:
-        self._all = np.empty((capacity, 4))
+        self._all = np.empty((4, capacity))
+        self._capacity = capacity
         self._next = 0
         self.count = 0
 
     @property
-    def rows(self) -> _Array:
-        return self._all[: self.count]
+    def steps(self) -> _Array:
+        return self._all[:, : self.count]
 
     def add(self, work: StepWork, seconds: float) -> None:
-        self._all[self._next] = (work.num_tokens, work.context, work.attention, seconds)
-        self._next = (self._next + 1) % len(self._all)
-        self.count = min(self.count + 1, len(self._all))
+        steps, at = self._all, self._next
+        steps[0, at], steps[1, at] = work.num_tokens, work.context
+        steps[2, at], steps[3, at] = work.attention, seconds
+        self._next = (self._next + 1) % self._capacity
+        self.count = min(self.count + 1, self._capacity)
 
 
-def _predict(model: StepModel, rows: _Array) -> _Array:
-    busy_s = np.maximum(model.floor_s, model.per_token_s * rows[:, 0])
-    predicted: _Array = (
-        model.fixed_s + busy_s + model.per_context_s * rows[:, 1] + model.per_attention_s * rows[:, 2]
-    )
-    bounded: _Array = np.maximum(predicted, 1e-9)
-    return bounded
+def _predict(model: StepModel, steps: _Array) -> _Array:
+    """Seconds of each step; `steps`: as `_Ring.steps`."""
+    predicted: _Array = model.per_token_s * steps[0]
+    np.maximum(model.floor_s, predicted, out=predicted)
+    predicted += model.fixed_s
+    predicted += model.per_context_s * steps[1]
+    predicted += model.per_attention_s * steps[2]
+    np.maximum(predicted, 1e-9, out=predicted)
+    return predicted
 
 
 def _anchors(base: StepModel) -> _Array:
@@ -122,7 +147,8 @@ def _anchors(base: StepModel) -> _Array:
         StepWork(4, round(context)),
         StepWork(round(2 * ridge), 0, pairs),
     ]
-    return np.array([(w.num_tokens, w.context, w.attention, base.step_s(w)) for w in works], dtype=np.float64)
+    steps = [(w.num_tokens, w.context, w.attention, base.step_s(w)) for w in works]
+    return np.array(steps, dtype=np.float64).T.copy()
 
 
 def _as_long_as(seconds: float, each_s: float, most: float) -> float:
@@ -134,39 +160,47 @@ def _scaled(model: StepModel, scale: float) -> StepModel:
     return StepModel(*(getattr(model, name) * scale for name in StepModel.__struct_fields__))
 
 
-def _least_squares(rows: _Array, ridge_tokens: float, weights: _Array) -> StepModel:
-    """Weighted least squares of relative errors, with the ridge where it is."""
-    tokens, seconds = rows[:, 0], rows[:, 3]
-    is_above = tokens > ridge_tokens
-    columns = np.empty((5, len(rows)))
-    columns[0] = 1.0
-    columns[1] = np.where(is_above, 0.0, 1.0)
-    columns[2] = np.where(is_above, tokens, 0.0)
-    columns[3:] = rows[:, 1:3].T
-    columns /= seconds
-    weighted = columns * weights
-    fixed_s, floor_s, per_token_s, per_context_s, per_attention_s = _non_negative(
-        weighted @ columns.T, weighted.sum(axis=1)
-    )
-    if not is_above.any():  # the weights' reading alone: the ridge stays where it is
-        per_token_s = floor_s / ridge_tokens
-    return StepModel(fixed_s, floor_s, per_token_s, per_context_s, per_attention_s)
+class _Relative:
+    """Weighted least squares of relative errors, with the ridge where it is. `steps`: as `_Ring.steps`."""
+
+    def __init__(self, steps: _Array) -> None:
+        self._tokens, seconds = steps[0], steps[3]
+        self._each = 1.0 / seconds  # what a second more in every step would change
+        self._per_token = steps[0] / seconds
+        self._columns = np.empty((5, len(seconds)))
+        self._columns[0] = self._each
+        self._columns[3:] = steps[1:3] / seconds
+
+    def solve(self, ridge_tokens: float, weights: _Array) -> StepModel:
+        columns = self._columns
+        is_above = self._tokens > ridge_tokens
+        np.multiply(self._each, ~is_above, out=columns[1])
+        np.multiply(self._per_token, is_above, out=columns[2])
+        weighted = columns * weights
+        fixed_s, floor_s, per_token_s, per_context_s, per_attention_s = _non_negative(
+            weighted @ columns.T, weighted.sum(axis=1)
+        )
+        if 1 not in is_above.tobytes():  # the weights' reading alone: the ridge stays where it is
+            per_token_s = floor_s / ridge_tokens
+        return StepModel(fixed_s, floor_s, per_token_s, per_context_s, per_attention_s)
 
 
 def _non_negative(gram: _Array, moment: _Array) -> list[float]:
     """The solution of the normal equations with no coefficient below 0, by leaving out the most negative one
     until none is."""
-    size = np.sqrt(np.diag(gram))
-    kept = [index for index in range(len(size)) if size[index] > 0]
+    size = np.sqrt(gram.diagonal())
+    kept = [index for index, of_column in enumerate(size.tolist()) if of_column > 0]
+    size[size == 0] = 1.0  # of what no step has: left out
+    square = gram / (size[:, None] * size)
+    square += _DAMPING
+    target = moment / size
     result = [0.0] * len(size)
     while kept:
-        norm = size[kept]
-        square = gram[np.ix_(kept, kept)] / np.outer(norm, norm) + 1e-12 * np.eye(len(kept))
-        found = np.linalg.solve(square, moment[kept] / norm)
+        found = np.linalg.solve(square[kept][:, kept], target[kept])
         worst = int(found.argmin())
-        if found[worst] >= 0:
-            for index, value in zip(kept, found / norm, strict=True):
-                result[index] = float(value)
+        if found.item(worst) >= 0:
+            for index, value in zip(kept, (found / size[kept]).tolist(), strict=True):
+                result[index] = value
             break
         del kept[worst]
     return result

@@ -17,13 +17,11 @@ Pure and without a clock.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(msgspec.Struct, frozen=True):
     """What a step computes. `attention` of a chunk of n tokens after p: n * p + n * (n + 1) / 2."""
 
     num_tokens: int  # decode rows and chunk tokens

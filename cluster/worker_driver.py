@@ -1,6 +1,8 @@
 """The live driver of a worker: sockets, a timer and the engine thread around a sans-IO core.
 
-1. It dials every router, says `Register`, and keeps dialing with backoff when a stream breaks.
+1. It dials every router, says `Register`, and keeps dialing with backoff when a stream breaks. A second
+   stream is given to whoever can hold it apart from the first (`keep_lifeline`): when this process is
+   killed, one of the two ends at once.
 2. Whatever arrives (a router's message, a KV peer's message, a finished step, a due timer) becomes one
    event: `core.handle(event, now)`, on the event loop, one at a time.
 3. The actions go out: messages to streams, plans to the engine thread, the rest to the role's edges.
@@ -29,7 +31,7 @@ from cluster.ids import RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.step_model import StepModel
 from cluster.wire.kv_events import KvResync, RouterSays
-from cluster.wire.messages import Drain, Heartbeat, Refused, Register, Welcome, WorkerState
+from cluster.wire.messages import Drain, Heartbeat, Lifeline, Refused, Register, Welcome, WorkerState
 from cluster.wire.stream import Stream, connect
 from cluster.worker_io import (
     Action,
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _WELCOME_TIMEOUT_S = 10.0
+_ENGINE_CLOSE_S = 5.0
 _HAND_OVER_S = 0.5  # beyond the grace time: the core gives up what is left, and the routers are told
 
 
@@ -56,6 +59,12 @@ class Edges(Protocol):
     def carry(self, action: Action) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class Held(Protocol):
+    """A descriptor that closes when the process is killed, or here."""
+
+    def close(self) -> None: ...
 
 
 class WorkerDriver:
@@ -68,6 +77,7 @@ class WorkerDriver:
         make_runner: Callable[[], Runner],
         calibrate: Callable[[Runner], StepModel] | None = None,
         cache: BlockManager | None = None,
+        keep_lifeline: Callable[[int], Held | None] | None = None,
         token: bytes,
         router_addresses: Sequence[str],
         clock: Clock,
@@ -80,6 +90,8 @@ class WorkerDriver:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._streams: dict[RouterId, Stream[RouterSays]] = {}
+        self._keep_lifeline = keep_lifeline
+        self._lifelines: dict[str, Held] = {}  # by the router's address
         self._reports = None if cache is None else CacheReports(cache)
         self._timer: asyncio.TimerHandle | None = None
         self._in_handle = False
@@ -101,7 +113,11 @@ class WorkerDriver:
 
     async def loaded(self) -> None:
         """Wait for the model; the core is told how long its steps take."""
-        model = await self._engine.loaded()
+        try:
+            model = await self._engine.loaded()
+        except Exception:
+            await self._engine.close(timeout_s=_ENGINE_CLOSE_S)
+            raise
         if model is not None:
             self.dispatch(Calibrated(model))
 
@@ -136,7 +152,7 @@ class WorkerDriver:
             for stream in list(self._streams.values()):
                 await stream.close()
             await edges.close()
-            await self._engine.close(timeout_s=0.0 if self._is_stuck else 5.0)
+            await self._engine.close(timeout_s=0.0 if self._is_stuck else _ENGINE_CLOSE_S)
             if not self._fatal.done():
                 self._fatal.cancel()
 
@@ -228,14 +244,17 @@ class WorkerDriver:
                 continue
             failures = 0
             try:
-                await self._serve_link(stream, register)
+                await self._serve_link(address, stream, register)
             except WireError as error:
                 logger.warning("stream to the router at %s broke: %s", address, error)
             finally:
                 await stream.close()
+                lifeline = self._lifelines.pop(address, None)
+                if lifeline is not None:  # after the stream: the router reads that to its end
+                    lifeline.close()
             await asyncio.sleep(_BACKOFF_S[0])
 
-    async def _serve_link(self, stream: Stream[RouterSays], register: Register) -> None:
+    async def _serve_link(self, address: str, stream: Stream[RouterSays], register: Register) -> None:
         stream.post(register)
         welcome = await _first_message(stream)
         if isinstance(welcome, Refused):
@@ -248,6 +267,7 @@ class WorkerDriver:
         if self._reports is not None:
             self._reports.joined(router)
         beats = asyncio.create_task(self._heartbeats(stream, welcome.heartbeat_interval_s))
+        lifeline = asyncio.create_task(self._dial_lifeline(address, welcome.link))
         try:
             async for message in stream:
                 if isinstance(message, Refused):
@@ -260,11 +280,29 @@ class WorkerDriver:
                     self.dispatch(FromRouter(router, message))
         finally:
             beats.cancel()
+            lifeline.cancel()
             if self._streams.get(router) is stream:
                 del self._streams[router]
                 if self._reports is not None:
                     self._reports.lost(router)
                 self.dispatch(RouterLost(router))
+
+    async def _dial_lifeline(self, address: str, link: int) -> None:
+        if self._keep_lifeline is None or link == 0:
+            return
+        try:
+            stream = await connect(address, self._token, RouterSays)
+            stream.post(Lifeline(link=link))
+            held = await stream.hand_over(self._keep_lifeline)
+        except (OSError, WireError, TimeoutError) as error:
+            logger.warning("no lifeline to the router at %s: %s", address, error)
+            return
+        if held is None:
+            logger.info(
+                "this system cannot hold a lifeline: the router learns later if this process is killed"
+            )
+        else:
+            self._lifelines[address] = held
 
     async def _heartbeats(self, stream: Stream[RouterSays], interval_s: float) -> None:
         while True:

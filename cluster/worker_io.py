@@ -10,8 +10,9 @@ engine may begin the step after it by itself (`cluster.engine.following`): `Step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from cluster.engine.batch import StepOutput, StepPlan
 from cluster.ids import BlockId, Epoch, RouterId, WorkerId
@@ -31,37 +32,32 @@ class Peer(NamedTuple):
 # ---- events --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FromRouter:
+class FromRouter(msgspec.Struct, frozen=True):
     router: RouterId
     message: RouterToWorker
 
 
-@dataclass(frozen=True, slots=True)
-class RouterLost:
+class RouterLost(msgspec.Struct, frozen=True):
     """The stream to this router broke: everything of it is to be freed."""
 
     router: RouterId
 
 
-@dataclass(frozen=True, slots=True)
-class FromPeer:
+class FromPeer(msgspec.Struct, frozen=True):
     """A message on a KV stream, after its handshake."""
 
     peer: Peer
     message: PrefillToDecode | DecodeToPrefill
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeUp:
+class EdgeUp(msgspec.Struct, frozen=True):
     """The handshake with this peer is done. `in_place`: see `cluster.kv.edge`."""
 
     peer: Peer
     in_place: bool
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeDown:
+class EdgeDown(msgspec.Struct, frozen=True):
     """The KV stream or the edge itself broke, or could not be built; nothing more comes from it.
 
     On P it also says that `SendPiece`s in flight are over: the driver reports it after `KVSender.close`.
@@ -71,16 +67,14 @@ class EdgeDown:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WriterGone:
+class WriterGone(msgspec.Struct, frozen=True):
     """D only, after `EdgeDown` of an in-place edge: the writer's process is proven dead, so nothing can
     write into the blocks it had open."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
-class PieceSent:
+class PieceSent(msgspec.Struct, frozen=True):
     """P only: `SendPiece` is done."""
 
     peer: Peer
@@ -88,24 +82,21 @@ class PieceSent:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivePosted:
+class ReceivePosted(msgspec.Struct, frozen=True):
     """D only: the receive asked for by `PostReceive` is posted."""
 
     peer: Peer
     piece: Piece
 
 
-@dataclass(frozen=True, slots=True)
-class PieceStaged:
+class PieceStaged(msgspec.Struct, frozen=True):
     """D only: the bytes of a posted receive are in staging."""
 
     peer: Peer
     staged: Staged
 
 
-@dataclass(frozen=True, slots=True)
-class PieceScattered:
+class PieceScattered(msgspec.Struct, frozen=True):
     """D only: `Scatter` is done, the blocks hold the bytes."""
 
     peer: Peer
@@ -113,8 +104,7 @@ class PieceScattered:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(msgspec.Struct, frozen=True):
     """`went_on`: the same rows are in flight again, each with the token it has got here. That step ends
     with a `StepDone` or `StepFailed` of its own."""
 
@@ -122,22 +112,19 @@ class StepDone:
     went_on: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StepFailed:
+class StepFailed(msgspec.Struct, frozen=True):
     """The step raised: its rows' requests fail, their blocks are freed, the worker goes on."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Calibrated:
+class Calibrated(msgspec.Struct, frozen=True):
     """Before the first step: how long steps take on this machine."""
 
     model: StepModel
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """`next_deadline()` passed."""
 
 
@@ -162,25 +149,21 @@ Event = (
 # ---- actions -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ToRouter:
+class ToRouter(msgspec.Struct, frozen=True):
     router: RouterId
     message: WorkerToRouter
 
 
-@dataclass(frozen=True, slots=True)
-class ToPeer:
+class ToPeer(msgspec.Struct, frozen=True):
     peer: Peer
     message: PrefillToDecode | DecodeToPrefill
 
 
-@dataclass(frozen=True, slots=True)
-class RunStep:
+class RunStep(msgspec.Struct, frozen=True):
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class OpenEdge:
+class OpenEdge(msgspec.Struct, frozen=True):
     """P only: dial this decode worker, unless a dial or an edge is up. Answered by `EdgeUp`/`EdgeDown`.
     The same peer may be dialled again after `EdgeDown`."""
 
@@ -188,16 +171,14 @@ class OpenEdge:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseEdge:
+class CloseEdge(msgspec.Struct, frozen=True):
     """P only: this decode worker does not answer; tear the edge down. Answered by `EdgeDown`."""
 
     peer: Peer
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendPiece:
+class SendPiece(msgspec.Struct, frozen=True):
     """P only: move blocks over the edge; answered by `PieceSent` or `EdgeDown`."""
 
     peer: Peer
@@ -206,8 +187,7 @@ class SendPiece:
     target_blocks: Sequence[BlockId]
 
 
-@dataclass(frozen=True, slots=True)
-class PostReceive:
+class PostReceive(msgspec.Struct, frozen=True):
     """D only: answered by `ReceivePosted`, then `PieceStaged`; or by `EdgeDown`."""
 
     peer: Peer
@@ -215,8 +195,7 @@ class PostReceive:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
+class Scatter(msgspec.Struct, frozen=True):
     """D only: answered by `PieceScattered`, always, even after `EdgeDown`: it is a local copy."""
 
     peer: Peer
@@ -224,8 +203,7 @@ class Scatter:
     target_blocks: Sequence[BlockId]
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(msgspec.Struct, frozen=True):
     """D only: the staged piece is not wanted any more."""
 
     peer: Peer

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from cluster.clock import soonest
 from cluster.engine.batch import StepOutput
 from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
@@ -148,10 +149,10 @@ class DecodeCore:
         return actions
 
     def next_deadline(self) -> float | None:
-        deadlines = [self._leases.next_deadline()]
-        if self._drain is not None and not self._drain.announced:
-            deadlines.append(self._drain.deadline)
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return soonest(
+            self._leases.next_deadline(),
+            None if self._drain is None or self._drain.announced else self._drain.deadline,
+        )
 
     def may_go_on(self) -> bool:
         return self._scheduler.may_go_on()

@@ -13,8 +13,9 @@ Life of a lease:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import msgspec
 
 from cluster.engine.sequence import Sequence
 from cluster.errors import BatonError
@@ -66,16 +67,14 @@ class Block(Enum):
     COMPLETE = auto()
 
 
-@dataclass(slots=True, eq=False)
-class Receive:
+class Receive(msgspec.Struct, eq=False):
     """One staged piece between its offer and the pool."""
 
     piece: Piece
     state: ReceiveState = ReceiveState.POSTING
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """Mutable; written by the table that owns it and the intake that fills it."""
 
     sequence: Sequence
@@ -83,14 +82,14 @@ class Lease:
     ttl_s: float
     expires_s: float
     num_prompt_blocks: int
-    blocks: list[Block] = field(default_factory=list)  # per block of the prompt
+    blocks: list[Block] = msgspec.field(default_factory=list)  # per block of the prompt
     num_missing: int = 0  # blocks that are not COMPLETE
     state: LeaseState = LeaseState.RESERVED
     writer: Peer | None = None
     writer_may_write: bool = False  # in place, and not known to have stopped
     peer_holds: bool = False  # the writer still considers the attempt open
     next_piece: int = 0
-    receives: dict[PieceIndex, Receive] = field(default_factory=dict)
+    receives: dict[PieceIndex, Receive] = msgspec.field(default_factory=dict)
     first_token: TokenOutput | None = None
     first_token_s: float = 0.0  # when it was sampled, in this worker's clock
     opened_s: float = 0.0

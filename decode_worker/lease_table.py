@@ -76,7 +76,7 @@ class LeaseTable:
         return tuple(lease.sequence for lease in self._live.values())
 
     def next_deadline(self) -> float | None:
-        return min((lease.expires_s for lease in self._live.values()), default=None)
+        return min([lease.expires_s for lease in self._live.values()]) if self._live else None
 
     def take_started(self) -> list[Sequence]:
         """Sequences that became ready to decode, or to prefill here, since the last call."""

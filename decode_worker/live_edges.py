@@ -140,7 +140,12 @@ class DecodeEdges:
             await stream.send(Refused(reason=reason))
             return
         await self._end_older(peer)
-        receiver = self._make_receiver(hello)
+        try:
+            receiver = self._make_receiver(hello)
+        except EdgeError as error:  # there are too many already, or no memory or address for it
+            logger.warning("refused a KV edge from `%s`: %s", hello.worker, error)
+            await stream.send(Refused(reason=str(error)))
+            return
         edge = _Edge(stream, receiver, asyncio.get_running_loop().create_future())
         self._edges[peer] = edge
         reason = "closed by the prefill worker"

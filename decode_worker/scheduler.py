@@ -145,6 +145,8 @@ class DecodeScheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed. Not while a step is in flight."""
         assert not self._step
+        if not self._all:
+            return None
         self._resume(now)
         decoding = [sequence for sequence in tuple(self._decoding) if self._has_room(sequence)]
         chunks: list[tuple[WaitingPrompt, int]] = []

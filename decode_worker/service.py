@@ -7,14 +7,15 @@ import os
 from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
-from cluster.config import KV_ADDRESS_BY_ROUTE, WorkerConfig
 from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
-from cluster.kv.edges import edge_kind, make_pool, make_receiver
+from cluster.kv.edge_limit import EdgeLimit
+from cluster.kv.edges import EdgeKind, check_kind, check_memory, edge_kind, make_receiver
 from cluster.kv.layout import single_edge
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, WorkerConfig
 from cluster.wire.address import TcpAddress, own_host_towards, parse_address
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
 from cluster.wire.messages import Register, Role
@@ -34,11 +35,13 @@ async def run(
     """
     if config.kv_address is None:
         raise ConfigError(f"decode worker `{config.worker}` was given no KV address")
+    kind, limit = edge_kind(config.kv_edge), EdgeLimit(config.max_kv_edges)
+    check_kind(kind)
     engine = await asyncio.to_thread(open_engine, config)
+    check_memory(kind, engine.backend.device)
     fingerprint = engine.fingerprint
     geometry = engine.layout.to_geometry()
-    kind = edge_kind(config.kv_edge)
-    pool = make_pool(kind, engine.layout)
+    pool = engine.make_pool(shared=kind in (EdgeKind.SHM, EdgeKind.CUDA_IPC))
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
     core = DecodeCore(
         DecodeConfig(
@@ -51,9 +54,10 @@ async def run(
     )
     driver = WorkerDriver(
         core=core,
-        make_runner=engine.make_runner(pool.tensor),
+        make_runner=engine.make_runner(pool.whole),
         calibrate=engine.calibrate(pool.tensor),
         cache=blocks,
+        keep_lifeline=engine.keep_lifeline,
         token=config.token,
         router_addresses=config.router_addresses,
         clock=MonotonicClock(),
@@ -91,7 +95,7 @@ async def run(
 
     def receiver_for(hello: EdgeHello) -> KVReceiver:
         name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
-        return make_receiver(kind, pool, name=name, peer=hello.geometry, host=edge_host)
+        return make_receiver(kind, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit)
 
     edges = DecodeEdges(
         make_welcome=make_welcome,

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NewType, Protocol
 import torch
 from torch import Tensor
 
+from kernels.draw_kind import DrawKind
 from kernels.quantization import Quantization
 
 PARTITION_SIZE = 128  # key positions reduced at a time; a multiple of every supported block size
@@ -196,6 +197,24 @@ class FusedSampler(Protocol):
         ...
 
 
+class DeviceSampler(Protocol):
+    """Chooses tokens where the logits are, for rows that ask for nothing but temperature, top-k, top-p and
+    min-p. One thread at a time."""
+
+    def set_rules(self, rules: Sequence[SamplingParameters]) -> None:
+        """What row i of the next steps wants, from the first row on. Not while a step is under way."""
+        ...
+
+    def choose(self, logits: Tensor, best: Tensor, positions: Tensor, kind: DrawKind, chosen: Tensor) -> None:
+        """logits fp32 [num_rows, vocab], best as in `StepResult`, positions int64 [num_rows] of the tokens
+        to choose → chosen int64 [2, num_rows]: the ids, as a `FusedSampler` would choose them, and 1 where
+        it has to be asked after all, since a row's largest logit is not a finite number (the id is 0 then).
+
+        Nothing is asked of the host, so a captured graph can hold it. `kind`: at least that of the rules.
+        """
+        ...
+
+
 class Backend(Protocol):
     """One implementation of all operations on one device, made for one quantization of the matrices."""
 
@@ -265,4 +284,9 @@ class Backend(Protocol):
     def make_sampler(self) -> FusedSampler | None:
         """A sampler of its own for a caller, equal bit for bit to the engine's definition; None where the
         backend has none."""
+        ...
+
+    def make_device_sampler(self, max_rows: int, vocab_size: int) -> DeviceSampler | None:
+        """A sampler for steps of up to `max_rows` rows; None where tokens are chosen on the host, or the
+        vocabulary is too large for it."""
         ...

@@ -113,6 +113,9 @@ class ReferenceBackend:
     def make_sampler(self) -> None:
         return None
 
+    def make_device_sampler(self, max_rows: int, vocab_size: int) -> None:
+        return None
+
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [num_tokens, in]·weight [out, in]ᵀ + bias [out] → fp32 [num_tokens, out]."""

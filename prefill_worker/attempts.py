@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.engine.pace import pace_of
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.errors import InvalidRequest
@@ -64,8 +66,7 @@ def admit(
         return Refusal("bad_request", error.message)
 
 
-@dataclass(slots=True, eq=False)
-class PrefillAttempt:
+class PrefillAttempt(msgspec.Struct, eq=False):
     """`over`: nothing more is computed or begun, and the router knows."""
 
     sequence: Sequence
@@ -108,21 +109,21 @@ class AttemptTable:
         return [attempt for attempt in self._attempts.values() if attempt.handoff.peer == peer]
 
     def next_deadline(self) -> float | None:
-        deadlines = (attempt.handoff.deadline for attempt in self._attempts.values())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        deadlines = [attempt.handoff.deadline for attempt in self._attempts.values()]
+        times = [deadline for deadline in deadlines if deadline is not None]
+        return min(times) if times else None
 
     def begin_pieces(self, max_in_flight: int, now: float) -> list[Action]:
         """Begin pieces on every edge that has fewer than `max_in_flight` under way."""
+        handoffs = [attempt.handoff for attempt in self._attempts.values()]
+        streaming = [handoff for handoff in handoffs if handoff.state is HandoffState.STREAMING]
+        if not streaming:
+            return []
         actions: list[Action] = []
-        streaming: list[Handoff] = []
         in_flight: dict[Peer, int] = {}
-        for attempt in self._attempts.values():
-            handoff = attempt.handoff
-            if handoff.state is HandoffState.STREAMING:
-                streaming.append(handoff)
-            elif handoff.state is not HandoffState.CLOSING:
-                continue  # nothing of it is under way
-            in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + handoff.num_in_flight
+        for handoff in handoffs:
+            if handoff.state in (HandoffState.STREAMING, HandoffState.CLOSING):  # else nothing is under way
+                in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + handoff.num_in_flight
         for handoff in streaming:
             under_way = in_flight[handoff.peer]
             while under_way < max_in_flight and (begun := handoff.next_piece(now)):

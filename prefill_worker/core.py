@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from cluster.clock import soonest
 from cluster.engine.fence import AttemptFence
 from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
@@ -121,10 +122,9 @@ class PrefillCore:
         return actions
 
     def next_deadline(self) -> float | None:
-        deadlines = [self._transfers.next_deadline()]
-        if self._drain is not None and not self._drain.expired and self._attempts:
-            deadlines.append(self._drain.deadline)
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        drain = self._drain
+        is_draining = drain is not None and not drain.expired and self._attempts
+        return soonest(self._transfers.next_deadline(), drain.deadline if drain and is_draining else None)
 
     def may_go_on(self) -> bool:
         """No row is in two steps without a decision between."""

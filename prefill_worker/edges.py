@@ -96,4 +96,4 @@ class EdgeBook:
 
     def next_redial(self) -> float | None:
         times = [edge.redial_s for edge in self._edges.values() if edge.state is _State.WAITING]
-        return min(times, default=None)
+        return min(times) if times else None

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 
 from cluster.clock import MonotonicClock
-from cluster.config import WorkerConfig
 from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
-from cluster.kv.edges import edge_kind, make_sender
-from cluster.kv.pool import KVPool
+from cluster.kv.edge_limit import EdgeLimit
+from cluster.kv.edges import check_kind, check_memory, edge_kind, make_sender
+from cluster.role_config import WorkerConfig
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
 from cluster.wire.messages import Register, Role
 from cluster.worker_driver import WorkerDriver
@@ -30,9 +30,12 @@ async def run(
     Raises:
         BatonError: the model or the settings cannot work, or the worker cannot go on.
     """
+    kind, limit = edge_kind(config.kv_edge), EdgeLimit(config.max_kv_edges)
+    check_kind(kind)
     engine = await asyncio.to_thread(open_engine, config)
+    check_memory(kind, engine.backend.device)
     geometry = engine.layout.to_geometry()
-    pool = KVPool.private(engine.layout)
+    pool = engine.make_pool(shared=False)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)
     core = PrefillCore(
         PrefillConfig(
@@ -44,9 +47,10 @@ async def run(
     )
     driver = WorkerDriver(
         core=core,
-        make_runner=engine.make_runner(pool.tensor),
+        make_runner=engine.make_runner(pool.whole),
         calibrate=engine.calibrate(pool.tensor),
         cache=blocks,
+        keep_lifeline=engine.keep_lifeline,
         token=config.token,
         router_addresses=config.router_addresses,
         clock=MonotonicClock(),
@@ -68,13 +72,18 @@ async def run(
 
     async def sender_for(welcome: EdgeWelcome) -> KVSender:
         sender = make_sender(
-            edge_kind(config.kv_edge),
+            kind,
             pool,
             name=EdgeName(config.worker, config.epoch, welcome.worker, welcome.epoch),
             peer=welcome.geometry,
             endpoint=welcome.endpoint,
+            limit=limit,
         )
-        await sender.ready()
+        try:
+            await sender.ready()
+        except BaseException:
+            await sender.close()
+            raise
         return sender
 
     edges = PrefillEdges(

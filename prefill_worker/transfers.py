@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cluster.clock import soonest
 from cluster.kv.edge import Piece
 from cluster.wire.kv_messages import (
     DecodeToPrefill,
@@ -46,8 +47,7 @@ class Transfers:
                 self._edges.told_closed(action.peer)
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._attempts.next_deadline(), self._edges.next_redial())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return soonest(self._attempts.next_deadline(), self._edges.next_redial())
 
     def dial_for(self, attempt: PrefillAttempt, address: str, now: float) -> list[Action]:
         """Open the new attempt at its decode worker, now or once the edge is up."""

@@ -10,15 +10,15 @@ The latest `most` sessions are kept. Pure, without a clock.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+
+import msgspec
 
 from cluster.ids import WorkerId
 
 MAX_SESSIONS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Near:
+class Near(msgspec.Struct, frozen=True):
     """Workers of the session's last request."""
 
     prefill: WorkerId

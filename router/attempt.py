@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import msgspec
 
 from cluster.errors import BatonError
 from cluster.ids import Attempt, BlockHash, LeaseId, RequestId, WorkerId
@@ -34,8 +35,7 @@ class Order(Enum):
     GAP = auto()  # a token is missing, and on an ordered stream it will not come
 
 
-@dataclass(slots=True)
-class AttemptRecord:
+class AttemptRecord(msgspec.Struct):
     """One try on one pair. `*_holds`: the worker may hold state of it, so its end must be told there."""
 
     number: Attempt
@@ -49,7 +49,7 @@ class AttemptRecord:
     lease: LeaseId | None = None
     has_first_token: bool = False
     next_row: int = 0  # index the decode worker's stream brings next; set in __post_init__
-    early: list[TokenOutput] = field(default_factory=list)
+    early: list[TokenOutput] = msgspec.field(default_factory=list)
     early_finish: FinishReason | None = None
     queue_s: float = 0.0  # as the prefilling worker told with the first token
     prefill_s: float = 0.0
@@ -76,8 +76,7 @@ class AttemptRecord:
         return Order.NEW, new
 
 
-@dataclass(slots=True)
-class LiveRequest:
+class LiveRequest(msgspec.Struct):
     """Everything the conductor knows of a request that is not over."""
 
     spec: RequestSpec
@@ -91,12 +90,13 @@ class LiveRequest:
     num_attempts: int = 1  # the current one included; a RESERVE that was refused does not count
     num_failed: int = 0  # attempts that failed; those that a draining worker handed over did not
     num_reserves: int = 0  # each has its own attempt number, so what one was answered never meets another
-    output_ids: list[int] = field(default_factory=list)  # delivered
-    avoid: set[WorkerId] = field(default_factory=set)  # an attempt failed there
-    too_large_for: set[WorkerId] = field(default_factory=set)  # said they can never hold it
+    output_ids: list[int] = msgspec.field(default_factory=list)  # delivered
+    avoid: set[WorkerId] = msgspec.field(default_factory=set)  # an attempt failed there
+    too_large_for: set[WorkerId] = msgspec.field(default_factory=set)  # said they can never hold it
     retry_after_s: float = 0.0  # what the last decode worker without room said
     cause: BatonError | None = None  # why the last attempt ended; what the client gets if nothing else works
     wait_until: float = 0.0  # end of the present wait for a place
+    found_full_at: int = -1  # `ClusterView.abilities` when nobody had room for it
     is_recovering: bool = False  # it waits for a worker to come back, not for room
     retried_at: float | None = None  # when the last attempt ended, until a token of the next one is here
     # times of what the client waits for; the first of each counts
@@ -119,10 +119,14 @@ class LiveRequest:
         """That the next attempt prefills."""
         return len(self.spec.token_ids) + len(self.output_ids)
 
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and answer, if it is as long as it may be."""
+        return len(self.spec.token_ids) + self.spec.sampling.max_tokens
+
     def is_as_large_as(self, other: LiveRequest) -> bool:
         """Both now and when it has all it asks for."""
-        most, others = (len(live.spec.token_ids) + live.spec.sampling.max_tokens for live in (self, other))
-        return self.num_tokens >= other.num_tokens and most >= others
+        return self.num_tokens >= other.num_tokens and self.most_tokens >= other.most_tokens
 
     def move(self, target: RequestState) -> None:
         """The one place where a request's state changes.

@@ -26,6 +26,7 @@ from router.reply import (
     Usage,
     add_timings,
     finite,
+    obfuscation_field,
     prompt_logprobs_json,
     token_text,
     usage_field,
@@ -100,7 +101,8 @@ class ChatFormat:
         if self._options.return_token_ids:
             extra = b',"token_ids":' + orjson.dumps([entry.output.token_id for entry in piece.entries])
         fields = b'"delta":%b,"logprobs":%b,"finish_reason":null%b' % (shown, logprobs, extra)
-        return self._frame.choice(index, fields, usage_field(usage))
+        padding = obfuscation_field(self._options, len(shown) + len(logprobs) + len(extra))
+        return self._frame.choice(index, fields, usage_field(usage) + padding)
 
     def finish(self, index: int, reason: FinishReason, usage: Usage | None, timings: bytes) -> bytes:
         last, name = b"", reason.value

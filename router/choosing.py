@@ -1,8 +1,8 @@
 """Choosing workers by a column of figures, in as few and cheap vector operations as it takes.
 
 With a thousand workers an operation costs about a microsecond, and its overhead is most of that; numpy's own
-`min` and `any` cost three, `where` four. So minima are looked up by `argmin`, and what is chosen goes on as a
-few row numbers.
+`min` and `any` cost three, `where` four. So minima are looked up by `argmin`, flags as bytes, and what is
+chosen goes on as a few row numbers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,28 @@ NONE = -1  # no row
 
 def is_any(flags: Flags) -> bool:
     """As `flags.any()`."""
-    return bool(flags.size and flags[flags.argmax()])
+    return 1 in flags.tobytes()
 
 
 def are_all(flags: Flags) -> bool:
     """As `flags.all()`."""
-    return not flags.size or bool(flags[flags.argmin()])
+    return 0 not in flags.tobytes()
+
+
+def only(flags: Flags) -> int:
+    """The one row that is set; `NONE` if there are others, or none."""
+    as_bytes = flags.tobytes()
+    return as_bytes.index(1) if as_bytes.count(1) == 1 else NONE
 
 
 def lowest(column: Column) -> float:
     """As `column.min()`."""
-    return float(column[column.argmin()])
+    return column.item(column.argmin())
+
+
+def highest(column: Column) -> float:
+    """As `column.max()`."""
+    return column.item(column.argmax())
 
 
 def near(cost: Column, share: float) -> Rows:

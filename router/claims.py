@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
+
+import msgspec
 
 from cluster.ids import BlockHash, RequestId
 
@@ -25,8 +27,7 @@ class Phase(Enum):
     HELD = auto()  # computed here, KV still held for the hand-off
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """One attempt's claim on one worker. Immutable: a change of phase is another claim."""
 
     phase: Phase
@@ -40,8 +41,7 @@ class Claim:
     is_seen: bool = False  # the prompt is part of the latest report
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(msgspec.Struct):
     """Sums over claims."""
 
     seqs: int = 0
@@ -119,7 +119,7 @@ class ClaimBook:
                 continue
             is_seen = claim.sent_at is not None and claim.sent_at <= told_before
             if is_seen != claim.is_seen:
-                claim = self._claims[request] = replace(claim, is_seen=is_seen)
+                claim = self._claims[request] = msgspec.structs.replace(claim, is_seen=is_seen)
             if is_seen:
                 seen.move(claim, 1)
         return seen

@@ -24,6 +24,7 @@ from router.reply import (
     Usage,
     add_timings,
     finite,
+    obfuscation_field,
     prompt_logprobs_json,
     token_text,
     usage_field,
@@ -109,8 +110,10 @@ class CompletionFormat:
             if index in self._unsent_prompts:  # with the first chunk only
                 self._unsent_prompts.discard(index)
                 extra += b',"prompt_token_ids":' + orjson.dumps(self._plans[index].prompt_ids)
-        fields = b'"text":%b,"logprobs":%b,"finish_reason":null%b' % (orjson.dumps(text), logprobs, extra)
-        return self._frame.choice(index, fields, usage_field(usage))
+        shown = orjson.dumps(text)
+        fields = b'"text":%b,"logprobs":%b,"finish_reason":null%b' % (shown, logprobs, extra)
+        padding = obfuscation_field(self._options, len(shown) + len(logprobs) + len(extra))
+        return self._frame.choice(index, fields, usage_field(usage) + padding)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         whole, plan = choice.whole, choice.plan

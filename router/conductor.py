@@ -22,13 +22,15 @@ breaks in milliseconds (`WorkerGone`), a hung process misses heartbeats, a hung 
 Its parts: `router.placing` finds places, `router.legs` speaks with the workers of an attempt,
 `router.live_requests` keeps the requests.
 
-Stale, duplicate and unknown messages are dropped and counted, by what made them so (`StaleReason`).
+Stale, duplicate and unknown messages are dropped and counted, by what made them so (`StaleReason`); a lease
+that nobody waits for is given back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.clock import soonest
 from cluster.errors import BatonError, DeadlineExceeded
 from cluster.ids import Epoch, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestState
@@ -36,6 +38,7 @@ from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.kv_events import KvEvents, KvResync, WorkerSays
 from cluster.wire.messages import (
     Drained,
+    Grant,
     Heartbeat,
     Refused,
     Register,
@@ -60,7 +63,7 @@ from router.conductor_io import (
 )
 from router.config import ConductorConfig
 from router.delivery import Failed, RequestSummary, StaleReason
-from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress
+from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress, give_back, is_of_attempt
 from router.live_requests import LiveRequests
 from router.outcome import worker_lost
 from router.placement_stats import PlacementStats
@@ -119,8 +122,7 @@ class Conductor:
 
     def next_deadline(self) -> float | None:
         """When `Tick` is due at the latest; None if nothing waits."""
-        times = (self._requests.next_deadline(), self._legs.leases.next_renewal())
-        return min((at for at in times if at is not None), default=None)
+        return soonest(self._requests.next_deadline(), self._legs.leases.next_renewal())
 
     def may_be_due_before(self, at: float) -> bool:
         """Whether `next_deadline()` can be sooner than `at`: cheap enough for every event."""
@@ -186,6 +188,8 @@ class Conductor:
         verdict = None if live is None else self._legs.take(worker, live, message, now)
         if live is None or verdict is None:
             self._stale[StaleReason.REQUEST if live is None else StaleReason.ATTEMPT] += 1
+            if isinstance(message, Grant) and not is_of_attempt(live, message):
+                self._emit(Send(worker, give_back(message)))
             return
         match verdict:
             case Progress(wait_s, outputs, finish):

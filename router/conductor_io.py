@@ -5,8 +5,6 @@ The driver turns streams, clients and timers into events and carries the actions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from cluster.ids import Epoch, RequestId, WorkerId
@@ -18,35 +16,30 @@ from router.delivery import Delivery, RequestSummary
 # ---- events --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
+class Submitted(msgspec.Struct, frozen=True):
     """The gateway accepted a request; its id is new."""
 
     spec: RequestSpec
 
 
-@dataclass(frozen=True, slots=True)
-class ClientFinished:
+class ClientFinished(msgspec.Struct, frozen=True):
     """A stop string matched: the request is complete for its client."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLeft:
+class ClientLeft(msgspec.Struct, frozen=True):
     request: RequestId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerJoined:
+class WorkerJoined(msgspec.Struct, frozen=True):
     """A worker registered. A newer epoch of a known worker replaces the old one, which is lost."""
 
     register: Register
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerGone:
+class WorkerGone(msgspec.Struct, frozen=True):
     """The stream of this worker's epoch broke, or it was closed because its heartbeats stayed out."""
 
     worker: WorkerId
@@ -54,15 +47,13 @@ class WorkerGone:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FromWorker:
+class FromWorker(msgspec.Struct, frozen=True):
     worker: WorkerId
     epoch: Epoch
     message: WorkerSays
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """`next_deadline()` passed."""
 
 
@@ -72,8 +63,7 @@ Event = Submitted | ClientFinished | ClientLeft | WorkerJoined | WorkerGone | Fr
 # ---- actions -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     worker: WorkerId
     message: RouterSays
 
@@ -85,8 +75,7 @@ class Deliver(msgspec.Struct, frozen=True):
     delivery: Delivery
 
 
-@dataclass(frozen=True, slots=True)
-class Lifecycle:
+class Lifecycle(msgspec.Struct, frozen=True):
     """A timed moment of a request: what metrics, SLO accounting and traces are made of.
 
     `worker` is the one concerned, where there is one. `num_tokens` counts prompt tokens at ARRIVED and
@@ -105,8 +94,7 @@ class Lifecycle:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The last action of every request, exactly once: nothing of it remains in the conductor."""
 
     request: RequestId

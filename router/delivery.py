@@ -25,8 +25,7 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The request ended without an answer; nothing follows."""
 
     error: BatonError
@@ -36,8 +35,7 @@ Delivery = NewTokens | Failed
 Take = Callable[[Delivery | None], None]  # None: nothing follows; must not raise
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSummary:
+class RequestSummary(msgspec.Struct, frozen=True):
     """Where the time of a request went; complete once its last delivery was made.
 
     `queue_s` covers arrival → prefill started, `prefill_s` prefill started → token 0 sampled,

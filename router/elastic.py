@@ -42,10 +42,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
-from router.choosing import NONE, are_all, is_any, lowest, near, oldest, oldest_of
+from router.choosing import NONE, are_all, is_any, lowest, near, oldest, oldest_of, only
 from router.fleet import Column, Flags, Fleet
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
@@ -66,8 +67,7 @@ class ElasticSettings:
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """What placement knows of a request. `cached[w]`: tokens of its prefix on worker w; None: nowhere.
 
     `may_prefill` and `may_decode` narrow the workers for this request; None: as the fleet says.
@@ -85,22 +85,19 @@ class Ask:
     near_decode: int = NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     prefill: int
     decode: int
     ttft_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TurnAway:
+class TurnAway(msgspec.Struct, frozen=True):
     """`retry_after_s` None: never; it is too large for every worker."""
 
     retry_after_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Waits:
+class _Waits(msgspec.Struct, frozen=True):
     """Per worker, seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a
     prompt that is in time there; `lacks_kv`: the prompt's KV has no room yet."""
 
@@ -162,6 +159,8 @@ def _choose_prefill(
         good |= fleet.can_send
         good &= in_time
         in_time = good if is_any(good) else in_time
+    if (alone := only(in_time)) != NONE:
+        return alone
     cost = waits.own_s / decode_s
     np.multiply(cost, settings.prefill_only_worth, out=cost, where=~fleet.can_decode)
     np.copyto(cost, np.inf, where=~in_time)
@@ -218,7 +217,7 @@ def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings
     start_s: Column | float = step_s / 2
     if lowest(fleet.rows) == 0:
         is_idle = (fleet.rows + fleet.queued_load_s) == 0
-        share[is_idle] = 0.95 * fleet.on_time_share[is_idle]
+        np.copyto(share, 0.95 * fleet.on_time_share, where=is_idle)
         start_s = np.where(is_idle, fleet.fixed_s + fleet.floor_s, start_s)
     held = fleet.kv_used + fleet.kv_promised
     lacking = held - fleet.kv_tokens
@@ -303,6 +302,8 @@ def choose_decode(
     staying = _staying(ask, wait_s)
     if decodes[prefill] and _is_best_where_computed(fleet, ask, prefill, step_limit_s, staying, settings):
         return prefill
+    if (alone := only(decodes)) not in (NONE, prefill):
+        return alone
     if step_s is None:
         step_s = _decode_step_s(fleet, ask, staying)
     room = fleet.kv_tokens * (1 - settings.kv_headroom)

@@ -3,8 +3,7 @@
 1. The body is read within its limit, parsed strictly, checked against the model, and turned into a `Job`;
    what takes long (a long prompt, a schema to compile) on a thread, so that other streams go on.
 2. Its key's limits are checked before the body is read, and again with what it will use (`router.quotas`).
-   Every answer is submitted to the conductor, further ones to a long prompt once it is computed
-   (`router.forks`). If one is refused, none runs on.
+   Every answer is submitted to the conductor (`router.submission`).
 3. Streamed (`router.stream`) or collected. Both ends watch each other: a client that leaves ends the
    generations, a failure becomes an HTTP error or an error event.
 """
@@ -21,9 +20,7 @@ from typing import Any, Protocol
 
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, NotReady
-from cluster.ids import RequestId
 from cluster.metrics import RequestRecord
-from cluster.request import RequestSpec
 from router.api_keys import API_KEY, ApiKey
 from router.asgi import (
     BODY_WRITER,
@@ -43,19 +40,16 @@ from router.best_of import pick_best
 from router.chat import ChatFormat, ToolReading
 from router.completions import CompletionFormat
 from router.constraint import SPELLINGS
-from router.delivery import RequestStream
-from router.forks import FollowingStream, SharedPrompt
 from router.gateway import REQUEST_ID, Gateway
-from router.generation import Generation, charge_of, outcome_of, total_usage
+from router.generation import Answering, Generation, charge_of, outcome_of, total_usage
 from router.job import Job, JobBuilder
 from router.openai_errors import PublicError, error_body, error_headers, http_error
-from router.output import ChoiceOutput
 from router.quotas.gate import Admission, demand_of
 from router.reply import Choice, ChoicePlan, ReplyFormat
-from router.sampling_seeds import seed_of_choice
 from router.schema import ChatRequest, CompletionRequest, field_names, parse_json, parse_request
 from router.slo_headers import slo_of
 from router.stream import StreamReply
+from router.submission import submit
 from router.tools import ToolUse
 
 _SLOW_FIELDS = SPELLINGS | {"tools", "chat_template"}  # what compiles something
@@ -149,14 +143,14 @@ class GenerationEndpoint:
             job = await self._read_job(body, header(scope, b"x-session-id"))
             admission = await gateway.quotas.take(key, demand_of(job))
             try:
-                generations = self._submit(replace(job, slo=slo_of(scope)), reply_id, arrived_s, key)
+                answers = submit(gateway, replace(job, slo=slo_of(scope)), reply_id, arrived_s, key)
             except Exception:
                 admission.settle(None)
                 raise
         try:
-            await self._reply(scope, receive, send, reply_id, job, generations, admission, arrived_s)
+            await self._reply(scope, receive, send, reply_id, job, answers, admission, arrived_s)
         finally:
-            admission.settle(charge_of(generations))
+            admission.settle(charge_of(answers))
 
     async def _reply(
         self,
@@ -165,12 +159,13 @@ class GenerationEndpoint:
         send: Send,
         reply_id: str,
         job: Job,
-        generations: Sequence[Generation],
+        answers: Sequence[Answering],
         admission: Admission,
         arrived_s: float,
     ) -> None:
         gateway = self.gateway
-        plans = [generation.plan for generation in generations]
+        generations = [answer for answer in answers if isinstance(answer, Generation)]
+        plans = [generation.plan for generation in generations]  # none where the answers are searched for
         wire = self.route.wire(gateway, reply_id, int(time.time()), job, plans)
         ignored = gateway.ignored_fields.tell(job.ignored, self.route.served())
 
@@ -179,7 +174,7 @@ class GenerationEndpoint:
             items: HeaderList = [(b"openai-processing-ms", str(spent_ms).encode()), *admission.headers()]
             return [*items, (b"x-baton-ignored", ignored.encode())] if ignored else items
 
-        with gateway.in_flight.hold(generations):
+        with gateway.in_flight.hold(answers):
             if job.stream:
                 reply = StreamReply(
                     generations,
@@ -193,7 +188,7 @@ class GenerationEndpoint:
                 )
                 await reply.run(receive)
             else:
-                body = await self._collect(generations, job, wire, receive)
+                body = await self._collect(answers, job, wire, receive)
                 await send_bytes(send, 200, [JSON_TYPE, *headers()], body)
 
     async def _read_job(self, body: bytes, session: str | None) -> Job:
@@ -219,81 +214,23 @@ class GenerationEndpoint:
             self.gateway.metrics.observe_request(RequestRecord(outcome_of(error), 0, 0, 0, 0, e2e_s))
             raise
 
-    def _submit(self, job: Job, reply_id: str, arrived_s: float, key: ApiKey | None) -> list[Generation]:
-        generations: list[Generation] = []
-        try:
-            for prompt in range(len(job.prompts)):
-                self._submit_prompt(job, prompt, reply_id, arrived_s, key, generations)
-        except Exception as error:
-            for generation in generations:
-                generation.end(error)
-                generation.close()
-            raise
-        return generations
-
-    def _submit_prompt(
-        self,
-        job: Job,
-        number: int,
-        reply_id: str,
-        arrived_s: float,
-        key: ApiKey | None,
-        generations: list[Generation],
-    ) -> None:
-        """All answers to one prompt; they are appended to `generations`, each when it is accepted."""
-        gateway = self.gateway
-        prompt_ids, sampling = job.prompts[number], job.sampling[number]
-        shared = SharedPrompt()
-        wait = len(prompt_ids) >= gateway.limits.fork_min_tokens or sampling.prompt_logprobs is not None
-        for candidate in range(job.num_candidates):
-            index = len(generations)
-            leads = candidate == 0
-            is_alone = len(job.prompts) * job.num_candidates == 1
-            spec = RequestSpec(
-                request=RequestId(reply_id if is_alone else f"{reply_id}-{index}"),
-                token_ids=prompt_ids,
-                sampling=seed_of_choice(sampling, candidate),
-                cache_salt=job.cache_salt,
-                deadline_s=gateway.limits.request_deadline_s,
-                priority=job.priority,
-                tenant="" if key is None else key.tenant,
-                share=1.0 if key is None else key.limits.share,
-                affinity=job.affinity,
-                slo=job.slo,
-            )
-            stream: RequestStream
-            if leads or not wait:
-                stream = gateway.intake.submit(spec)
-            else:
-                stream = FollowingStream(gateway.intake, spec, shared)
-            keep_entries = job.reply.keep_entries or job.num_candidates > job.num_choices
-            generations.append(
-                Generation(
-                    stream,
-                    ChoiceOutput(gateway.tokenizer, job.text, keep_entries=keep_entries),
-                    ChoicePlan(index, prompt_ids, job.leads[number]),
-                    shared,
-                    leads=leads,
-                    arrived_s=arrived_s,
-                    clock=gateway.clock,
-                    metrics=gateway.metrics,
-                )
-            )
-
     async def _collect(
-        self, generations: Sequence[Generation], job: Job, wire: ReplyFormat, receive: Receive
+        self, answers: Sequence[Answering], job: Job, wire: ReplyFormat, receive: Receive
     ) -> bytes:
         silence_s = self.gateway.limits.patience.silence_s
-        companion = asyncio.create_task(_end_with_client(generations, receive, self.gateway.clock, silence_s))
+        companion = asyncio.create_task(_end_with_client(answers, receive, self.gateway.clock, silence_s))
         try:
-            choices = await _collect_all(generations)
+            collected = await _collect_all(answers)
         finally:
             companion.cancel()
             await asyncio.gather(companion, return_exceptions=True)
-        summaries = [item.summary() for item in generations]
+        choices = [choice for several in collected for choice in several]
+        summaries = [
+            answer.summary() for answer, several in zip(answers, collected, strict=True) for _ in several
+        ]
         if job.num_candidates > job.num_choices:
             choices, summaries = pick_best(choices, summaries, job.num_candidates, job.num_choices)
-        return wire.body(choices, total_usage(generations), summaries)
+        return wire.body(choices, total_usage(answers), summaries)
 
 
 class UnsupportedMediaType(Exception):
@@ -307,38 +244,38 @@ def is_json(content_type: str | None) -> bool:
     return media_type == "application/json" or media_type.endswith("+json")
 
 
-async def _collect_all(generations: Sequence[Generation]) -> list[Choice]:
+async def _collect_all(answers: Sequence[Answering]) -> list[list[Choice]]:
     """All choices; the first failure ends the others."""
-    if len(generations) == 1:
-        return [await generations[0].collect()]
-    tasks = [asyncio.create_task(generation.collect()) for generation in generations]
+    if len(answers) == 1:
+        return [await answers[0].collect()]
+    tasks = [asyncio.create_task(answer.collect()) for answer in answers]
     try:
         return await asyncio.gather(*tasks)
     except Exception as error:
-        for generation in generations:
-            generation.end(error)
+        for answer in answers:
+            answer.end(error)
         raise
     finally:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _end_with_client(
-    generations: Sequence[Generation], receive: Receive, clock: Clock, silence_s: float
+    answers: Sequence[Answering], receive: Receive, clock: Clock, silence_s: float
 ) -> None:
-    """End the generations when the client leaves, or when none has made progress for `silence_s`."""
+    """End the answers when the client leaves, or when none has made progress for `silence_s`."""
     while True:
-        progress_s = max(generation.last_progress_s for generation in generations)
+        progress_s = max(answer.last_progress_s for answer in answers)
         reason: Exception
         try:
             async with asyncio.timeout(progress_s + silence_s - clock.now()):
                 await until_disconnect(receive)
             reason = ClientLeft()
         except TimeoutError:
-            if max(generation.last_progress_s for generation in generations) > progress_s:
+            if max(answer.last_progress_s for answer in answers) > progress_s:
                 continue
             reason = DeadlineExceeded("The cluster made no progress with the request.")
-        for generation in generations:
-            generation.end(reason)
+        for answer in answers:
+            answer.end(reason)
         return
 
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+
+import msgspec
 
 from cluster.ids import RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """What a request takes of its tenant's share: `work` is predicted, in tokens; 0 for one that has had its
     turn before."""
 
@@ -34,8 +34,7 @@ class Turn:
     work: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Claimant:
+class Claimant(msgspec.Struct, frozen=True):
     """One request in a line. `order` is unique; `since`, when it joined, decides between lines that start
     together."""
 
@@ -45,10 +44,9 @@ class Claimant:
     since: float
 
 
-@dataclass(slots=True)
-class _Line:
+class _Line(msgspec.Struct):
     share: float
-    waiting: list[tuple[int, Claimant]] = field(default_factory=list)  # by order
+    waiting: list[tuple[int, Claimant]] = msgspec.field(default_factory=list)  # by order
     work: float = 0.0  # of all of them
 
 

@@ -74,7 +74,6 @@ class Unsupported:
 
 _CHAT = "it belongs to /v1/chat/completions"
 _TEXT = "it belongs to /v1/completions"
-_BEAMS = Unsupported((False,), "beam search is not served")
 
 # Of the other route; a schema that serves them comes first.
 _ELSEWHERE: dict[str, Unsupported] = {
@@ -106,10 +105,7 @@ UNSUPPORTED: dict[str, Unsupported] = _ELSEWHERE | {
     "mm_processor_kwargs": Unsupported(),
     "logits_processors": Unsupported(([],)),
     "custom_logit_processor": Unsupported(),
-    "use_beam_search": _BEAMS,
-    "beam_width": _BEAMS,
-    "length_penalty": Unsupported((1, 1.0), "beam search is not served"),
-    "early_stopping": _BEAMS,
+    "beam_width": Unsupported((), "use `use_beam_search`; the width is `n`"),
     "no_stop_trim": Unsupported((False,), "use `include_stop_str_in_output`"),
     "return_tokens_as_token_ids": Unsupported((False,), "use `return_token_ids`"),
     "lora_path": Unsupported(),
@@ -174,7 +170,7 @@ class IgnoredFields:
         shown: list[str] = []
         for name in names:
             printable = name if _HEADER_TEXT.fullmatch(name) else "(a name that is no word)"
-            known = name in ACCEPTED
+            known = name in ACCEPTED or name in served  # served, but in vain with this request's others
             close = (
                 [] if known else difflib.get_close_matches(printable, [*served, *ACCEPTED], n=1, cutoff=0.8)
             )

@@ -6,6 +6,7 @@
 3. `close` makes sure that nothing runs on unwatched and writes the request's one metrics record.
 
 `InFlight` knows every open reply, so that a stopping server can wait for them, or end them with a reason.
+What may be in a reply is an `Answering`: a `Generation`, or a beam search (`router.beam_run`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from cluster.clock import Clock
 from cluster.errors import (
@@ -45,11 +47,45 @@ _OUTCOMES: tuple[tuple[type[BaseException], Outcome], ...] = (
 )
 
 
-_BY_CLIENTS = (Outcome.STOP, Outcome.LENGTH, Outcome.CLIENT_LEFT, Outcome.INVALID)
+BY_CLIENTS = (Outcome.STOP, Outcome.LENGTH, Outcome.CLIENT_LEFT, Outcome.INVALID)
 
 
 def outcome_of(error: BaseException) -> Outcome:
     return next((outcome for kind, outcome in _OUTCOMES if isinstance(error, kind)), Outcome.ERROR)
+
+
+class Answering(Protocol):
+    """What is under way for one reply. Ended by any, read by one task."""
+
+    @property
+    def is_clients(self) -> bool:
+        """Over, and by what the client wanted or did: not failed by us."""
+        ...
+
+    @property
+    def last_progress_s(self) -> float:
+        """When it last brought tokens (or came), on the app's clock."""
+        ...
+
+    async def collect(self) -> list[Choice]:
+        """Its choices, whole. Raises what it failed of, or was ended with."""
+        ...
+
+    def end(self, reason: Exception) -> None:
+        """End it from outside: the reader gets `reason`. Does nothing when it is over."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; aborts it if it is not over. Idempotent."""
+        ...
+
+    def summary(self) -> RequestSummary:
+        """Where the time went, of what the client waited for first."""
+        ...
+
+    def usage(self) -> Usage:
+        """So far. A prompt counts with its first answer."""
+        ...
 
 
 class Generation:
@@ -85,12 +121,10 @@ class Generation:
 
     @property
     def is_clients(self) -> bool:
-        """Over, and by what the client wanted or did: not failed by us."""
-        return self._outcome in _BY_CLIENTS
+        return self._outcome in BY_CLIENTS
 
     @property
     def last_progress_s(self) -> float:
-        """When it last brought tokens (or came), on the app's clock."""
         return self._arrived_s if self._last_s is None else self._last_s
 
     @property
@@ -129,7 +163,7 @@ class Generation:
             self._outcome = Outcome.STOP if piece.finish_reason is FinishReason.STOP else Outcome.LENGTH
         return piece
 
-    async def collect(self) -> Choice:
+    async def collect(self) -> list[Choice]:
         """All pieces put together. Raises as `next_piece`."""
         texts: list[str] = []
         entries: list[TokenEntry] = []
@@ -139,16 +173,14 @@ class Generation:
             entries.extend(piece.entries)
             if piece.finish_reason is not None:
                 whole = Piece("".join(texts), tuple(entries), piece.finish_reason)
-                return Choice(self.plan, whole, self.prompt_scores)
+                return [Choice(self.plan, whole, self.prompt_scores)]
 
     def end(self, reason: Exception) -> None:
-        """End it from outside: the reader gets `reason`. Does nothing when it is over."""
         if self._outcome is None and self._ended_by is None:
             self._ended_by = reason
             self._stream.abort("client left" if isinstance(reason, ClientLeft) else str(reason))
 
     def close(self) -> None:
-        """Let go of it; aborts it if it is not over. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -164,7 +196,6 @@ class Generation:
         return self._stream.summary()
 
     def usage(self) -> Usage:
-        """So far. A prompt counts with its first answer."""
         if not self._leads:
             return Usage(0, self._output.num_tokens, 0)
         cached_tokens = self._stream.summary().cached_tokens
@@ -215,7 +246,7 @@ def _grammar_gave_up(num_tokens: int) -> InvalidRequest:
     )
 
 
-def total_usage(generations: Sequence[Generation]) -> Usage:
+def total_usage(generations: Sequence[Answering]) -> Usage:
     """Of all choices of one reply."""
     usages = [generation.usage() for generation in generations]
     return Usage(
@@ -225,7 +256,7 @@ def total_usage(generations: Sequence[Generation]) -> Usage:
     )
 
 
-def charge_of(generations: Sequence[Generation]) -> int | None:
+def charge_of(generations: Sequence[Answering]) -> int | None:
     """Tokens that a reply which is over has cost its client; None if we failed it before its first token."""
     usage = total_usage(generations)
     if usage.num_generated_tokens == 0 and not any(item.is_clients for item in generations):
@@ -237,7 +268,7 @@ class InFlight:
     """Every reply that is being written. One per app, on its event loop."""
 
     def __init__(self) -> None:
-        self._generations: set[Generation] = set()
+        self._generations: set[Answering] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -246,7 +277,7 @@ class InFlight:
         return len(self._generations)
 
     @contextmanager
-    def hold(self, generations: Sequence[Generation]) -> Iterator[None]:
+    def hold(self, generations: Sequence[Answering]) -> Iterator[None]:
         """Count these while the reply is written; closes them at the end, whatever happened."""
         self._generations.update(generations)
         self._idle.clear()

@@ -23,6 +23,8 @@ from cluster.grammar import Grammars
 from cluster.request import RequestSlo
 from cluster.sampling import SamplingParams
 from cluster.tokenizer import Tokenizer
+from router.beam_rules import beam_rules, beam_sampling, check_beam_fields
+from router.beam_search import BeamRules
 from router.constraint import SPELLINGS, parse_constraint
 from router.limits import RequestLimits
 from router.model_info import ModelInfo
@@ -53,6 +55,7 @@ class Job:
     cache_salt: str
     num_choices: int = 1
     num_candidates: int = 1
+    beams: tuple[BeamRules, ...] = ()  # of each prompt; empty: answers are sampled, not searched for
     tools: ToolPlan | None = None
     priority: int = 0
     affinity: str = ""
@@ -147,6 +150,7 @@ class JobBuilder:
         else:
             candidate_logprobs = num_logprobs
         grammar = self._grammar(request, extras.plan)
+        check_beam_fields(request, is_constrained=bool(grammar), best_of=extras.best_of)
         kept: list[tuple[int, ...]] = []
         sampling: list[SamplingParams] = []
         for where, prompt, _ in prompts:
@@ -158,10 +162,15 @@ class JobBuilder:
             sampling.append(
                 self._sampling(request, max_tokens, candidate_logprobs, num_prompt_logprobs, grammar)
             )
+        beams: list[BeamRules] = []
+        if request.use_beam_search:
+            beams = [beam_rules(request, one) for one in sampling]
+            sampling = [beam_sampling(one, rules) for one, rules in zip(sampling, beams, strict=True)]
         options = request.stream_options
         return Job(
             prompts=tuple(kept),
             sampling=tuple(sampling),
+            beams=tuple(beams),
             leads=tuple(lead for _, _, lead in prompts),
             text=TextRules(
                 stop=request.stop,
@@ -179,6 +188,7 @@ class JobBuilder:
                 timings=request.timings,
                 include_usage=options.include_usage,
                 continuous_usage=options.continuous_usage_stats,
+                obfuscate=options.include_obfuscation,
             ),
             stream=request.stream,
             cache_salt=request.cache_salt or "",
@@ -187,7 +197,7 @@ class JobBuilder:
             tools=extras.plan,
             priority=request.priority,
             affinity=request.affinity,
-            ignored=extras.ignored,
+            ignored=(*extras.ignored, *_without_effect(request)),
         )
 
     def _grammar(self, request: GenerationRequest, plan: ToolPlan | None) -> str:
@@ -280,6 +290,13 @@ class _Extras:
     ignored: tuple[str, ...]
     plan: ToolPlan | None
     best_of: int | None = None
+
+
+def _without_effect(request: GenerationRequest) -> tuple[str, ...]:
+    """Asked for in vain: text is the tokens' bytes, so there are no spaces between special tokens that are
+    shown. Where none is shown there is nothing to say."""
+    wants_spaces = request.spaces_between_special_tokens and not request.skip_special_tokens
+    return ("spaces_between_special_tokens",) if wants_spaces else ()
 
 
 def _asked_max_tokens(request: GenerationRequest) -> int | None:

@@ -13,7 +13,6 @@ attempt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -127,9 +126,10 @@ class Legs:
             hashes=live.hashes,
         )
         if placement.prefill is None:
-            claim = replace(prompt, num_blocks=placement.decode_blocks, stays=True, sent_at=now)
+            num_blocks = placement.decode_blocks
+            claim = msgspec.structs.replace(prompt, num_blocks=num_blocks, stays=True, sent_at=now)
         else:
-            prompt = replace(prompt, num_blocks=placement.prefill_blocks)
+            prompt = msgspec.structs.replace(prompt, num_blocks=placement.prefill_blocks)
             self._workers.place(placement.prefill, live.request, prompt)
             claim = Claim(Phase.COMING, num_tokens, num_blocks=placement.decode_blocks, hashes=live.hashes)
         self._workers.place(placement.decode, live.request, claim)
@@ -348,6 +348,17 @@ class Legs:
 
 _OF_THE_TRANSFER = frozenset({"edge_lost", "peer_silent", "lease_lost", "kv_aborted"})
 _OUT_OF_ORDER = "A decode worker sent tokens out of order."
+
+
+def is_of_attempt(live: LiveRequest | None, message: AttemptMessage) -> bool:
+    """The request is at the attempt that the message speaks of."""
+    return live is not None and live.attempt is not None and live.attempt.number == message.attempt
+
+
+def give_back(grant: Grant) -> Abort:
+    """The answer to a lease that nobody waits for, such as one for a RESERVE that came twice: its blocks are
+    free at once, and not when its time is over."""
+    return Abort(request=grant.request, attempt=grant.attempt, reason="nobody waits for this lease")
 
 
 def _farewell(live: LiveRequest, attempt: AttemptRecord, abort_reason: str | None) -> Finish | Abort:

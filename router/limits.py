@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.config import OverloadStatus, RequestConfig, ToolFormatName
+from cluster.request_config import OverloadStatus, RequestConfig, ToolFormatName
 from router.quotas.limits import KeyLimits
 from router.stream import Patience
 

@@ -80,6 +80,8 @@ class Placing:
             self._affinity.note(live.spec.tenant, live.spec.affinity, near)
             self._requests.wait(live, now + self._legs.reserve(live, decision, now).wait_s)
             return None
+        if decision.reason is RejectReason.BUSY:
+            live.found_full_at = self._workers.view().abilities
         if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
             live.is_recovering = True
             live.wait_until = now + self._config.recovery_wait_s
@@ -105,7 +107,7 @@ class Placing:
             live = self._requests[request]
             if too_large is not None and live.is_as_large_as(too_large):
                 continue
-            reason = self.place(live, now)
+            reason = RejectReason.BUSY if self._is_still_busy(live, now) else self.place(live, now)
             if reason is RejectReason.BUSY:
                 too_large = live
             if reason is not None and self._queue.is_overdue(request, now):
@@ -123,6 +125,12 @@ class Placing:
         self._queue.remove(live.request)
 
     # ---- its parts
+
+    def _is_still_busy(self, live: LiveRequest, now: float) -> bool:
+        """One in the queue would find what it found before: nobody has room, and nobody came, went or changed
+        what it may do since. Cheap: under overload most who try are such."""
+        view = self._workers.view()
+        return live.found_full_at == view.abilities and now < live.wait_until and view.is_full
 
     def _placement_request(self, live: LiveRequest, now: float) -> PlacementRequest:
         expected = self._lengths.expect(len(live.spec.token_ids))

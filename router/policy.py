@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from cluster.ids import BlockHash, WorkerId
 from cluster.slo_classes import Targets
 from router.affinity import Near
-from router.choosing import NONE, is_any
+from router.choosing import NONE, highest, is_any
 from router.config import PolicyConfig
 from router.elastic import Ask, Place, place
 from router.fleet import Column, Flags
 from router.view import ClusterView
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True):
     """What placement needs to know of a request."""
 
     num_tokens: int  # to prefill: the prompt and, on a later attempt, the tokens already delivered
@@ -44,8 +44,7 @@ class PlacementRequest:
         return self.num_prompt_tokens + self.max_tokens - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """`prefill` is None when the decode worker prefills itself. `predicted_ttft_s` is from now."""
 
     prefill: WorkerId | None
@@ -65,8 +64,7 @@ class RejectReason(Enum):
     QUEUE_TOO_SLOW = "queue_too_slow"  # those that wait for room would not have gone in time
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(msgspec.Struct, frozen=True):
     """`limit_tokens` is set with TOO_LARGE: the most prompt + output tokens that anyone could take;
     `retry_after_s` with BACKLOG and QUEUE_TOO_SLOW: when enough of it will be done."""
 
@@ -112,11 +110,13 @@ class Elastic:
         large = view.decode_capacity >= max(1, request.max_kv_tokens)
         _bar(view, large, request.too_large_for)
         if not is_any(large):
-            limit = int(view.decode_capacity.max()) + 1
+            limit = int(highest(view.decode_capacity)) + 1
             return Reject(RejectReason.TOO_LARGE, limit)
+        if view.is_full:
+            return Reject(RejectReason.BUSY)
         cached_blocks = view.prefix.lookup(request.hashes, fleet.num_workers)
         needed = self._new_blocks(view, request, cached_blocks)
-        decodes = needed <= view.open_blocks
+        decodes = view.open_blocks >= needed
         decodes &= large
         if not is_any(decodes):
             return Reject(RejectReason.BUSY)
@@ -124,7 +124,7 @@ class Elastic:
         if request.avoid:
             decodes = _without(view, decodes, request.avoid)
             _bar(view, prefills, request.avoid)
-        if not (self.config.always_remote and prefills.any()):
+        if not (self.config.always_remote and is_any(prefills)):
             prefills |= decodes
         ask = self._ask(view, request, cached_blocks, prefills, decodes)
         decision = place(fleet, ask, self._targets(request.targets), self.config.elastic)
@@ -143,9 +143,9 @@ class Elastic:
         cached = None
         if cached_blocks is not None:
             cached = np.minimum(cached_blocks * view.block_size, request.num_tokens - 1)
-        life_s = request.expected_output * self.defaults.tpot_s
-        if view.num_lives:
-            life_s = float(view.life_s.sum()) / view.num_lives
+        life_s = view.mean_life_s()
+        if life_s is None:
+            life_s = request.expected_output * self.defaults.tpot_s
         is_known = math.isfinite(request.max_wait_s) and not any(prefills[row] for row in view.guessed)
         near = request.near if cached_blocks is None else None
         return Ask(
@@ -167,12 +167,13 @@ class Elastic:
 
     def _new_blocks(
         self, view: ClusterView, request: PlacementRequest, cached_blocks: Column | None
-    ) -> Column:
-        """Per worker, blocks for the uncached prompt and the growth a new request should find at once."""
+    ) -> Column | float:
+        """Per worker, blocks for the uncached prompt and the growth a new request should find at once; one
+        figure where nothing is cached."""
         tokens = min(request.num_tokens + self.config.growth_tokens, request.max_kv_tokens)
         num_blocks = -(-max(tokens, request.num_tokens) // view.block_size)
         if cached_blocks is None:
-            return np.full(view.fleet.num_workers, max(1.0, num_blocks))
+            return float(max(1, num_blocks))
         most_cached = (request.num_tokens - 1) // view.block_size  # the last token is always computed
         needed: Column = np.minimum(cached_blocks, min(most_cached, num_blocks - 1))
         np.subtract(num_blocks, needed, out=needed)
@@ -183,7 +184,7 @@ class Elastic:
         view: ClusterView,
         request: PlacementRequest,
         decision: Place,
-        needed: Column,
+        needed: Column | float,
         cached_blocks: Column | None,
     ) -> Placement:
         prefill, decode = view.ids[decision.prefill], view.ids[decision.decode]
@@ -198,7 +199,7 @@ class Elastic:
             predicted_ttft_s=decision.ttft_s,
             prefill_tokens=max(1, request.num_tokens - cached * view.block_size),
             prefill_blocks=0 if is_local else max(1, num_blocks - cached),
-            decode_blocks=int(needed[decision.decode]),
+            decode_blocks=int(needed if isinstance(needed, float) else needed[decision.decode]),
         )
 
 
@@ -213,4 +214,4 @@ def _without(view: ClusterView, flags: Flags, workers: Iterable[WorkerId]) -> Fl
     """The others, if there are any."""
     others = flags.copy()
     _bar(view, others, workers)
-    return others if others.any() else flags
+    return others if is_any(others) else flags

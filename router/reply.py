@@ -6,6 +6,7 @@ delta text goes through a JSON encoder, so a token costs about a microsecond her
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from router.output import Piece
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 DONE = b"data: [DONE]\n\n"
+OBFUSCATION_BYTES = 32  # most tokens are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,12 @@ class ReplyOptions:
     timings: bool = False
     include_usage: bool = False  # streams only: a usage chunk at the end
     continuous_usage: bool = False  # streams only: usage in every chunk
+    obfuscate: bool = False  # streams only: deltas of one size, against eavesdroppers on encrypted streams
 
     @property
     def is_plain(self) -> bool:
         """A streamed delta is its text alone."""
-        return not (self.keep_entries or self.continuous_usage)
+        return not (self.keep_entries or self.continuous_usage or self.obfuscate)
 
     @property
     def keep_entries(self) -> bool:
@@ -127,6 +130,15 @@ class ChunkFrame:
         if not options.include_usage:
             return DONE
         return b"%b%b%b}\n\n" % (self.no_choice, usage_field(usage), timings) + DONE
+
+
+def obfuscation_field(options: ReplyOptions, num_bytes: int) -> bytes:
+    """Random text that makes the `num_bytes` of a chunk which differ from token to token a multiple of
+    `OBFUSCATION_BYTES`, as OpenAI's field of that name."""
+    if not options.obfuscate:
+        return b""
+    num_padded = OBFUSCATION_BYTES - num_bytes % OBFUSCATION_BYTES
+    return b',"obfuscation":"%b"' % secrets.token_urlsafe(num_padded)[:num_padded].encode()
 
 
 def usage_field(usage: Usage | None) -> bytes:

@@ -100,7 +100,7 @@ def _parse_logit_bias(value: Any, info: ValidationInfo) -> tuple[tuple[int, floa
 
 
 class StreamOptions(BaseModel):
-    """`include_obfuscation` would pad chunks against eavesdroppers of their sizes; there is no padding."""
+    """`include_obfuscation` pads chunks against eavesdroppers of their sizes."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -135,6 +135,9 @@ class GenerationRequest(BaseModel):
     frequency_penalty: _real(-2, 2) = 0.0  # type: ignore[valid-type]
     repetition_penalty: _real(0, 1e6, exclusive=True) | None = None  # type: ignore[valid-type]
     n: Annotated[int, Field(ge=1), _at_most("max_n")] = 1
+    use_beam_search: bool = False  # for the `n` most probable answers
+    length_penalty: _real(-10, 10) | None = None  # type: ignore[valid-type]
+    early_stopping: bool = False
     seed: Int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_parse_stop)] = ()
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], _at_most("max_listed_ids")] = []
@@ -142,7 +145,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] = 0
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # text is the tokens' bytes: there are never any
+    spaces_between_special_tokens: bool | None = None  # text is the tokens' bytes: there are never any
     bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], _at_most("max_listed_ids")] = []
     allowed_token_ids: (
         Annotated[

@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster.clock import Clock, MonotonicClock
-from cluster.config import RouterConfig
 from cluster.errors import InternalError, ModelError
 from cluster.ids import RouterId
 from cluster.latency_targets import LatencyTargets
 from cluster.metrics import Metrics, new_metrics
 from cluster.preflight import DISTRIBUTION
 from cluster.redis_state import RedisState
+from cluster.role_config import RouterConfig
 from cluster.slo_classes import Targets
 from cluster.tokenizer import Tokenizer
 from cluster.tokenizer_config import read_json
-from cluster.wire.kv_events import WorkerSays
+from cluster.wire.kv_events import DiallerSays
 from cluster.wire.stream import listen
 from router.app import create_app
 from router.aside import SWITCH_S
@@ -89,7 +89,7 @@ async def run(
         heartbeat_interval_s=config.heartbeat_interval_s,
         watchers=[feed.observe] if traces is None else [feed.observe, traces.observe],
     )
-    listener = await listen(config.control_address, config.token, WorkerSays, driver.links.on_stream)
+    listener = await listen(config.control_address, config.token, DiallerSays, driver.links.on_stream)
     logger.info("workers dial %s", listener.address)
     ending = asyncio.Event()  # of the HTTP server: asked to stop, or broken
     listening = asyncio.Event()

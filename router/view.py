@@ -12,6 +12,7 @@ import numpy as np
 
 from cluster.ids import WorkerId
 from cluster.wire.messages import KVGeometry, Role
+from router.choosing import highest
 from router.fleet import Column, Fleet
 from router.prefix_index import PrefixIndex
 
@@ -48,11 +49,13 @@ class ClusterView:
     refused: Column = field(default_factory=lambda: np.zeros(0))  # a request of so many blocks was refused
     life_s: Column = field(default_factory=lambda: np.zeros(0))  # mean time a row decodes; 0: not measured
     guessed: set[int] = field(default_factory=set)  # rows of workers whose step model is not measured
+    abilities: int = 0  # grows with every change of what some worker may do, or of who is here
     num_lives: int = 0  # rows with a life
+    _sum_of_lives_s: float | None = None  # None: a life has changed since
     # what a decision asks of several of these at once, so that it need not put them together each time
     decode_capacity: Column = field(default_factory=lambda: np.zeros(0))  # 0: it may not decode
     send_capacity: Column = field(default_factory=lambda: np.zeros(0))  # 0: it may not compute for others
-    open_blocks: Column = field(default_factory=lambda: np.zeros(0))  # of one more request; -1: none
+    open_blocks: Column = field(default_factory=lambda: np.zeros(0))  # where one more may decode; -1: none
 
     def take_row(self, worker: WorkerId) -> int:
         """A row for a worker that joins; it says nothing yet."""
@@ -60,6 +63,7 @@ class ClusterView:
         self.ids[row] = worker
         self.rows[worker] = row
         self.refused[row] = NO_REFUSAL
+        self.abilities += 1
         return row
 
     def free_row(self, worker: WorkerId) -> None:
@@ -69,20 +73,40 @@ class ClusterView:
         self.prefix.leave(row)
         self.set_life(row, 0.0)
         self.guessed.discard(row)
+        self.abilities += 1
         for name in _COLUMNS:
             getattr(self, name)[row] = 0.0
 
     def set_life(self, row: int, life_s: float) -> None:
-        self.num_lives += (life_s > 0) - int(self.life_s[row] > 0)
-        self.life_s[row] = life_s
+        before_s = self.life_s.item(row)
+        if life_s != before_s:
+            self.num_lives += (life_s > 0) - (before_s > 0)
+            self.life_s[row] = life_s
+            self._sum_of_lives_s = None
 
-    def settle(self, row: int) -> None:
-        """The row was written: what follows from its entries."""
-        fleet, capacity = self.fleet, self.capacity[row]
-        self.decode_capacity[row] = capacity if fleet.can_decode[row] else 0.0
-        self.send_capacity[row] = capacity if fleet.can_prefill[row] and fleet.can_send[row] else 0.0
-        open_blocks = min(self.blocks[row], self.refused[row] - 1)
-        self.open_blocks[row] = open_blocks if self.slots[row] > 0 else -1.0
+    def mean_life_s(self) -> float | None:
+        """How long a row decodes, over the workers that have measured it; None: nobody has."""
+        if not self.num_lives:
+            return None
+        if self._sum_of_lives_s is None:
+            self._sum_of_lives_s = float(self.life_s.sum())
+        return self._sum_of_lives_s / self.num_lives
+
+    def write_ability(self, row: int, *, can_prefill: bool, can_decode: bool, can_send: bool) -> None:
+        """What this row's worker may do now, and how long a request may be for it."""
+        fleet, capacity = self.fleet, self.capacity.item(row)
+        before = fleet.can_prefill.item(row), fleet.can_decode.item(row), fleet.can_send.item(row)
+        if before != (can_prefill, can_decode, can_send):
+            self.abilities += 1
+        fleet.can_prefill[row], fleet.can_decode[row], fleet.can_send[row] = can_prefill, can_decode, can_send
+        self.decode_capacity[row] = capacity if can_decode else 0.0
+        self.send_capacity[row] = capacity if can_prefill and can_send else 0.0
+
+    def write_room(self, row: int, slots: int, blocks: int, refused: float) -> None:
+        """How many more requests this row's worker could take, and how large one; after its ability."""
+        self.slots[row], self.blocks[row], self.refused[row] = slots, blocks, refused
+        is_open = slots > 0 and self.fleet.can_decode.item(row)
+        self.open_blocks[row] = min(blocks, refused - 1) if is_open else -1.0
 
     def _grow(self) -> int:
         row = len(self.ids)
@@ -95,6 +119,11 @@ class ClusterView:
         return row
 
     # ---- what more than placement asks
+
+    @property
+    def is_full(self) -> bool:
+        """No worker takes one more request now, however small."""
+        return highest(self.open_blocks) < 1
 
     def has(self, role: Role) -> bool:
         """Somebody of this role is here, ready or not."""

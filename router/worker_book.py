@@ -14,7 +14,9 @@ not a candidate until it steps again.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from cluster.ids import BlockHash, Epoch, RequestId, WorkerId
 from cluster.step_model import StepModel
@@ -29,8 +31,7 @@ from router.view import NO_REFUSAL, ClusterView, kv_bytes_per_token
 _TOLD_S = 0.05  # a prompt of which a worker was told so long before its report came is part of it
 
 
-@dataclass(frozen=True, slots=True)
-class _Foreign:
+class _Foreign(msgspec.Struct, frozen=True):
     """Of the load last reported, what the claims of that moment do not explain."""
 
     seqs: int = 0
@@ -47,12 +48,13 @@ class _Worker:
     register: Register
     model: StepModel
     written_model: StepModel | None = None  # in the view
+    is_load_written: bool = False  # the state and the load last reported are in the view
     state: WorkerState = WorkerState.STARTING
     load: WorkerLoad = field(default_factory=WorkerLoad)
     heartbeat_at: float | None = None
     pulse_at: float = 0.0  # when the engine last stepped, or had nothing to do
     is_stuck: bool = False
-    foreign: _Foreign = _Foreign()
+    foreign: _Foreign = field(default_factory=_Foreign)
     work: Backlog = field(default_factory=Backlog)  # seconds of prompts
     queued_load: Backlog = field(default_factory=Backlog)
     refused_blocks: int | None = None
@@ -122,7 +124,9 @@ class WorkerBook:
         return known.state, known.is_stuck, known.load
 
     def any_register(self) -> Register | None:
-        return next((known.register for known in self._workers.values()), None)
+        for known in self._workers.values():
+            return known.register
+        return None
 
     # ---- what happens there
 
@@ -135,6 +139,7 @@ class WorkerBook:
         was_stuck = known.is_stuck
         known.is_stuck = now - known.pulse_at >= self._stall_timeout_s
         known.state, known.load, known.heartbeat_at = state, load, now
+        known.is_load_written = False
         known.refused_blocks = None
         self._take_load(known, load, now)
         self._fade(known)
@@ -173,7 +178,7 @@ class WorkerBook:
         known = self._workers[worker]
         claim = known.claims.get(request)
         assert claim is not None, (worker, request)
-        known.claims.change(request, replace(claim, sent_at=now))
+        known.claims.change(request, msgspec.structs.replace(claim, sent_at=now))
 
     def prefilled(self, worker: WorkerId, request: RequestId) -> None:
         """The prefill of a placed attempt is over; its blocks are still held."""
@@ -182,7 +187,7 @@ class WorkerBook:
         if known is not None and claim is not None and claim.phase is Phase.PREFILL:
             self._left_queue(known, claim)
             phase = Phase.DECODE if claim.stays else Phase.HELD
-            known.claims.change(request, replace(claim, phase=phase, is_seen=False))
+            known.claims.change(request, msgspec.structs.replace(claim, phase=phase, is_seen=False))
             self._write(known)
 
     def decoding(self, worker: WorkerId, request: RequestId) -> None:
@@ -190,7 +195,7 @@ class WorkerBook:
         known = self._workers.get(worker)
         claim = None if known is None else known.claims.get(request)
         if known is not None and claim is not None and claim.phase is Phase.COMING:
-            known.claims.change(request, replace(claim, phase=Phase.DECODE))
+            known.claims.change(request, msgspec.structs.replace(claim, phase=Phase.DECODE))
             self._write(known)
 
     def remove(self, worker: WorkerId, request: RequestId) -> None:
@@ -256,6 +261,7 @@ class WorkerBook:
     def rewrite(self) -> None:
         """All rows from what is known: nothing may change. For tests and for doubts."""
         for known in self._workers.values():
+            known.is_load_written = False
             self._write(known)
 
     # ---- parts
@@ -289,38 +295,47 @@ class WorkerBook:
 
     def _write(self, known: _Worker) -> None:
         """This worker's row of the view."""
+        if not known.is_load_written:
+            self._write_load(known)
         view, fleet, row = self._view, self._view.fleet, known.row
         register, load, totals, foreign = known.register, known.load, known.claims.totals, known.foreign
-        is_ready = known.state is WorkerState.READY and not known.is_stuck
-        is_decode = register.role is Role.DECODE
         num_blocks = foreign.blocks + totals.blocks
-        if known.written_model != known.model:
-            fleet.set_model(row, known.model)
-            known.written_model = known.model
-        fleet.can_prefill[row] = is_ready
-        fleet.can_decode[row] = is_ready and is_decode
-        fleet.can_send[row] = not is_decode
         fleet.work_s[row] = known.work.value(_work_s(totals, known.model))
         fleet.queued_load_s[row] = known.queued_load.value(_load_s(totals, known.model))
-        fleet.late_s[row] = load.late_prefill_s
-        yielding, yielding_context = load.yielding_rows, load.yielding_context
-        fleet.rows[row] = max(0, foreign.rows + totals.rows - yielding)
-        fleet.context[row] = max(0, foreign.context + totals.context - yielding_context)
-        model = known.model
-        fleet.yield_s[row] = model.per_token_s * yielding + model.per_context_s * yielding_context
-        fleet.late_rate[row], fleet.on_time_share[row] = load.late_rate, load.on_time_share
+        fleet.rows[row] = max(0, foreign.rows + totals.rows - load.yielding_rows)
+        fleet.context[row] = max(0, foreign.context + totals.context - load.yielding_context)
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
         fleet.coming_context[row] = foreign.coming_context + totals.coming_context
         fleet.kv_used[row] = num_blocks * register.geometry.block_size
-        view.slots[row] = register.max_num_seqs - foreign.seqs - totals.seqs
-        view.blocks[row] = register.geometry.num_blocks - num_blocks
-        view.refused[row] = NO_REFUSAL if known.refused_blocks is None else known.refused_blocks
+        view.write_room(
+            row,
+            register.max_num_seqs - foreign.seqs - totals.seqs,
+            register.geometry.num_blocks - num_blocks,
+            NO_REFUSAL if known.refused_blocks is None else known.refused_blocks,
+        )
+
+    def _write_load(self, known: _Worker) -> None:
+        """What only a heartbeat changes."""
+        view, fleet, row = self._view, self._view.fleet, known.row
+        load, model = known.load, known.model
+        is_ready = known.state is WorkerState.READY and not known.is_stuck
+        is_decode = known.register.role is Role.DECODE
+        if known.written_model != model:
+            fleet.set_model(row, model)
+            known.written_model = model
+        view.write_ability(
+            row, can_prefill=is_ready, can_decode=is_ready and is_decode, can_send=not is_decode
+        )
+        fleet.late_s[row] = load.late_prefill_s
+        yielding, yielding_context = load.yielding_rows, load.yielding_context
+        fleet.yield_s[row] = model.per_token_s * yielding + model.per_context_s * yielding_context
+        fleet.late_rate[row], fleet.on_time_share[row] = load.late_rate, load.on_time_share
         view.set_life(row, load.row_life_s)
         if load.step_model is None:
             view.guessed.add(row)
         else:
             view.guessed.discard(row)
-        view.settle(row)
+        known.is_load_written = True
 
 
 def _work_s(totals: Totals, model: StepModel) -> float:

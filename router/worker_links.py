@@ -10,7 +10,10 @@ Life of a link:
    intervals: the process hangs and is dead for the conductor. Its stream is *fenced*: should it go on, what
    it had still to say is dropped and counted, and its first heartbeat ends the stream, so that it frees
    everything and dials anew.
-4. The end of the stream, whatever its cause, is `WorkerGone`, exactly once.
+4. The end of the stream, whatever its cause, is `WorkerGone`, exactly once. So is the end of its *lifeline*,
+   a second stream that names the link. When the process is killed, one of the two ends at once, the other
+   when its memory was taken apart, up to a second later. If it is the lifeline, what the process still said
+   has a moment to be read.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from dataclasses import dataclass
 
 from cluster.errors import ProtocolError, WireError
 from cluster.ids import Epoch, RouterId, WorkerId
-from cluster.wire.kv_events import RouterSays, WorkerSays
-from cluster.wire.messages import Heartbeat, Refused, Register, Welcome
+from cluster.wire.kv_events import DiallerSays, RouterSays
+from cluster.wire.messages import Heartbeat, Lifeline, Refused, Register, Welcome
 from cluster.wire.stream import Stream
 from router.conductor_io import Event, FromWorker, WorkerGone, WorkerJoined
 from router.registration import refusal
@@ -32,12 +35,14 @@ from router.silence import judge
 logger = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 5.0
+LAST_WORDS_S = 0.02  # between the end of a lifeline and that of its link
 FENCE_S = 60.0  # how long a hung process may take to end or go on before its stream is cut
 
 
 @dataclass(slots=True)
 class _Link:
-    stream: Stream[WorkerSays]
+    stream: Stream[DiallerSays]
+    number: int
     register: Register
     last_sign_at: float
     watch: asyncio.TimerHandle | None = None
@@ -63,6 +68,8 @@ class WorkerLinks:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._silence_limit_s = missed_heartbeats * heartbeat_interval_s
         self._links: dict[WorkerId, _Link] = {}
+        self._numbered: dict[int, _Link] = {}  # all whose stream is open, also the fenced
+        self._num_links = 0
         self._epochs: dict[WorkerId, Epoch] = {}  # the latest seen of each name
 
     def __len__(self) -> int:
@@ -82,11 +89,15 @@ class WorkerLinks:
         if link is not None:
             link.stream.post(message)
 
-    async def on_stream(self, stream: Stream[WorkerSays]) -> None:
+    async def on_stream(self, stream: Stream[DiallerSays]) -> None:
         """Serve one stream to its end; the listener closes it then."""
-        register = await self._first_message(stream)
-        if register is None:
-            return
+        first = await self._first_message(stream)
+        if isinstance(first, Register):
+            await self._serve(stream, first)
+        elif first is not None:
+            await self._follow(stream, first)
+
+    async def _serve(self, stream: Stream[DiallerSays], register: Register) -> None:
         present = [link.register for link in self._links.values()]
         reason = refusal(register, present, self._epochs.get(register.worker), self._block_size)
         if reason is not None:
@@ -104,7 +115,7 @@ class WorkerLinks:
                 if self._links.get(register.worker) is not link:
                     return  # replaced
                 link.last_sign_at = asyncio.get_running_loop().time()
-                if isinstance(message, Register):
+                if isinstance(message, Register | Lifeline):
                     raise ProtocolError(f"{register.worker} registered twice on one stream")
                 if isinstance(message, Refused):
                     end = f"it refused: {message.reason}"
@@ -114,7 +125,19 @@ class WorkerLinks:
             end = str(error)
             raise
         finally:
+            del self._numbered[link.number]
             self._let_out(link, end)
+
+    async def _follow(self, stream: Stream[DiallerSays], lifeline: Lifeline) -> None:
+        link = self._numbered.get(lifeline.link)
+        if link is None:
+            return  # that link ended before
+        async for message in stream:
+            raise ProtocolError(f"a lifeline carries no {type(message).__name__}")
+        await asyncio.sleep(LAST_WORDS_S)
+        if self._links.get(link.register.worker) is link:
+            self._let_out(link, "its process ended")
+            link.stream.abort()
 
     def close(self) -> None:
         """Cut all streams; every worker is gone for the conductor."""
@@ -122,19 +145,21 @@ class WorkerLinks:
             link.stream.abort()
             self._let_out(link, "the router stops")
 
-    async def _first_message(self, stream: Stream[WorkerSays]) -> Register | None:
+    async def _first_message(self, stream: Stream[DiallerSays]) -> Register | Lifeline | None:
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 first = await anext(stream, None)
         except TimeoutError:
             logger.warning("stream from %s closed: no Register in %g s", stream.peer, REGISTER_TIMEOUT_S)
             return None
-        if first is not None and not isinstance(first, Register):
+        if first is not None and not isinstance(first, Register | Lifeline):
             raise ProtocolError(f"the first message must be Register, not {type(first).__name__}")
         return first
 
-    def _take_in(self, stream: Stream[WorkerSays], register: Register) -> _Link:
-        link = _Link(stream, register, asyncio.get_running_loop().time())
+    def _take_in(self, stream: Stream[DiallerSays], register: Register) -> _Link:
+        self._num_links += 1
+        link = _Link(stream, self._num_links, register, asyncio.get_running_loop().time())
+        self._numbered[link.number] = link
         old = self._links.get(register.worker)
         self._links[register.worker] = link
         self._epochs[register.worker] = register.epoch
@@ -142,7 +167,8 @@ class WorkerLinks:
             if old.watch is not None:
                 old.watch.cancel()
             old.stream.abort()
-        stream.post(Welcome(router=self._router, heartbeat_interval_s=self._heartbeat_interval_s))
+        interval_s = self._heartbeat_interval_s
+        stream.post(Welcome(router=self._router, heartbeat_interval_s=interval_s, link=link.number))
         logger.info("%s epoch %d joined, pid %d", register.worker, register.epoch, register.pid)
         self._feed(WorkerJoined(register))
         self._watch(link, self._silence_limit_s)
@@ -176,12 +202,13 @@ class WorkerLinks:
             link.is_fenced = True
             link.watch = asyncio.get_running_loop().call_later(FENCE_S, link.stream.abort)
 
-    def _drop(self, link: _Link, message: WorkerSays) -> bool:
+    def _drop(self, link: _Link, message: DiallerSays) -> bool:
         """A message of a process that was given up: the conductor counts it. False: it goes on, or its next
         stream is here."""
         register = link.register
         present = self._links.get(register.worker)
         if present is not None and present.register.epoch == register.epoch:
             return False
-        self._feed(FromWorker(register.worker, register.epoch, message))
+        if not isinstance(message, Lifeline):
+            self._feed(FromWorker(register.worker, register.epoch, message))
         return not isinstance(message, Heartbeat)

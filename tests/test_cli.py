@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from cluster import cli, doctor
@@ -128,6 +129,7 @@ def test_doctor_looks_at_this_machine() -> None:
         "memory",
         "shm edge",
         "loopback",
+        "kv edge",
         "open files",
     }
     assert named | {"port", "model"} <= set(checks)
@@ -147,6 +149,16 @@ def test_doctor_looks_with_the_settings_of_the_environment() -> None:
     wrong = {check.name: check for check in doctor.run_checks({"BATON_PROT": "1"})}
     assert not wrong["settings"].is_ok
     assert "did you mean BATON_PORT?" in wrong["settings"].finding
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_kv_between_gpus_where_there_is_none_is_one_line_from_every_command() -> None:
+    settings = {"BATON_KV_EDGE": "nccl"}
+    checks = {check.name: check for check in doctor.run_checks(settings)}
+    assert not checks["kv edge"].is_ok
+    assert checks["kv edge"].finding.startswith("--kv-edge nccl needs a CUDA device: torch ")
+    with pytest.raises(BatonError, match=r"^--kv-edge cuda_ipc needs a CUDA device: .* use `--kv-edge shm`"):
+        cli.app(["serve", "--kv-edge", "cuda_ipc", "--port", "0"], standalone_mode=False)
 
 
 def test_doctor_knows_a_cluster_that_serves_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cluster.cluster_token import TOKEN_VARIABLE, exposure, resolve_cluster_token
-from cluster.config import RouterConfig, load_config
 from cluster.errors import ConfigError
 from cluster.ids import RouterId
+from cluster.role_config import RouterConfig, load_config
 
 SECRET = "s3cret-s3cret-s3cret"
 

@@ -9,19 +9,11 @@ import msgspec
 import pytest
 
 from cluster.cluster_token import resolve_cluster_token
-from cluster.config import (
-    ClusterConfig,
-    RouterConfig,
-    WorkerConfig,
-    describe,
-    dump_config,
-    load_config,
-    num_available_cores,
-    threads_per_worker,
-)
-from cluster.config_sources import parse_size, resolve_config, setting_infos
+from cluster.config import ClusterConfig, num_available_cores, threads_per_worker
+from cluster.config_sources import describe, parse_size, resolve_config, setting_infos, shown_kv_bytes
 from cluster.errors import ConfigError
 from cluster.ids import Epoch, RouterId, WorkerId
+from cluster.role_config import RouterConfig, WorkerConfig, dump_config, load_config
 from cluster.wire.messages import Role
 
 SECRET = "s3cret-" * 5
@@ -73,6 +65,15 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
         ["admin_port", "=", "5", "(derived)"],
         ["decode", "=", "1", "(default)"],
     ]
+
+
+def test_kv_memory_that_nobody_has_given_is_shown_as_it_will_be() -> None:
+    def shown(**settings: Any) -> str:
+        return shown_kv_bytes(ClusterConfig(**settings), Role.DECODE)
+
+    assert shown() == shown(backend="reference") == str(512 << 20)
+    assert shown(backend="triton", gpu_memory_share=0.5) == "0.5 of what a GPU has left"
+    assert shown(backend="auto") == f"{512 << 20}, or 0.9 of what a GPU has left"
 
 
 def test_toml_and_the_file_named_by_the_environment(tmp_path: Path) -> None:

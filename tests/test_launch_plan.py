@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import (
-    KV_ADDRESS_BY_ROUTE,
-    ClusterConfig,
-    QuantizationName,
-    RouterConfig,
-    WorkerConfig,
-    dump_config,
-    load_config,
-)
-from cluster.launch_plan import Site, kernel_environment, plan_roles
+from cluster.config import ClusterConfig, EdgeKind, QuantizationName
+from cluster.launch_plan import Site, choose_edge, kernel_environment, plan_roles
 from cluster.launch_prepare import prepare_command
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig, dump_config, load_config
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.messages import Role
 from kernels.quantization import Quantization
@@ -47,9 +41,22 @@ def test_one_of_each_on_two_cores() -> None:
         "shm",
         512,
     )
-    assert (decode.config.max_chunk_tokens, decode.config.kv_bytes) == (512, 512 << 20)
+    assert (decode.config.max_chunk_tokens, decode.config.kv_bytes) == (512, None)
     assert prefill.env["OMP_NUM_THREADS"] == decode.env["OMP_NUM_THREADS"] == "1"
     assert (router.num_cpus, prefill.num_cpus, decode.num_cpus) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "edge"), [("cpu", "shm"), ("reference", "shm"), ("triton", "gloo"), ("auto", "gloo")]
+)
+def test_kv_that_may_be_on_a_gpu_goes_by_no_shared_memory(backend: str, edge: str) -> None:
+    config = ClusterConfig(backend=backend, gpu_memory_share=0.4, decode_kv_bytes=1 << 30)  # type: ignore[arg-type]
+    _, prefill, decode = (spec.config for spec in plan_roles(config, SITE))
+    assert isinstance(prefill, WorkerConfig)
+    assert isinstance(decode, WorkerConfig)
+    assert (prefill.kv_edge, decode.kv_edge) == (edge, edge)
+    assert (prefill.gpu_memory_share, prefill.kv_bytes, decode.kv_bytes) == (0.4, None, 1 << 30)
+    assert choose_edge(ClusterConfig(backend="triton", kv_edge="shm"), True) == "shm"  # the worker refuses it
 
 
 def test_several_routers_share_a_port_and_every_worker_dials_all_of_them() -> None:
@@ -75,12 +82,13 @@ def test_several_routers_share_a_port_and_every_worker_dials_all_of_them() -> No
     prefill=st.integers(0, 20),
     decode=st.integers(1, 20),
     is_joined=st.booleans(),
-    edge=st.sampled_from(["auto", "shm", "gloo"]),
+    edge=st.sampled_from(get_args(EdgeKind)),
+    num_edges=st.integers(1, 99),
 )
 def test_any_shape_gives_unique_names_and_addresses_that_parse(
-    prefill: int, decode: int, is_joined: bool, edge: str
+    prefill: int, decode: int, is_joined: bool, edge: Any, num_edges: int
 ) -> None:
-    config = ClusterConfig(prefill=prefill, decode=decode, kv_edge=edge)  # type: ignore[arg-type]
+    config = ClusterConfig(prefill=prefill, decode=decode, kv_edge=edge, max_kv_edges=num_edges)
     specs = plan_roles(config, JOINED if is_joined else SITE)
     assert len({spec.name for spec in specs}) == len(specs) == 1 + prefill + decode
     assert [spec.role for spec in specs] == ["router"] + ["prefill"] * prefill + ["decode"] * decode
@@ -98,6 +106,7 @@ def test_any_shape_gives_unique_names_and_addresses_that_parse(
     assert {worker.kv_edge for worker in workers} == {
         ("gloo" if is_joined else "shm") if edge == "auto" else edge
     }
+    assert {worker.max_kv_edges for worker in workers} == {num_edges}
     assert all(load_config(dump_config(spec.config)) == spec.config for spec in specs)
     if is_joined:
         assert sum(spec.num_cpus for spec in specs) <= 4.0 + 1e-9

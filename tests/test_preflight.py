@@ -9,8 +9,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from cluster import preflight
 from cluster.config import ClusterConfig
@@ -117,6 +120,26 @@ def test_what_shared_limits_need_is_there_before_anything_starts(monkeypatch: py
     missing.add("redis")
     with pytest.raises(ConfigError, match="pip install redis"):
         preflight.check_redis(ClusterConfig(redis="redis://host"))
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+def test_kv_between_gpus_needs_one(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """As `baton serve` is told before anything starts. A cluster that is joined may have them elsewhere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = ClusterConfig(kv_edge=kind, address="ray-head:6379")
+    preflight.check_kv_edge(config)
+    with pytest.raises(ConfigError, match=f"^--kv-edge {kind} needs a CUDA device: torch .* sees none; use "):
+        preflight.check_kv_edge(msgspec.structs.replace(config, address=None))
+
+
+@pytest.mark.parametrize("kind", ["auto", "shm", "gloo"])
+def test_kv_in_memory_of_the_host_needs_no_torch_to_be_checked(kind: str) -> None:
+    code = (
+        "import sys; from cluster.config import ClusterConfig; from cluster.preflight import check_kv_edge; "
+        f"check_kv_edge(ClusterConfig(kv_edge={kind!r})); sys.exit('torch' in sys.modules)"
+    )
+    root = Path(preflight.__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=30).returncode == 0
 
 
 @pytest.mark.parametrize(

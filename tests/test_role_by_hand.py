@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import KV_ADDRESS_BY_ROUTE, ClusterConfig, RouterConfig, WorkerConfig, load_config
+from cluster.config import ClusterConfig
 from cluster.config_sources import setting_infos
 from cluster.errors import ConfigError
 from cluster.launch_plan import Site, plan_roles
 from cluster.role_by_hand import ROUTER, ROUTER_ADDRESS, SETTINGS, ByHand, config_by_hand
+from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig, load_config
 from tests.support.processes import ROOT
 
 LAUNCHERS_OWN = {"routers", "idle_cores", "gpus_per_worker", "launcher", "address", "runtime_dir"}
@@ -80,6 +81,8 @@ def test_it_is_what_the_launcher_gives_but_for_places(
         (("unix:/r", "tcp:10.0.0.9:8500"), "auto", "gloo"),
         (("tcp:10.0.0.9:8500",), "shm", "shm"),
         ((ROUTER_ADDRESS,), "gloo", "gloo"),
+        ((ROUTER_ADDRESS,), "cuda_ipc", "cuda_ipc"),
+        (("tcp:10.0.0.9:8500",), "nccl", "nccl"),
     ],
 )
 def test_the_edge_follows_from_where_the_router_is(routers: tuple[str, ...], asked: Any, edge: str) -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+from bench.chaos.faults import Kind
 from bench.chaos.report import to_json, to_table
 from bench.chaos.run import TWO_AND_TWO, ChaosSettings, run_chaos
 from bench.machine import cpu_facts
@@ -21,7 +22,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
     parser.add_argument("--streams", type=int, default=200, help="streams to complete, at least")
-    parser.add_argument("--faults", type=int, default=24, help="signals to send: KILL, STOP and TERM in turn")
+    parser.add_argument("--faults", type=int, default=24, help="signals to send")
+    names = [kind.value for kind in Kind]
+    parser.add_argument("--signals", nargs="+", choices=names, default=names, help="which, in turn (all)")
     parser.add_argument("--seed", type=int, default=1, help="of the requests and the victims")
     parser.add_argument("--concurrency", type=int, default=8, help="streams at a time")
     parser.add_argument("--max-tokens", type=int, default=48, help="longest answer")
@@ -33,6 +36,7 @@ def main() -> None:
     settings = ChaosSettings(
         num_streams=given.streams,
         num_faults=given.faults,
+        kinds=tuple(map(Kind, given.signals)),
         seed=given.seed,
         concurrency=given.concurrency,
         max_tokens=given.max_tokens,

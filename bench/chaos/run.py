@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.chaos.faults import Fault, Gone, Injector, Moved, Resumed, read_events
+from bench.chaos.faults import Fault, Gone, Injector, Kind, Moved, Resumed, read_events
 from bench.chaos.streams import Answer, build_bodies, read_stream
 from bench.served import HOST, ServedCluster
 from cluster.rolling_restart import restart_workers
@@ -38,6 +38,7 @@ class ChaosSettings:
 
     num_streams: int
     num_faults: int
+    kinds: tuple[Kind, ...] = tuple(Kind)  # in turn
     seed: int = 1
     num_bodies: int = 40
     concurrency: int = 8
@@ -172,7 +173,7 @@ def _load(
 def _disturb(
     cluster: ServedCluster, settings: ChaosSettings, outcome: ChaosOutcome, say: Callable[[str], None]
 ) -> None:
-    injector = Injector(settings.seed, ended=outcome.ended)
+    injector = Injector(settings.seed, settings.kinds, outcome.ended)
     while len(outcome.faults) < settings.num_faults:
         time.sleep(settings.pause_s)
         deadline = time.monotonic() + FAULT_TIMEOUT_S

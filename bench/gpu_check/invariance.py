@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bench.gpu_check.report import Line
+from bench.gpu_check.served import graph_runner
 from bench.gpu_check.worlds import Paged, make_pool, make_runner, random_weights, spec_of
-from cluster.engine.batch import Row, SampleSpec, StepPlan
+from cluster.engine.batch import Row, Runner, SampleSpec, StepPlan
 from cluster.engine.model_spec import Dtype
 from cluster.engine.runner import ModelRunner
 from cluster.engine.weights import TORCH_DTYPES
@@ -35,6 +36,7 @@ class Sizes:
     model: str
     prompt: int
     num_tokens: int
+    graph_rows: int  # of a captured decode step; at least one of them is padding
 
 
 REAL = Sizes(
@@ -46,6 +48,7 @@ REAL = Sizes(
     model="SmolLM2-135M",
     prompt=300,
     num_tokens=12,
+    graph_rows=8,
 )
 TINY = Sizes(
     products=((200, 40),),
@@ -56,6 +59,7 @@ TINY = Sizes(
     model="tiny, group 3, norms of heads",
     prompt=9,
     num_tokens=2,
+    graph_rows=2,
 )
 
 
@@ -139,27 +143,38 @@ def _count(same: list[bool]) -> dict[str, int]:
 
 
 def _engine(backend: TritonBackend, dtype: Dtype, sizes: Sizes) -> Iterator[Line]:
-    """Tokens and log-probabilities of a request: alone, in chunks, among others, and by single operations."""
+    """Tokens and log-probabilities of a request: alone, in chunks, among others, by single operations, and by
+    captured steps with padding."""
     spec = spec_of(sizes.model)
     with torch.inference_mode():
         weights = random_weights(spec, TORCH_DTYPES[dtype], backend)
     per_request = -(-(sizes.prompt + sizes.num_tokens) // BLOCK_SIZE)
 
-    def runner(fuse: bool = True) -> ModelRunner:
-        pool = make_pool(sizes.model, dtype, backend.device, 5 * per_request, BLOCK_SIZE)
+    def fresh_pool() -> Tensor:  # its last block: for padding
+        return make_pool(sizes.model, dtype, backend.device, 5 * per_request + 1, BLOCK_SIZE)
+
+    def runner(pool: Tensor | None = None, fuse: bool = True) -> ModelRunner:
         longest = sizes.prompt + sizes.num_tokens
+        pool = fresh_pool() if pool is None else pool
         return make_runner(sizes.model, weights, dtype, backend, pool, longest, fuse)
 
     prompts = [
         [(7 * i + 31 * r) % (spec.vocab_size - 3) + 3 for i in range(sizes.prompt - r)] for r in range(5)
     ]
     alone = generate(runner(), prompts[:1], sizes.num_tokens, None, per_request)[0]
+    pool = fresh_pool()
+    captured = graph_runner(runner(pool), pool, backend, (sizes.graph_rows,))
     kinds = {
         "in chunks": generate(
             runner(), prompts[:1], sizes.num_tokens, max(2, sizes.prompt // 3), per_request
         )[0],
         "among others": generate(runner(), prompts, sizes.num_tokens, None, per_request)[0],
-        "by single operations": generate(runner(False), prompts[:1], sizes.num_tokens, None, per_request)[0],
+        "by single operations": generate(
+            runner(fuse=False), prompts[:1], sizes.num_tokens, None, per_request
+        )[0],
+        "by captured steps": generate(
+            captured, prompts[: sizes.graph_rows - 1], sizes.num_tokens, None, per_request
+        )[0],
     }
     for name, outputs in kinds.items():
         same = [a == b for a, b in zip(alone, outputs, strict=True)]
@@ -167,12 +182,23 @@ def _engine(backend: TritonBackend, dtype: Dtype, sizes: Sizes) -> Iterator[Line
 
 
 def generate(
-    runner: ModelRunner, prompts: list[list[int]], num_tokens: int, chunk: int | None, per_request: int
+    runner: Runner, prompts: list[list[int]], num_tokens: int, chunk: int | None, per_request: int
 ) -> list[list[object]]:
     """Each prompt's outputs, all prompts in one batch, in chunks of the same size; sampled, with
     log-probabilities."""
     ids: list[list[int]] = [[] for _ in prompts]
     outputs: list[list[object]] = [[] for _ in prompts]
+    blocks = [
+        [BlockId(len(prompts) * b + index) for b in range(per_request)] for index in range(len(prompts))
+    ]
+    specs = [
+        SampleSpec(
+            SamplingParams(max_tokens=num_tokens, seed=index, temperature=0.8, top_p=0.9, num_logprobs=2),
+            prompt,
+            ids[index],
+        )
+        for index, prompt in enumerate(prompts)
+    ]
     computed = 0  # of the prompts
     while len(ids[0]) < num_tokens:
         rows = []
@@ -180,19 +206,14 @@ def generate(
             sequence = [*prompt, *ids[index]]
             first = computed if not ids[index] else len(sequence) - 1
             stop = min(len(sequence), first + chunk) if chunk and not ids[index] else len(sequence)
-            params = SamplingParams(
-                max_tokens=num_tokens, seed=index, temperature=0.8, top_p=0.9, num_logprobs=2
-            )
-            due = SampleSpec(params, prompt, ids[index]) if stop == len(sequence) else None
-            blocks = [BlockId(len(prompts) * b + index) for b in range(per_request)]
             rows.append(
                 Row(
                     request=RequestId(str(index)),
                     attempt=Attempt(1),
                     token_ids=sequence[first:stop],
                     start=first,
-                    block_ids=blocks,
-                    sample=due,
+                    block_ids=blocks[index],
+                    sample=specs[index] if stop == len(sequence) else None,
                 )
             )
         computed += chunk or 0

@@ -5,16 +5,18 @@ Importing this imports kernels, so what decides how they run (the interpreter) m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TextIO
 
 import msgspec
 import torch
 
-from bench.gpu_check import correctness, engine_speed, invariance, kernel_speed
+from bench.gpu_check import correctness, edge_check, engine_speed, handover, invariance, kernel_speed
 from bench.gpu_check.report import Head, Line
 from bench.gpu_check.timing import Ceilings, Clock, measure_ceilings
 from cluster.engine.model_spec import Dtype
+from cluster.kv.edges import EdgeKind
 from kernels.triton.availability import interpreting
 from kernels.triton.backend import TritonBackend
 from kernels.triton.tiles import Mode
@@ -83,6 +85,36 @@ def _engine_speed() -> tuple[str, Iterator[Line]]:
     return _describe(ceilings), engine_speed.run(backends, clock, ceilings, dtype, sizes)
 
 
+def _handover() -> tuple[str, Iterator[Line]]:
+    if interpreting():
+        lines = handover.check(EdgeKind.SHM, "triton", Dtype.FP32, handover.TINY)
+        return "on a CPU: `shm` in place of `cuda_ipc`", _in_turn(lines)
+    return "in bf16", _in_turn(handover.check(EdgeKind.CUDA_IPC, "triton", Dtype.BF16, handover.REAL))
+
+
+def _edge() -> tuple[str, Iterator[Line]]:
+    if interpreting():
+        note = "on a CPU: `gloo` in place of `nccl`"
+        return note, _in_turn(edge_check.check(EdgeKind.GLOO, edge_check.TINY))
+    note = "two processes that look like two hosts, through sockets: right or wrong only, no rates"
+    return note, _in_turn(edge_check.check(EdgeKind.NCCL, edge_check.REAL))
+
+
+def _in_turn(lines: AsyncIterator[Line]) -> Iterator[Line]:
+    """Each line when it is found. Pools made here are written by edges' threads: no inference tensors."""
+
+    async def next_line() -> Line | None:
+        return await anext(lines, None)
+
+    with asyncio.Runner() as runner:
+        while True:
+            with torch.inference_mode(False):
+                line = runner.run(next_line())
+            if line is None:
+                return
+            yield line
+
+
 def _describe(ceilings: Ceilings) -> str:
     if interpreting():
         return NO_RATES
@@ -97,4 +129,6 @@ PARTS: dict[str, tuple[str, Callable[[], tuple[str, Iterator[Line]]]]] = {
     "invariance": ("(b) a row's bits are its own", _invariance),
     "kernels": ("(c) kernels against the device's ceilings and torch", _kernel_speed),
     "engine": ("(c) the engine end to end", _engine_speed),
+    "handover": ("(d) prefill and decode in two processes", _handover),
+    "edge": ("(e) an edge between two hosts", _edge),
 }

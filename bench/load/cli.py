@@ -29,7 +29,7 @@ from bench.load.goodput.probing import server_lost
 from bench.load.plans.settings import at_rate
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.results.compare import as_text, compare_results
-from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.load.results.files import as_unicode, check_output, json_safe, write_atomically
 from bench.load.results.result import (
     SEARCH,
     read_any,
@@ -125,10 +125,11 @@ def max_goodput(given: SearchOptions) -> None:
         check_outputs(given.out, given.report)
         _say_notes(given)
         found, measured = search.run(Session.open(given, stop), given.label)
+        found = json_safe(found)
         written: list[str] = []
         try:
             if given.out is not None:
-                write_atomically(given.out, [orjson.dumps(json_safe(found), option=orjson.OPT_INDENT_2)])
+                write_atomically(given.out, [orjson.dumps(found, option=orjson.OPT_INDENT_2), b"\n"])
                 written += [f"written: {given.out}"]
             written += _write_report(given.report, measured, found)
         finally:
@@ -162,7 +163,9 @@ def compare(results: Annotated[list[Path], typer.Argument(help="two or more resu
     """Result files side by side, with ratios to the first."""
     if len(results) < 2:
         raise ConfigError("compare needs two or more result files")
-    comparison = compare_results([read_result(path) for path in results], [path.stem for path in results])
+    read = [read_result(path) for path in results]
+    labels = [str(one.get("label") or path.stem) for one, path in zip(read, results, strict=True)]
+    comparison = compare_results(read, labels)
     say([as_text(comparison).rstrip("\n")])
 
 
@@ -207,5 +210,5 @@ def _write_report(
 
 
 def _write_text(path: Path, text: str) -> list[str]:
-    write_atomically(path, [text.encode()])
+    write_atomically(path, [as_unicode(text).encode()])
     return [f"written: {path}"]

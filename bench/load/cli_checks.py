@@ -50,6 +50,8 @@ _RANGE = {
     "accelerators": (0, 10**6),
     "max_model_len": (2, 10**9),
     "prefix_groups": (1, 10**6),
+    "seed": (-(2**53), 2**53),  # every reader of JSON has these numbers
+    "salt": (-(2**63), 2**63),
 }
 _PLAIN_BOUND = re.compile(
     r"\b(ttft|e2el?)\s*[=:]\s*(\d*\.?\d+)(?=[\s,]|$)(?!\s*(?:[uµμm]?s|m)\b)", re.IGNORECASE

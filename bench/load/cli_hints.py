@@ -1,7 +1,12 @@
-"""Habits from vLLM's load test: its flags are answered with ours, not guessed at."""
+"""Command lines that are read differently elsewhere: answered, not guessed at.
+
+1. Flags of vLLM's load test are told what they are called here.
+2. An option given twice is an error: all but the last would be ignored.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from typer.core import TyperCommand
@@ -28,17 +33,29 @@ OURS = {
 }
 
 
+ALL_IN_ONE = {
+    "--slo": ", with all bounds in it, such as ttft=200ms,tpot=50ms",
+    "--percentiles": ", with all of them in it, such as 50,99",
+    "--extra-body": ", with all fields in it",
+}
+
+
 class HintingCommand(TyperCommand):
     """A command that knows what the flags of the other tool are called here."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """
         Raises:
-            ConfigError: one of them was given.
+            ConfigError: one of them was given, or an option twice.
         """
         for argument in args:
             name = argument.partition("=")[0]
             if name in OURS:
                 raise ConfigError(f"No such option: {name}. Here it is {OURS[name]}.")
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for parameter, num in Counter(order).items():
+            if num > 1 and not parameter.multiple and not getattr(parameter, "is_flag", False):
+                name = parameter.opts[0]
+                raise ConfigError(f"{name} is given {num} times: give it once{ALL_IN_ONE.get(name, '')}.")
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed

@@ -1,5 +1,5 @@
 """What a command prints. Its result is worth more than its words: an output that cannot be written is told on
-standard error, if that still works, and ends nothing.
+standard error, if that still works, and ends nothing. What a terminal's encoding lacks is printed as `?`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ def _write(stream: TextIO | None, lines: Iterable[str]) -> OSError | None:
     """The error, if there was one; nothing is written to that stream any more then."""
     if stream is None:  # closed before the program began
         return None
+    encoding = stream.encoding or "utf-8"
+    text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
     try:
-        stream.write("".join(f"{line}\n" for line in lines))
+        stream.write(text)
         stream.flush()
     except OSError as error:
         _silence(stream)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.load.cli_checks import check_unvaried, parse_numbers
-from bench.load.cli_load import ARRIVALS, MEASURING, LoadOptions
+from bench.load.cli_load import ARRIVALS, MEASURING, OUTPUT, LoadOptions
 from bench.load.cli_options import option
 from bench.load.cli_screen import say
 from bench.load.cli_session import Session
@@ -33,6 +34,9 @@ class SearchOptions(LoadOptions):
     seeds: int = option(3, "repeat with this many seeds, from --seed on", MEASURING)
     tolerance: float = option(0.05, "stop when pass and fail differ by at most this share", MEASURING)
     max_probes: int = option(60, "at most this many runs", MEASURING)
+    out: Path | None = option(
+        None, "result file (JSON): answers, every probe, and the result of each", OUTPUT
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Search:
             )
         if given.requests is not None:
             raise ConfigError("max-goodput offers each rate for --duration: leave --requests out.")
+        if given.keep_text:
+            raise ConfigError("max-goodput keeps no file of requests: leave --keep-text out.")
         check_unvaried(given, "max-goodput")
         if not 1 <= given.seeds <= MAX_SEEDS:
             raise ConfigError(f"--seeds {given.seeds}: give a number of seeds from 1 to {MAX_SEEDS}.")

@@ -20,15 +20,17 @@ from typing import Any, Self
 import msgspec
 import typer
 
-from bench.load.cli_load import LoadOptions
+from bench.load.cli_load import LoadOptions, is_given
 from bench.load.cli_screen import note
 from bench.load.client.interrupts import EXIT_INTERRUPTED, CommandSignals, StopSwitch, signals_to
 from bench.load.client.target import Target, parse_target, probe, why_gone
+from bench.load.client.topology import read_topology
 from bench.load.plans.build import check_plan
 from bench.load.plans.settings import PlanSettings
 from bench.load.plans.tokenize_client import HttpTokenizeClient
 from bench.load.progress import LiveProgress
 from bench.load.runner import Measurement, RunSettings, describe_environment, measure
+from cluster.errors import ConfigError
 
 OUR_SERVER = "baton"  # `owned_by` of its models
 
@@ -89,16 +91,20 @@ class Session:
     def open(cls, given: LoadOptions, stop: StopSwitch) -> Self:
         """
         Raises:
-            BatonError: a wrong URL, no server there, or another model.
+            BatonError: a wrong URL, no key where one was named, no server there, or another model.
         """
-        target = parse_target(given.url, os.environ.get(given.api_key_env) or None)
+        target = parse_target(given.url, api_key(given, os.environ))
         server = probe(target, given.model)
+        is_ours = server.owned_by == OUR_SERVER
+        topology = read_topology(target) if is_ours else None
         return cls(
             target=target,
             model=server.model,
             max_model_len=server.max_model_len,
-            has_timings=server.owned_by == OUR_SERVER,
-            environment=describe_environment(target, server, given.backend, given.cores, given.accelerators),
+            has_timings=is_ours,
+            environment=describe_environment(
+                target, server, given.backend, given.cores, given.accelerators, topology
+            ),
             stop=stop,
         )
 
@@ -137,6 +143,19 @@ class Session:
             return measure(
                 plan, settings, self.target, self.environment, tokenizer, live.update, stop=self.stop
             )
+
+
+def api_key(given: LoadOptions, environment: Mapping[str, str]) -> str | None:
+    """
+    Raises:
+        ConfigError: a variable was named, and is not there.
+    """
+    key = environment.get(given.api_key_env) or None
+    if key is None and is_given(given, "api_key_env"):
+        raise ConfigError(
+            f"--api-key-env {given.api_key_env}: the environment has no such variable, or no text in it."
+        )
+    return key
 
 
 def exit_status(results: Sequence[Mapping[str, Any]], stop: StopSwitch, is_strict: bool) -> Status:

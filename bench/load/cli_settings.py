@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from bench.load.cli_checks import check_options, parse_percentiles
 from bench.load.cli_load import DEFAULT_INPUT, DEFAULT_OUTPUT, LoadOptions
 from bench.load.client.pool import DEFAULT_TIMEOUT_S
@@ -38,6 +40,7 @@ from bench.load.plans.settings_check import check_settings
 from bench.load.runner import RunSettings
 from cluster.errors import ConfigError
 
+MAX_SECONDS = 1e9
 _SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -132,12 +135,15 @@ def parse_seconds(name: str, text: str) -> float:
     """`90`, `90s`, `1.5m`, `200ms` as seconds.
 
     Raises:
-        ConfigError: not such a time.
+        ConfigError: not such a time, or one that no clock reaches.
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ms|s|m|h|)\s*", text)
     if match is None:
         raise ConfigError(f"{name} {text}: not a time; write 60, 60s, 1.5m or 200ms.")
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > MAX_SECONDS:
+        raise ConfigError(f"{name} is above {MAX_SECONDS:,.0f} s (30 years): give that or less.")
+    return seconds
 
 
 def _window(given: LoadOptions, probe_duration_s: float | None) -> Window | SteadyWindow:
@@ -148,6 +154,14 @@ def _window(given: LoadOptions, probe_duration_s: float | None) -> Window | Stea
     cooldown_s = 0.0 if given.cooldown is None else parse_seconds("--cooldown", given.cooldown)
     if math.isclose(warmup_s + cooldown_s, 0.0):
         return WHOLE_RUN
+    duration_s = probe_duration_s
+    if duration_s is None and given.duration is not None:
+        duration_s = parse_seconds("--duration", given.duration)
+    if duration_s is not None and warmup_s + cooldown_s >= duration_s:
+        raise ConfigError(
+            f"{warmup_s:g} s of warm-up and {cooldown_s:g} s of cool-down leave nothing to measure of "
+            f"{duration_s:g} s: give a longer --duration, or leave out less."
+        )
     return Window(warmup_s=warmup_s, cooldown_s=cooldown_s)
 
 
@@ -224,9 +238,17 @@ def _extra_body(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--extra-body: not JSON ({error}).") from None
     if not isinstance(value, dict):
         raise ConfigError('--extra-body: give a JSON object such as {"top_p": 0.9}.')
+    try:
+        orjson.dumps(value)  # as it will be sent
+    except TypeError as error:
+        raise ConfigError(f"--extra-body: it cannot be sent ({error}).") from None
     return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")

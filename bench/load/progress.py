@@ -26,6 +26,7 @@ from rich.text import Text
 from bench.load.records import Status
 
 LINE_EVERY_S = 5.0
+PREPARING = "writing the prompts"  # of a long trace, or of texts that the server counts, it takes a while
 _FAILED = frozenset(Status) - {Status.OK, Status.SKIPPED}
 
 
@@ -83,7 +84,9 @@ class LiveProgress:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._write(self._live.start)
+            live = self._live
+            self._write(live.start)
+            self._write(lambda: live.update(Text(f"{self._title}: {PREPARING}"), refresh=True))
         return self
 
     def update(self, progress: Progress) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.load.client.pool import DEFAULT_TIMEOUT_S, Progress, StopSwitch, run_plan
 from bench.load.client.target import ServerInfo, Target
+from bench.load.client.topology import Topology, config_hash
 from bench.load.figures.metrics import DEFAULT_PERCENTILES, summarize
 from bench.load.figures.slo import Slo
 from bench.load.figures.summary import Summary
@@ -109,14 +110,24 @@ def settings_block(plan: PlanSettings, settings: RunSettings) -> dict[str, Any]:
 
 
 def describe_environment(
-    target: Target, server: ServerInfo, backend: str, num_cores: int | None, num_accelerators: int
+    target: Target,
+    server: ServerInfo,
+    backend: str,
+    num_cores: int | None,
+    num_accelerators: int,
+    topology: Topology | None = None,
 ) -> dict[str, Any]:
     """The block of the result file that says where a result comes from. Client and server may differ."""
     cpu, isa = cpu_facts()
     return {
         "backend": backend,
         "url": target.url,
-        "server": {"version": server.version, "models": list(server.models)},
+        "server": {
+            "version": server.version,
+            "models": list(server.models),
+            "config_hash": config_hash(server, topology),
+            "topology": topology,
+        },
         "num_cores": num_cores,
         "num_accelerators": num_accelerators,
         "client": {

@@ -39,7 +39,7 @@ from cluster.engine.weights_pack import assemble
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams
 from cluster.tokenizer import Tokenizer
-from kernels.ops import Backend
+from kernels.ops import Backend, row_size
 from kernels.reference import ReferenceBackend
 
 BLOCK_SIZE = 64
@@ -53,6 +53,7 @@ class Variant:
     dtype: Dtype
     quantization: str
     plain_head: bool = False  # the output matrix as without quantization
+    kv_int8: bool = False
 
 
 VARIANTS = (
@@ -61,6 +62,8 @@ VARIANTS = (
     Variant("int8", Dtype.BF16, "int8"),
     Variant("int8, head bf16", Dtype.BF16, "int8", plain_head=True),
     Variant("int8-weights", Dtype.BF16, "int8-weights"),
+    Variant("bf16, KV int8", Dtype.BF16, "none", kv_int8=True),
+    Variant("int8, KV int8", Dtype.BF16, "int8", kv_int8=True),
 )
 
 
@@ -78,9 +81,10 @@ class Subject:
         if variant.plain_head:
             self.decoder, head_bytes = self._with_plain_head(variant, model, backend_name, threads, backend)
         spec = prepared.spec
+        dtype = torch.int8 if variant.kv_int8 else TORCH_DTYPES[variant.dtype]
+        row = row_size(spec.head_dim, dtype)
         self._pool = torch.zeros(
-            (num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim),
-            dtype=TORCH_DTYPES[variant.dtype],
+            (num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, row), dtype=dtype
         )
         tensors = map_weights(prepared.directory).tensors
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != "embedding")

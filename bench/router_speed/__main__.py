@@ -2,12 +2,14 @@
 
 1. For each offered rate a fresh router process, pinned to one core, and scripted engines: 256 chats stream at
    once, read by the load test's client. The last row is the first rate that is not sustained.
-2. At half the required rate: the time a token spends between its engine and the client's read, and, between
-   those streams, the first byte of requests that are refused.
+2. At half of that, streams and tokens/s: the time a token spends between its engine and the client's read.
+   Then all streams at half the rate, and between them the first byte of requests that are refused.
 3. An idle router: refused requests; then /health while 32 prompts of 100 kB are tokenized.
 
-Client and engines share the other core, so beyond a rate it is they who cannot go on: `client_cpu` and
-`engines_cpu` tell. `router_us_per_token` is CPU time and says what the router could do if they could.
+Client, engines and this process share the other core, so beyond a rate it is they who cannot go on:
+`client_cpu` and `engines_cpu` tell. `router_us_per_token` is CPU time and says what the router could do if
+they could. `stolen_ms` is what the machine's host took of the cores meanwhile: a pause of all, which is
+nobody's here.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def going_first(asked: bool) -> Iterator[None]:
         PermissionError: this user may not say so.
     """
     if asked:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(2))
     try:
         yield
     finally:
@@ -88,10 +90,12 @@ def going_first(asked: bool) -> Iterator[None]:
 def print_row(row: dict[str, Any]) -> None:
     added = row["added_latency_ms"]
     print(
-        f"{row['offered_tokens_per_s']:>8} offered {row['tokens_per_s']:>8} tokens/s "
+        f"{row['num_streams']:>4} streams, {row['offered_tokens_per_s']:>6} offered "
+        f"{row['tokens_per_s']:>6} tokens/s; "
         f"router {row['router_cpu']:.0%} of a core, {row['router_us_per_token']} us/token; "
         f"added p50 {added['p50']} ms, p99 {added['p99']} ms; "
-        f"client {row['client_cpu']:.0%}, engines {row['engines_cpu']:.0%}",
+        f"client {row['client_cpu']:.0%}, engines {row['engines_cpu']:.0%}; "
+        f"{row['stolen_ms']} ms taken by the host",
         flush=True,
     )
 
@@ -103,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="demo", help="whose tokenizer is used")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="offered tokens/s, rising")
     parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--halves", type=int, default=3, help="how often half the load is measured")
     parser.add_argument("--workers", type=int, default=16, help="decode workers that share the streams")
     parser.add_argument("--duration", type=float, default=10.0, help="seconds that each rate is offered")
     parser.add_argument(
@@ -128,9 +133,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_row(measure_rate(settings, given.rates[0], given.duration))
         print(given.profile.read_text())
         return 0
+    if other_core is not None:
+        os.sched_setaffinity(0, {other_core})  # what follows a run must not hold up what it measures
     with going_first(given.real_time):
-        half = measure_rate(settings, REQUIRED_TOKENS_PER_S / 2, given.duration, with_refusals=True)
-        print_row(half)
+        rate = REQUIRED_TOKENS_PER_S / 2
+        halves = []
+        for _ in range(given.halves):
+            halves.append(
+                measure_rate(replace(settings, num_streams=given.streams // 2), rate, given.duration)
+            )
+            print_row(halves[-1])
+        slow = measure_rate(settings, rate, given.duration, with_refusals=True)
+        print_row(slow)
         rows = []
         for rate in given.rates:
             rows.append(measure_rate(settings, rate, given.duration))
@@ -139,7 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
         refused = measure_refusals(settings)
     tokenizing = measure_tokenizing(settings)  # never first: its threads' priorities are part of it
-    print(json.dumps({"half": half, "refused_when_idle": refused, "tokenizing": tokenizing}, indent=2))
+    print(
+        json.dumps(
+            {"halves": halves, "slow": slow, "refused_when_idle": refused, "tokenizing": tokenizing}, indent=2
+        )
+    )
     if given.out is not None:
         cpu, isa = cpu_facts()
         result = {
@@ -151,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "num_workers": given.workers,
             "num_streams": given.streams,
             "rows": rows,
-            "half_of_required": half,
+            "half_of_required": halves,
+            "half_the_rate_with_refusals": slow,
             "refused_first_byte_ms_when_idle": refused,
             "tokenizing": tokenizing,
         }

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import sys
@@ -223,6 +224,9 @@ async def serve(settings: EngineSettings) -> None:
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: _UntilEnd(over), sys.stdin)
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a pause between a token's moment and its post would be taken for the router's
     print("ready", flush=True)
     await over.wait()
     for engine in engines:
@@ -243,6 +247,10 @@ def main() -> None:
     settings = msgspec.json.decode(sys.stdin.readline(), type=EngineSettings)
     if settings.core is not None:
         os.sched_setaffinity(0, {settings.core})
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        os.sched_setscheduler(
+            0, os.SCHED_RR, os.sched_param(1)
+        )  # after the client: it notes when tokens come
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(serve(settings))
 

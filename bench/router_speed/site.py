@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,9 +28,9 @@ import msgspec
 from bench.load.client.capacity import process_cpu_s
 from bench.load.client.target import Target, call
 from bench.router_speed.engines import BLOCK_TOKENS, EngineLog, EngineSettings
-from cluster.config import RouterConfig, dump_config
 from cluster.errors import BatonError
 from cluster.ids import RouterId
+from cluster.role_config import RouterConfig, dump_config
 
 HOST = "127.0.0.1"
 MODEL = "scripted"
@@ -56,11 +57,12 @@ class SiteSettings:
 
 @dataclass(slots=True)
 class CpuWatch:
-    """CPU seconds of a process over time."""
+    """CPU seconds of a process over time, and those that the machine's host took from all cores."""
 
     pid: int
     moments_ns: list[int] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    stolen_s: list[float] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -74,19 +76,24 @@ class CpuWatch:
             self._thread.join()
 
     def used_s(self, start_ns: int, end_ns: int) -> float:
-        return self._at(end_ns) - self._at(start_ns)
+        return self._at(self.cpu_s, end_ns) - self._at(self.cpu_s, start_ns)
 
-    def _at(self, moment_ns: int) -> float:
+    def taken_s(self, start_ns: int, end_ns: int) -> float:
+        """What the host ran others for while something here wanted to run: no fault of who is measured."""
+        return self._at(self.stolen_s, end_ns) - self._at(self.stolen_s, start_ns)
+
+    def _at(self, values: Sequence[float], moment_ns: int) -> float:
         """In between, a straight line."""
         right = min(max(1, bisect_left(self.moments_ns, moment_ns)), len(self.moments_ns) - 1)
         left = right - 1
         share = (moment_ns - self.moments_ns[left]) / (self.moments_ns[right] - self.moments_ns[left])
-        return self.cpu_s[left] + share * (self.cpu_s[right] - self.cpu_s[left])
+        return values[left] + share * (values[right] - values[left])
 
     def _watch(self) -> None:
         while True:
             self.moments_ns.append(time.perf_counter_ns())
             self.cpu_s.append(process_cpu_s(self.pid))
+            self.stolen_s.append(_stolen_s())
             if self._over.wait(WATCH_S):
                 return
 
@@ -202,6 +209,15 @@ class Site:
             process.wait(STOP_S)
             raise BatonError("the scripted engines do not start")
         return process
+
+
+def _stolen_s() -> float:
+    """Since the machine started, in steps of a hundredth of a second; 0 where the system does not say."""
+    try:
+        total = Path("/proc/stat").read_text().partition("\n")[0].split()
+    except OSError:
+        return 0.0
+    return int(total[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def pinned(core: int | None) -> list[str]:

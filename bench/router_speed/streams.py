@@ -105,6 +105,7 @@ def figures(run: RunRecord, log: EngineLog, watch: CpuWatch, offered_tokens_per_
         "router_us_per_token": round(cpu_s / len(added_ms) * 1e6, 1),
         "added_latency_ms": percentiles(added_ms),
         "client_cpu": round(client.cpu_s / client.wall_s, 3),
+        "stolen_ms": round(watch.taken_s(window.start_ns, window.end_ns) * 1e3),
         "engines_cpu": round(log.cpu_s / client.wall_s, 3),
     }
 

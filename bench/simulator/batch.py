@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import queue
 import subprocess
 import sys
@@ -84,7 +85,11 @@ def run(batch: Batch, num_workers: int) -> Iterator[Report]:
 
 def _start(batch: Batch, worker: int, num_workers: int) -> subprocess.Popen[bytes]:
     given = msgspec.json.encode((batch, worker, num_workers)).decode()
-    return subprocess.Popen([sys.executable, "-m", "bench.simulator.batch", given], stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.simulator.batch", given],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a process per core: its threads would take others'
+    )
 
 
 def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:

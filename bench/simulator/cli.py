@@ -59,7 +59,9 @@ def simulate(
     first, count = (first_seed, seeds) if seed is None else (seed, 1)
     batch = Batch(first, count, requests, faults, every_moment)
     num_workers = (
-        1 if seed is not None else min(jobs or os.cpu_count() or 1, count if not every_moment else 1024)
+        1
+        if seed is not None
+        else min(jobs or len(os.sched_getaffinity(0)), count if not every_moment else 1024)
     )
     started = time.perf_counter()
     reports = _shown(batch, num_workers)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from bench.simulator.violation import Violation
-from cluster.engine.batch import Row, StepOutput, StepPlan
+from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.ids import BlockId, RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.request import RequestSpec
@@ -45,7 +45,7 @@ def sample(value: int, seed: int) -> TokenOutput:
 class Oracle:
     """What a request must lead to. `kv[i]` belongs to `tokens[i]`, prompt and outputs."""
 
-    __slots__ = ("finish", "kv", "outputs", "sampled", "spec", "tokens")
+    __slots__ = ("_blocks", "finish", "kv", "outputs", "sampled", "spec", "tokens")
 
     def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
@@ -69,6 +69,14 @@ class Oracle:
             self.kv.append(value)
             reason = finish_reason(spec.sampling, output_ids)
         self.finish = reason
+        self._blocks: list[list[int]] = []
+
+    def blocks(self, block_size: int) -> list[list[int]]:
+        """`kv` as a pool holds it, the last block as far as it goes. Always asked with one size."""
+        if not self._blocks:
+            kv = self.kv
+            self._blocks = [kv[start : start + block_size] for start in range(0, len(kv), block_size)]
+        return self._blocks
 
 
 class Pool:
@@ -139,7 +147,7 @@ class Engine:
                 value = chain(value, token)
                 blocks[row.block_ids[position // size]][position % size] = value
             self._check_holders(row)
-            outputs.append(None if row.sample is None else self._sample(row, value, row.sample.params.seed))
+            outputs.append(None if row.sample is None else self._sample(row, value, row.sample))
         return StepOutput(tuple(outputs), compute_s)
 
     def spoil(self, plan: StepPlan) -> None:
@@ -160,41 +168,43 @@ class Engine:
             self._violate("I6", row, f"{len(row.block_ids)} blocks do not cover {end} tokens")
         kv = oracle.kv
         num_full = start // size
-        for index in range(num_full):
-            if blocks[row.block_ids[index]] != kv[index * size : (index + 1) * size]:
-                self._wrong_kv(row, index, size)
+        held, right = [blocks[block_id] for block_id in row.block_ids[:num_full]], oracle.blocks(size)
+        if held != right[:num_full]:
+            self._wrong_kv(row, next(i for i in range(num_full) if held[i] != right[i]), size)
         if (rest := start % size) and blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
             self._wrong_kv(row, num_full, rest)
-        if (
-            row.sample is not None
-            and list(row.sample.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]
-        ):
-            self._violate("I8", row, f"it samples after outputs {list(row.sample.output_ids)}")
         if start == 0:
             return root(oracle.spec.cache_salt)
         return blocks[row.block_ids[(start - 1) // size]][(start - 1) % size]
 
-    def _sample(self, row: Row, value: int, seed: int) -> TokenOutput:
-        """No index of an attempt is drawn twice, whoever draws it (I4)."""
-        sampled = self._oracles[row.request].sampled
-        index = (row.attempt, row.start + len(row.token_ids))
+    def _sample(self, row: Row, value: int, spec: SampleSpec) -> TokenOutput:
+        """From the whole history, which a step that nobody asked for has by now (I8). No index of an attempt
+        is drawn twice, whoever draws it (I4)."""
+        oracle = self._oracles[row.request]
+        sampled, end = oracle.sampled, row.start + len(row.token_ids)
+        if list(spec.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]:
+            self._violate("I8", row, f"it samples after outputs {list(spec.output_ids)}")
+        index = (row.attempt, end)
         if index in sampled:
             self._violate("I4", row, f"the token after position {index[1] - 1} is sampled again")
         sampled.add(index)
-        return sample(value, seed)
+        return sample(value, spec.params.seed)
 
     def _check_holders(self, row: Row) -> None:
         """What a step reads is held until it ends (I2), what it writes is nobody else's (I1)."""
-        references = self._blocks._allocator.references
+        references = self._blocks._allocator._references
         size = self._pool.block_size
         first_written = row.start // size
         last = (row.start + len(row.token_ids) - 1) // size
-        for index in range(last + 1):
-            count = references(row.block_ids[index])
-            if count == 0:
-                self._violate("I2", row, f"block {row.block_ids[index]} was freed during the step")
-            if count > 1 and index >= first_written:
-                self._violate("I1", row, f"block {row.block_ids[index]} is written and held by {count}")
+        holders = [references[block_id] for block_id in row.block_ids[: last + 1]]
+        if 0 in holders:
+            block_id = row.block_ids[holders.index(0)]
+            self._violate("I2", row, f"block {block_id} was freed during the step")
+        for block_id, count in zip(
+            row.block_ids[first_written : last + 1], holders[first_written:], strict=True
+        ):
+            if count > 1:
+                self._violate("I1", row, f"block {block_id} is written and held by {count}")
 
     def _wrong_kv(self, row: Row, index: int, num_slots: int) -> NoReturn:
         found = self._pool.blocks[row.block_ids[index]][:num_slots]

@@ -60,7 +60,7 @@ class Endpoint:
         self.is_cut = False
         self._network = network
         self._queue = network.queue
-        self._decoder = FrameDecoder[Any](decode_type)
+        self._decoder = network.decoder(decode_type)
         self._delay_s = delay_s
         self._factor = 1.0
         self._last_at = 0.0
@@ -217,6 +217,14 @@ class Network:
         self.rng = rng
         self.note = note
         self._delay_s = delay_s
+        self._decoders: dict[Any, FrameDecoder[Any]] = {}  # of one kind of stream each
+
+    def decoder(self, decode_type: Any) -> FrameDecoder[Any]:
+        """Shared by all streams that carry such messages: they are given whole frames."""
+        decoder = self._decoders.get(decode_type)
+        if decoder is None:
+            decoder = self._decoders[decode_type] = FrameDecoder(decode_type)
+        return decoder
 
     def control_stream(self, worker: Process, router: Process) -> tuple[Endpoint, Endpoint]:
         return self._connect((worker, RouterSays), (router, WorkerSays))

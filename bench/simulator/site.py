@@ -26,25 +26,25 @@ class Log:
     def __init__(self, queue: EventQueue, write: Callable[[str], None] | None) -> None:
         self._queue = queue
         self._write = write
-        self._codes: dict[str, int] = {}  # of texts; Python's own hash of a text differs between processes
+        self._codes: dict[object, int] = {}  # of names; Python's own hash of one differs between processes
         self.digest = 0
 
     def note(self, who: object, what: str, detail: Any = None) -> None:
         """`detail` is not part of the hash."""
-        label = str(who)
-        self.digest = hash((self.digest, self._queue.now, self._code(label), self._code(what)))
+        codes = self._codes
+        who_code = codes[who] if who in codes else self._code(who)
+        what_code = codes[what] if what in codes else self._code(what)
+        self.digest = hash((self.digest, self._queue.now, who_code, what_code))
         if self._write is not None:
-            line = f"{self._queue.now:.7f} {label} {what}"
+            line = f"{self._queue.now:.7f} {who} {what}"
             self._write(line if detail is None else f"{line}: {detail}")
 
     def arrival(self, end: Endpoint, what: str, message: Any) -> None:
         """A message arrived at this end."""
         self.note(end.process, what, message)
 
-    def _code(self, text: str) -> int:
-        code = self._codes.get(text)
-        if code is None:
-            code = self._codes[text] = zlib.crc32(text.encode())
+    def _code(self, name: object) -> int:
+        code = self._codes[name] = zlib.crc32(str(name).encode())
         return code
 
 

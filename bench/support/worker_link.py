@@ -35,6 +35,7 @@ class WorkerLink:
         self.state = state
         self.beats = True
         self.refused: str | None = None
+        self.link = 0  # as the router numbered it
         self.welcomed = asyncio.Event()
         self.gone = asyncio.Event()
         self._address = address
@@ -87,6 +88,7 @@ class WorkerLink:
         with contextlib.suppress(asyncio.CancelledError):
             async for message in stream:
                 if isinstance(message, Welcome):
+                    self.link = message.link
                     self.beat()
                     self.run(self._beat_on(message.heartbeat_interval_s))
                     self.welcomed.set()

@@ -13,21 +13,34 @@ from kernels.cpu.isa import IsaError
 from kernels.ops import Backend
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
-from kernels.triton.availability import why_unavailable
+from kernels.triton.availability import interpreting, why_unavailable
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("cpu", "reference")
+AUTO = "auto"  # a GPU if there is one that can be used, else the CPU
+NAMES = ("cpu", "triton", AUTO, "reference")
 QUANTIZATIONS: dict[str, tuple[Quantization, ...]] = {  # by backend
     "cpu": tuple(Quantization),
     "reference": tuple(Quantization),
-    "triton": (Quantization.NONE,),  # on a GPU; not in `NAMES`: workers keep their KV in host memory
+    "triton": (Quantization.NONE,),  # on a GPU, or in Triton's interpreter
 }
 
 
 def must_compile(name: str) -> bool:
     """Whether `make_backend` will first compile for some seconds."""
-    return name == "cpu" and not library_path().exists()
+    return name == "cpu" and not library_path().exists()  # `auto` finds out when it is resolved
+
+
+def resolve_backend(name: str) -> str:
+    """`name`, or for `auto` what this process can use; the log says what and why."""
+    if name != AUTO:
+        return name
+    reason = "Triton's interpreter is no GPU" if interpreting() else why_unavailable()
+    if reason is None:
+        logger.info("backend `triton`: a GPU is here")
+        return "triton"
+    logger.info("backend `cpu`: %s", reason)
+    return "cpu"
 
 
 def make_backend(
@@ -36,13 +49,14 @@ def make_backend(
     quantization: str = Quantization.NONE.value,
     share: CoreShare | None = None,
 ) -> Backend:
-    """The backend called `name`, computing on `num_threads` threads, packing matrices as `quantization` says;
-    with `share`, on more threads while others rest.
+    """The backend called `name`, or that `auto` stands for, computing on `num_threads` threads, packing
+    matrices as `quantization` says; with `share`, on more threads while others rest.
 
     Raises:
         ConfigError: there is none of that name, it does not compute with that quantization, not with the
             instructions that `BATON_CPU_ISA` demands, or not on this machine.
     """
+    name = resolve_backend(name)
     if name not in QUANTIZATIONS:
         raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
     chosen = find_quantization(name, quantization)

@@ -51,8 +51,7 @@ class Row(msgspec.Struct, frozen=True):  # made for every row of every step: che
     score: SampleSpec | None = None  # log-probabilities of the prompt's tokens are wanted
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """A packed batch. `copies` (source, destination) blocks are copied before anything is computed."""
 
     rows: tuple[Row, ...]
@@ -63,8 +62,7 @@ class StepPlan:
         return sum(len(row.token_ids) for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """One entry per row of the plan: the sampled token, or None where `sample` was None.
 
     `num_borrowed`: pieces of its work that were done on cores of workers that rested.

@@ -12,13 +12,12 @@ Both roles share it; it decides nothing of its own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import msgspec
 
-from cluster.config import WorkerConfig
 from cluster.engine.sequence import Sequence
 from cluster.live_step_model import LiveStepModel
+from cluster.role_config import WorkerConfig
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings
 from cluster.step_model import StepModel, StepWork
@@ -58,8 +57,7 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
     )
 
 
-@dataclass(slots=True, eq=False)
-class WaitingPrompt:
+class WaitingPrompt(msgspec.Struct, eq=False):
     """A sequence whose prompt is to be computed here, as `cluster.slo_classes.Prompt`."""
 
     sequence: Sequence

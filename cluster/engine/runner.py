@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from cluster.engine.token_choice import TokenChooser
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
-from kernels.ops import Backend, row_size
+from kernels.ops import Backend, StepResult, row_size
 
 if TYPE_CHECKING:
     from cluster.grammar import Grammars
@@ -84,8 +84,7 @@ class ModelRunner:
         # a thread that lives in this mode need not enter it in every step
         with _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode():
             batch = self._packer.pack(plan.rows) if plan.rows else None
-            for source, destination in plan.copies:
-                self._pool[destination].copy_(self._pool[source])
+            copy_blocks(self._pool, plan)
             sampled = iter(self._compute(batch, plan.rows, await_history) if batch is not None else ())
         outputs = tuple(None if row.sample is None else next(sampled) for row in plan.rows)
         fused, before = self.decoder.fused, self._num_borrowed
@@ -122,8 +121,12 @@ class ModelRunner:
             await_history()
         if any(row.score is not None for row in rows):
             score_prompts(result.hidden, rows, self.decoder.logits)
-        if not specs:
-            return []
+        return self.choose(result, rows) if specs else []
+
+    def choose(self, result: StepResult, rows: Sequence[Row]) -> list[TokenOutput]:
+        """The tokens of the rows that sample; `result` has a row of logits for each. Those whose grammars are
+        not prepared wait for them here."""
+        specs = [row.sample for row in rows if row.sample is not None]
         positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
         outputs = self._choose(result, specs, positions)
         for index, spec in enumerate(specs):
@@ -131,6 +134,12 @@ class ModelRunner:
                 scores, spec.notes.scores = tuple(spec.notes.scores), []
                 outputs[index] = msgspec.structs.replace(outputs[index], prompt_scores=scores)
         return outputs
+
+
+def copy_blocks(pool: Tensor, plan: StepPlan) -> None:
+    """The plan's copies, in order: what a step does first."""
+    for source, destination in plan.copies:
+        pool[destination].copy_(pool[source])
 
 
 def _open_grammars(directory: Path) -> Grammars:

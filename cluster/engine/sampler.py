@@ -28,12 +28,12 @@ from cluster.engine.philox import uniform
 from cluster.engine.processors import LARGEST, is_neutral, make_finite, process
 from cluster.engine.selection import Row, draw, largest, nucleus, total, weigh
 from cluster.sampling import SamplingParams, TokenOutput
+from kernels.draw_kind import is_greedy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOGPROB_FLOOR = -9999.0  # stands for -inf: JSON has no infinity
-GREEDY_TEMPERATURE = 1e-5  # below this a temperature is 0
 
 _logger = logging.getLogger(__name__)
 
@@ -72,11 +72,7 @@ def sample(
 def _is_plain_greedy(spec: SampleSpec) -> bool:
     """Whether the row's largest logit is its token, with nothing else to report."""
     params = spec.params
-    return (
-        params.temperature < GREEDY_TEMPERATURE
-        and params.num_logprobs is None
-        and is_neutral(params, len(spec.output_ids))
-    )
+    return is_greedy(params) and params.num_logprobs is None and is_neutral(params, len(spec.output_ids))
 
 
 def _sample_row(row: Row, best: int, spec: SampleSpec, position: int) -> TokenOutput:
@@ -89,7 +85,7 @@ def _sample_row(row: Row, best: int, spec: SampleSpec, position: int) -> TokenOu
         best = int(scores.argmax())
     if scores[best] == -np.inf:
         token_id = min((i for i in params.allowed_token_ids if 0 <= i < len(row)), default=0)
-    elif params.temperature < GREEDY_TEMPERATURE:
+    elif is_greedy(params):
         token_id = best
     else:
         token_id = _draw_token(scores, scores[best], params, uniform(params.seed, position))

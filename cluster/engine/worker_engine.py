@@ -1,8 +1,9 @@
 """What a worker needs of the engine before it can say who it is: model, backend, KV layout, runner.
 
-1. `open_engine` finds or converts the model and builds the backend (seconds, off the event loop).
-2. The role makes its pool of `layout` and registers with `fingerprint`.
-3. `make_runner` maps the weights and warms up; it runs on the engine thread.
+1. `open_engine` finds or converts the model and builds the backend (seconds, off the event loop). On a GPU it
+   loads the weights, too: how much KV there is follows from what they leave (`cluster.engine.gpu_model`).
+2. The role makes its pool with `make_pool` and registers with `fingerprint`.
+3. `make_runner` maps the weights and warms up, on a GPU it captures graphs; it runs on the engine thread.
 4. `calibrate` measures a handful of steps there, before anybody waits for one.
 """
 
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.config import WorkerConfig
+from cluster.config import DEFAULT_KV_BYTES
 from cluster.engine.backends import make_backend
 from cluster.engine.batch import Runner, StepOutput, StepPlan
+from cluster.engine.gpu_model import GpuModel, open_on_gpu
 from cluster.engine.model_spec import Dtype
 from cluster.engine.parallel import SINGLE_RANK, kv_geometry
 from cluster.engine.prepare import prepare_model
@@ -27,11 +29,14 @@ from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigError
 from cluster.kv.layout import KVLayout
+from cluster.kv.pool import KVPool
 from cluster.live_step_model import ASSUMED
+from cluster.role_config import WorkerConfig
 from cluster.step_calibration import LONG_TOKENS, MANY_ROWS, Calibration, Pool, fit_calibration, measure
 from cluster.step_model import StepModel
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.core_board import CoreBoard
+from kernels.cpu.lifeline import Lifeline, hold
 from kernels.ops import Backend
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,8 @@ class WorkerEngine:
     max_model_len: int
     num_threads: int
     board: CoreBoard | None  # where others see that this worker computes
+    keep_lifeline: Callable[[int], Lifeline | None] | None  # how others see at once that it was killed
+    gpu: GpuModel | None = None  # the model, where it is on a GPU
 
     @property
     def fingerprint(self) -> str:
@@ -54,14 +61,27 @@ class WorkerEngine:
         model, kept = self.prepared.fingerprint, self.layout.dtype
         return model if kept == self.prepared.dtype.wire_name else f"{model}-kv-{kept}"
 
+    def make_pool(self, *, shared: bool) -> KVPool:
+        """KV memory of `layout`, fresh; `shared`: with processes of this host.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
+        if self.gpu is not None:
+            return self.gpu.make_pool(self.layout, shared=shared)
+        return KVPool.shared(self.layout) if shared else KVPool.private(self.layout)
+
     def make_runner(self, pool: torch.Tensor) -> Callable[[], Runner]:
-        """A function for the engine thread: thread-local compute settings are made there."""
+        """A function for the engine thread: thread-local compute settings are made there. `pool`: the whole
+        of what `make_pool` made."""
 
         def make() -> Runner:
             torch.set_num_threads(self.num_threads)
             mode = ExitStack()
             mode.enter_context(torch.inference_mode())
             started_s = time.perf_counter()
+            if self.gpu is not None:
+                return self.gpu.make_runner(pool)
             with _busy(self.board):
                 runner = ModelRunner(self.prepared, pool, self.backend, self.max_model_len)
                 loaded_s = time.perf_counter()
@@ -127,11 +147,13 @@ def _busy(board: CoreBoard | None) -> AbstractContextManager[None]:
 
 
 def open_engine(config: WorkerConfig) -> WorkerEngine:
-    """Find the model in the cache, or convert it, and lay out a pool of `config.kv_bytes`.
+    """Find the model in the cache, or convert it, and lay out a pool of `config.kv_bytes`, or of what a GPU
+    has left.
 
     Raises:
         ModelError: the model cannot be served.
-        ConfigError: the pool is too small for a single sequence of two blocks.
+        ConfigError: the pool is too small for a single sequence of two blocks, or the backend, or the KV edge
+            from its memory, cannot work here.
     """
     torch.set_num_threads(config.num_threads)
     backend = make_backend(config.backend, config.num_threads, config.quantization, config.core_share)
@@ -147,10 +169,13 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
             dtype=dtype.wire_name if config.kv_dtype == "auto" else config.kv_dtype,
         )
     )
-    num_blocks = config.kv_bytes // layout.bytes_per_block
+    max_model_len = config.max_model_len or spec.max_context_len
+    gpu = open_on_gpu(config, prepared, backend, layout, max_model_len) if backend.name == "triton" else None
+    kv_bytes = DEFAULT_KV_BYTES[config.role] if config.kv_bytes is None else config.kv_bytes
+    num_blocks = kv_bytes // layout.bytes_per_block if gpu is None else gpu.num_blocks
     if num_blocks < 2:
         raise ConfigError(
-            f"KV memory of {config.kv_bytes >> 20} MiB holds {num_blocks} blocks of "
+            f"KV memory of {kv_bytes >> 20} MiB holds {num_blocks} blocks of "
             f"{layout.bytes_per_block / 2**20:.1f} MiB; "
             "give workers of this role more, or use a smaller block size or `--kv-dtype int8`"
         )
@@ -158,7 +183,9 @@ def open_engine(config: WorkerConfig) -> WorkerEngine:
         prepared=prepared,
         backend=backend,
         layout=dataclasses.replace(layout, num_blocks=num_blocks),
-        max_model_len=config.max_model_len or spec.max_context_len,
+        max_model_len=max_model_len,
         num_threads=config.num_threads,
         board=backend.board if isinstance(backend, CpuBackend) else None,
+        keep_lifeline=hold if isinstance(backend, CpuBackend) else None,
+        gpu=gpu,
     )

@@ -69,10 +69,11 @@ class BlockAllocator:
 
     def drop(self, block_id: BlockId) -> bool:
         """One reference less; True if that was the last one and the block is now idle."""
-        if self.references(block_id) == 0:
+        count = self.references(block_id)
+        if count == 0:
             raise BlockError(f"block {block_id} is not in use and cannot be released")
-        self._references[block_id] -= 1
-        return self._references[block_id] == 0
+        self._references[block_id] = count - 1
+        return count == 1
 
     def revive(self, block_id: BlockId) -> None:
         """An idle block is used again, with one reference."""
@@ -98,7 +99,8 @@ class BlockAllocator:
         for block_id in self._free:
             if not self._is_free[block_id] or self._references[block_id] != 0:
                 raise BlockError(f"block {block_id} is in the free list and in use")
-        idle = {BlockId(block) for block in range(self.num_blocks) if self.is_idle(BlockId(block))}
+        states = enumerate(zip(self._references, self._is_free, strict=True))
+        idle = {BlockId(block) for block, (count, is_free) in states if count == 0 and not is_free}
         if len(idle_blocks) != len(idle) or idle != set(idle_blocks):
             raise BlockError(f"idle blocks disagree: {sorted(idle ^ set(idle_blocks))}")
         if any(count < 0 for count in self._references):

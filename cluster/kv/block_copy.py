@@ -5,9 +5,11 @@
 2. `copy_blocks` moves listed blocks from one region to another. Where the part is contiguous within a block
    (all heads: always so with one rank per group) it is a plain memory copy, of runs of neighbouring blocks
    at once; otherwise a strided tensor copy.
+3. On a GPU the copies are enqueued on the calling thread's stream, and done when that stream is
+   (`cluster.kv.edge_device`).
 
-Plain copies run in the calling thread alone and without the GIL: they neither stop the engine thread nor
-start a second OpenMP team beside it.
+Plain copies of host memory run in the calling thread alone and without the GIL: they neither stop the engine
+thread nor start a second OpenMP team beside it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class BlockRegion:
 
     def __init__(self, blocks: Tensor) -> None:
         self.blocks = blocks
+        self.is_on_host = blocks.device.type == "cpu"
         self.num_blocks = int(blocks.shape[0])
         self.block_bytes = int(blocks[0].numel()) * int(blocks.element_size())
         self.stride_bytes = int(blocks.stride(0)) * int(blocks.element_size())
@@ -51,7 +54,7 @@ def copy_blocks(
     """Copy block `source_ids[i]` to `target_ids[i]`, in order, until done or `stopped()`.
 
     Returns:
-        Whether all was copied.
+        Whether all was copied, or on a GPU enqueued.
 
     Raises:
         EdgeError: the regions differ in shape, or an id is outside its region; nothing was copied.
@@ -67,6 +70,13 @@ def copy_blocks(
         for block_id in ids:
             if not 0 <= block_id < region.num_blocks:
                 raise EdgeError(f"no such KV block: {block_id}, there are {region.num_blocks}")
+    if not (source.is_on_host and target.is_on_host):
+        for source_id, target_id, length in _runs(source_ids, target_ids, len(source_ids)):
+            if stopped():
+                return False
+            run = source.blocks[source_id : source_id + length]
+            target.blocks[target_id : target_id + length].copy_(run, non_blocking=True)
+        return True
     if not (source.is_plain and target.is_plain):
         for source_id, target_id in zip(source_ids, target_ids, strict=True):
             if stopped():

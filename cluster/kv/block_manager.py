@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from cluster.ids import BlockHash, BlockId
 from cluster.kv.allocator import BlockAllocator, BlockError
 from cluster.kv.prefix import CacheChanges, PrefixIndex
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
+class BlockCounts(msgspec.Struct, frozen=True):
     """Where the blocks of a pool are; the sum is the pool."""
 
     used: int
@@ -131,7 +131,8 @@ class BlockManager:
         Raises:
             BlockError: more releases of a block than references to it; nothing was changed.
         """
-        for block_id, times in Counter(block_ids).items():
+        is_plain = len(set(block_ids)) == len(block_ids)  # nearly always, and counting is slow
+        for block_id, times in (dict.fromkeys(block_ids, 1) if is_plain else Counter(block_ids)).items():
             if self._allocator.references(block_id) < times:
                 raise BlockError(f"block {block_id} is released more often than it is held")
         for block_id in reversed(block_ids):

@@ -4,14 +4,17 @@ Life of a piece (some finished blocks of one attempt), in order:
 
 1. P and D shook hands (`EdgeHello`/`EdgeWelcome`); `EdgeWelcome.endpoint` is `KVReceiver.endpoint()`, and P
    built its `KVSender` from it.
-2. *In-place* edges (`shm`, `local`): `KVSender.send` copies the blocks into D's pool at the granted ids;
-   P then announces `KvPiece`. D reuses such blocks only after the writer's `KvClosed` or death.
-3. *Staged* edges (`gloo`, later `nccl`): P announces `KvOffer`; D posts a receive (`KVReceiver.post`) and
+2. *In-place* edges (`shm`, `cuda_ipc`, `local`): `KVSender.send` copies the blocks into D's pool at the
+   granted ids; P then announces `KvPiece`. D reuses such blocks only after the writer's `KvClosed` or death.
+3. *Staged* edges (`gloo`, `nccl`): P announces `KvOffer`; D posts a receive (`KVReceiver.post`) and
    answers `KvReady`; P sends. The bytes land in staging and D scatters them into its pool only after it has
    checked attempt and lease again, so a late writer cannot touch reassigned blocks.
 
 P sends exactly the pieces that D said `KvReady` for, in that order, even if the attempt is over by then: a
 posted receive cannot be taken back. D discards what it no longer wants.
+
+Between GPUs an engine counts a step as done when its device is: blocks that the core frees or hands over
+after a step are touched by no kernel. Edges copy on streams of their own, and are done when these are.
 
 Senders and receivers move bytes and know nothing of requests' fate; the hand-off and the intake decide.
 Every method that can wait has a deadline and raises `EdgeError` naming the peer when it passes or the

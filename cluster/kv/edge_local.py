@@ -2,7 +2,8 @@
 
 1. `InPlaceSender.send` queues a copy to the edge's own thread; the event loop goes on.
 2. The thread copies the blocks to the granted ids, without the GIL, looking between runs of blocks whether
-   the edge was closed.
+   the edge was closed. On a GPU the copies run on the edge's own stream, and the thread waits for its end: a
+   piece is sent when D may compute with it.
 3. `close` stops the copy there and waits for the thread: after it, nothing is written.
 
 The receiver has nothing to do: P tells D by message what lies in its blocks (`KvPiece`).
@@ -17,6 +18,7 @@ from cluster.errors import EdgeError
 from cluster.ids import BlockId
 from cluster.kv.block_copy import BlockRegion, copy_blocks
 from cluster.kv.edge import EdgeConfig, EdgeName, Piece, Staged
+from cluster.kv.edge_device import CopyQueue
 from cluster.kv.edge_thread import EdgeThread
 
 
@@ -41,6 +43,7 @@ class InPlaceSender:
         self._name = name
         self._regions: tuple[BlockRegion, BlockRegion] | None = (source, target)
         self._config = config
+        self._queue = CopyQueue(source.blocks.device)
         self._peer_lost = peer_lost
         self._release = release
         self._ended: str | None = None  # why nothing is sent any more; read by the thread
@@ -79,7 +82,13 @@ class InPlaceSender:
         self._check_alive()
         assert self._regions is not None, "regions outlive the thread"
         source, target = self._regions
-        done = copy_blocks(source, source_blocks, target, target_blocks, lambda: self._ended is not None)
+        try:
+            with self._queue.order():
+                done = copy_blocks(
+                    source, source_blocks, target, target_blocks, lambda: self._ended is not None
+                )
+        finally:
+            self._queue.finish()  # nothing of this job is still to be written when it ends, however it ends
         if not done or self._peer_lost():
             self._check_alive()
         return len(source_blocks) * source.block_bytes

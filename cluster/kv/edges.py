@@ -3,23 +3,43 @@
 - `local`: P and D share a process.
 - `shm`: one host; P writes into D's pool, which is shared memory.
 - `gloo`: any two hosts; torch.distributed, through staging on both sides.
+- `cuda_ipc`: one host with GPUs; P writes into D's pool, which is shared GPU memory.
+- `nccl`: GPUs of any two hosts; as `gloo`, between GPU memories.
 
-D makes its pool with `make_pool` for the kind it offers, one receiver per peer with `make_receiver` at
-`EdgeHello`, and answers with the receiver's endpoint; P makes its sender from that answer.
+D makes its pool with `make_pool` for the kind it offers and P its own with `make_source_pool`; D makes one
+receiver per peer with `make_receiver` at `EdgeHello`, and answers with the receiver's endpoint; P makes its
+sender from that answer.
+
+Where a worker keeps its KV is its engine's choice: `check_kind` and `check_memory` say before anything is
+allocated whether edges of a kind can work with it.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
+
+import torch
 
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_copy import BlockRegion
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender
-from cluster.kv.edge_gloo import GlooReceiver, GlooSender
+from cluster.kv.edge_backends import Gloo, GroupBackend, Nccl, why_no_nccl
+from cluster.kv.edge_group import GroupReceiver, GroupSender
+from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edge_local import InPlaceReceiver, InPlaceSender
 from cluster.kv.edge_shm import shm_sender
 from cluster.kv.layout import KVLayout, LayoutEdge, single_edge
 from cluster.kv.pool import KVPool
+from cluster.kv.pool_device import (
+    attach_device_pool,
+    current_device,
+    device_pool,
+    shared_device_pool,
+    why_no_device,
+)
 from cluster.wire.messages import KVGeometry
 
 
@@ -29,6 +49,13 @@ class EdgeKind(Enum):
     LOCAL = "local"
     SHM = "shm"
     GLOO = "gloo"
+    CUDA_IPC = "cuda_ipc"
+    NCCL = "nccl"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether both pools lie in GPU memory."""
+        return self in (EdgeKind.CUDA_IPC, EdgeKind.NCCL)
 
 
 def edge_kind(name: str) -> EdgeKind:
@@ -44,9 +71,56 @@ def edge_kind(name: str) -> EdgeKind:
         raise ConfigError(f"unknown KV edge `{name}`: use one of {kinds}") from None
 
 
+def check_kind(kind: EdgeKind) -> None:
+    """Whether this process can have edges of this kind at all. Touches no device.
+
+    Raises:
+        ConfigError: it needs a GPU, or a library, that is not here.
+    """
+    if not kind.on_gpu:
+        return
+    if reason := why_no_device():
+        raise ConfigError(
+            f"--kv-edge {kind.value} needs a CUDA device: {reason}; use `--kv-edge shm` on one host, "
+            "`gloo` across hosts"
+        )
+    if kind is EdgeKind.NCCL and (reason := why_no_nccl(os.environ)):
+        raise ConfigError(f"--kv-edge nccl: {reason}")
+
+
+def check_memory(kind: EdgeKind, device: torch.device) -> None:
+    """Whether edges of this kind can reach the KV of an engine that keeps it on `device`.
+
+    Raises:
+        ConfigError: it moves KV between GPUs, and this KV lies elsewhere.
+    """
+    if kind.on_gpu and device.type != "cuda":
+        raise ConfigError(
+            f"--kv-edge {kind.value} moves KV between GPUs, and this worker's backend keeps it in memory of "
+            "the host: choose a backend that computes on a GPU, or `--kv-edge shm` or `gloo`"
+        )
+
+
 def make_pool(kind: EdgeKind, layout: KVLayout) -> KVPool:
-    """A decode worker's pool, in memory that edges of this kind can reach."""
-    return KVPool.shared(layout) if kind is EdgeKind.SHM else KVPool.private(layout)
+    """A decode worker's pool, in memory that edges of this kind can reach.
+
+    Raises:
+        ConfigError: there is not so much memory, or no GPU for a kind that needs one.
+    """
+    match kind:
+        case EdgeKind.SHM:
+            return KVPool.shared(layout)
+        case EdgeKind.CUDA_IPC:
+            check_kind(kind)
+            return shared_device_pool(layout, current_device())
+        case _:
+            return make_source_pool(kind, layout)
+
+
+def make_source_pool(kind: EdgeKind, layout: KVLayout) -> KVPool:
+    """A prefill worker's pool, which edges of this kind send from. Raises as `make_pool`."""
+    check_kind(kind)
+    return device_pool(layout, current_device()) if kind.on_gpu else KVPool.private(layout)
 
 
 def make_receiver(
@@ -58,24 +132,31 @@ def make_receiver(
     host: str = "127.0.0.1",
     edge: LayoutEdge | None = None,
     config: EdgeConfig | None = None,
+    limit: EdgeLimit | None = None,
 ) -> KVReceiver:
     """D's end towards the prefill worker of geometry `peer`. Needs a running event loop.
 
     `host` is where a network edge listens: an address that P can reach. `edge` is what it carries, from
-    `cluster.kv.layout.intersect`; None when both groups have one rank.
+    `cluster.kv.layout.intersect`; None when both groups have one rank. `limit`: counts the NCCL edges.
 
     Raises:
-        EdgeError: the layouts do not match, or it cannot listen.
+        EdgeError: the layouts do not match, there are too many edges, or it cannot listen.
     """
     edge = edge or single_edge(peer, pool.layout.to_geometry())
     config = config or EdgeConfig()
     match kind:
         case EdgeKind.LOCAL:
             return InPlaceReceiver(name, {})
-        case EdgeKind.SHM:
+        case EdgeKind.SHM | EdgeKind.CUDA_IPC:
             return InPlaceReceiver(name, pool.endpoint())
-        case EdgeKind.GLOO:
-            return GlooReceiver(name, BlockRegion.of_pool(pool.tensor, pool.layout, edge), host, config)
+        case EdgeKind.GLOO | EdgeKind.NCCL:
+            region = BlockRegion.of_pool(pool.tensor, pool.layout, edge)
+            release = _take(kind, limit, name)
+            try:
+                return GroupReceiver(name, region, host, config, _backend(kind, region), release)
+            except BaseException:
+                release()
+                raise
 
 
 def make_sender(
@@ -88,13 +169,15 @@ def make_sender(
     edge: LayoutEdge | None = None,
     config: EdgeConfig | None = None,
     target: KVPool | None = None,
+    limit: EdgeLimit | None = None,
 ) -> KVSender:
     """P's end, from `pool` to the decode worker of geometry `peer` that answered with `endpoint`.
 
-    `target` is D's pool, for `local` only. `edge` as in `make_receiver`. `await sender.ready()` before use.
+    `target` is D's pool, for `local` only. `edge`, `limit` as in `make_receiver`. `await sender.ready()`
+    before use.
 
     Raises:
-        EdgeError: the layouts do not match, the endpoint is wrong, or D is gone.
+        EdgeError: the layouts do not match, there are too many edges, the endpoint is wrong, or D is gone.
     """
     edge = edge or single_edge(pool.layout.to_geometry(), peer)
     config = config or EdgeConfig()
@@ -107,5 +190,26 @@ def make_sender(
             return InPlaceSender(name, source, into, config)
         case EdgeKind.SHM:
             return shm_sender(name, pool, peer, endpoint, edge, config)
-        case EdgeKind.GLOO:
-            return GlooSender(name, source, endpoint, config)
+        case EdgeKind.CUDA_IPC:
+            return shm_sender(name, pool, peer, endpoint, edge, config, attach_device_pool)
+        case EdgeKind.GLOO | EdgeKind.NCCL:
+            release = _take(kind, limit, name)
+            try:
+                return GroupSender(name, source, endpoint, config, _backend(kind, source), release)
+            except BaseException:
+                release()
+                raise
+
+
+def _backend(kind: EdgeKind, region: BlockRegion) -> GroupBackend:
+    if kind is EdgeKind.NCCL:
+        return Nccl(region.blocks.device)
+    return Gloo()
+
+
+def _take(kind: EdgeKind, limit: EdgeLimit | None, name: EdgeName) -> Callable[[], None]:
+    """Count an edge that costs GPU memory; returns what gives its place back."""
+    if limit is None or kind is not EdgeKind.NCCL:
+        return lambda: None
+    limit.open(name)
+    return partial(limit.close, name)

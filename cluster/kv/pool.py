@@ -23,7 +23,9 @@ import os
 import secrets
 import stat
 import struct
+from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import msgspec
 import torch
@@ -44,22 +46,27 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ADVICE = "lower the number of KV blocks (or use a smaller model or dtype)"
 
 
+class Reach(Protocol):
+    """How another process gets at a pool's memory."""
+
+    def endpoint(self) -> dict[str, str | int]: ...
+
+    def close(self) -> None: ...
+
+
 class KVPool:
     """A pool tensor and the memory under it.
 
     `tensor` is `[num_blocks, num_layers, 2, block_size, num_heads, row_size]`, contiguous. The memory is
-    unmapped when the pool is closed *and* the last tensor that views it is gone.
+    unmapped when the pool is closed *and* the last tensor that views it is gone. Pools on a GPU are made by
+    `cluster.kv.pool_device`.
     """
 
-    def __init__(
-        self, layout: KVLayout, memory: ctypes.Array[ctypes.c_char], offset: int, fd: int | None, nonce: str
-    ) -> None:
+    def __init__(self, layout: KVLayout, whole: Tensor, reach: Reach | None = None) -> None:
+        """`whole`: the blocks of `layout`, and perhaps more."""
         self.layout = layout
-        self._fd = fd
-        self._nonce = nonce
-        self._tensor: Tensor | None = torch.frombuffer(
-            memory, dtype=TORCH_DTYPES[layout.dtype], count=prod(layout.shape), offset=offset
-        ).view(layout.shape)
+        self._reach = reach
+        self._whole: Tensor | None = whole
 
     @classmethod
     def private(cls, layout: KVLayout) -> KVPool:
@@ -69,7 +76,7 @@ class KVPool:
             ConfigError: there is not so much memory.
         """
         check_available(layout.pool_bytes, "the KV pool", _ADVICE)
-        return cls(layout, map_private(layout.pool_bytes), 0, None, "")
+        return cls(layout, _in_memory(layout, map_private(layout.pool_bytes), 0))
 
     @classmethod
     def shared(cls, layout: KVLayout) -> KVPool:
@@ -81,10 +88,7 @@ class KVPool:
         check_available(layout.pool_bytes, "the KV pool", _ADVICE)
         num_bytes = HEADER_BYTES + layout.pool_bytes
         nonce = secrets.token_bytes(16)
-        geometry = msgspec.msgpack.encode(layout.to_geometry())
-        header = _HEADER.pack(_MAGIC, nonce, len(geometry)) + geometry
-        if len(header) > HEADER_BYTES:
-            raise ConfigError(f"the KV pool's header of {len(header)} bytes does not fit a page")
+        header = pool_header(layout, nonce)
         try:
             fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -101,30 +105,58 @@ class KVPool:
         except BaseException:
             os.close(fd)
             raise
-        return cls(layout, memory, HEADER_BYTES, fd, nonce.hex())
+        return cls(layout, _in_memory(layout, memory, HEADER_BYTES), _MemoryFile(fd, nonce.hex()))
 
     @property
     def tensor(self) -> Tensor:
-        if self._tensor is None:
+        return self.whole[: self.layout.num_blocks]
+
+    @property
+    def whole(self) -> Tensor:
+        """`tensor` and the scratch blocks behind it: what a runner computes with."""
+        if self._whole is None:
             raise EdgeError("the KV pool is closed")
-        return self._tensor
+        return self._whole
 
     def endpoint(self) -> dict[str, str | int]:
-        """What `attach_pool` needs.
+        """What `attach_pool` needs, or `attach_device_pool` for a pool on a GPU.
 
         Raises:
             ConfigError: the pool is private.
         """
-        if self._fd is None:
+        if self._reach is None:
             raise ConfigError("a private KV pool cannot be shared: make it with `KVPool.shared`")
-        return {"pid": os.getpid(), "fd": self._fd, "nonce": self._nonce}
+        return self._reach.endpoint()
 
     def close(self) -> None:
         """Let go of the memory; idempotent."""
-        self._tensor = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._whole = None
+        if self._reach is not None:
+            self._reach.close()
+            self._reach = None
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryFile:
+    """A pool's memory file, kept open for those who map it later."""
+
+    fd: int
+    nonce: str
+
+    def endpoint(self) -> dict[str, str | int]:
+        return {"pid": os.getpid(), "fd": self.fd, "nonce": self.nonce}
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def pool_header(layout: KVLayout, nonce: bytes) -> bytes:
+    """What stands before a shared pool's blocks, so that whoever maps it knows whose it is."""
+    geometry = msgspec.msgpack.encode(layout.to_geometry())
+    header = _HEADER.pack(_MAGIC, nonce, len(geometry)) + geometry
+    if len(header) > HEADER_BYTES:
+        raise ConfigError(f"the KV pool's header of {len(header)} bytes does not fit a page")
+    return header
 
 
 def attach_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> KVPool:
@@ -149,14 +181,22 @@ def attach_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> KVPool:
         ) from error
     try:
         _check_file(own_fd, path, num_bytes)
-        _check_header(os.pread(own_fd, HEADER_BYTES, 0), path, nonce, geometry)
+        check_header(os.pread(own_fd, HEADER_BYTES, 0), path, nonce, geometry)
         memory = map_file(num_bytes, own_fd)
         dont_fork(memory)  # a child of ours must not outlive us as a writer
     except (OSError, ConfigError) as error:
         raise EdgeError(f"{path} cannot be mapped: {error}") from error
     finally:
         os.close(own_fd)  # a mapping keeps its file
-    return KVPool(layout, memory, HEADER_BYTES, None, nonce)
+    return KVPool(layout, _in_memory(layout, memory, HEADER_BYTES))
+
+
+def _in_memory(layout: KVLayout, memory: ctypes.Array[ctypes.c_char], offset: int) -> Tensor:
+    """The pool's tensor; it keeps the memory."""
+    flat: Tensor = torch.frombuffer(
+        memory, dtype=TORCH_DTYPES[layout.dtype], count=prod(layout.shape), offset=offset
+    )
+    return flat.view(layout.shape)
 
 
 def _check_file(fd: int, path: str, num_bytes: int) -> None:
@@ -174,7 +214,12 @@ def _check_file(fd: int, path: str, num_bytes: int) -> None:
         raise EdgeError(f"{path} is not the announced KV pool: {status.st_size} bytes, not {num_bytes}")
 
 
-def _check_header(header: bytes, path: str, nonce: str, geometry: KVGeometry) -> None:
+def check_header(header: bytes, path: str, nonce: str, geometry: KVGeometry) -> None:
+    """Whether what stands before the blocks of a shared pool, found at `path`, is what was announced.
+
+    Raises:
+        EdgeError: it is not.
+    """
     magic, found_nonce, length = _HEADER.unpack_from(header)
     if magic != _MAGIC:
         raise EdgeError(f"{path} is not a KV pool: no header")

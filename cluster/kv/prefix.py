@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from cluster import block_hash
 from cluster.ids import BlockHash, BlockId
@@ -28,16 +29,14 @@ from cluster.kv.allocator import BlockError
 MAX_CHANGES = 1 << 16  # kept for `take_changes`; beyond, whoever asks has to look at all there is
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChanges:
+class CacheChanges(msgspec.Struct, frozen=True):
     """What has entered and left a prefix index, each hash once, by its latest change."""
 
     stored: list[BlockHash]
     removed: list[BlockHash]
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
+class _Node(msgspec.Struct, eq=False):
     """One published block; identity matters, a re-published prefix is another node."""
 
     block_id: BlockId
@@ -45,7 +44,7 @@ class _Node:
     packed_tokens: bytes
     salt: str
     parent: _Node | None
-    children: dict[BlockId, _Node] = field(default_factory=dict)
+    children: dict[BlockId, _Node] = msgspec.field(default_factory=dict)
 
 
 class PrefixIndex:

@@ -13,9 +13,10 @@ dropped.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ CLOSE_TIMEOUT_S: Final = 2.0
 _READ_BYTES: Final = 256 << 10
 
 M = TypeVar("M")
+K = TypeVar("K")
 
 
 class Stream(Generic[M]):
@@ -158,6 +160,32 @@ class Stream(Generic[M]):
                 await self._writer.wait_closed()
         except (TimeoutError, OSError):  # the peer takes no more: what it did not read is lost with it
             self._writer.transport.abort()
+
+    async def hand_over(self, keep: Callable[[int], K | None]) -> K | None:
+        """Write out what was posted and let `keep` have a file descriptor of the connection, which goes on;
+        this object is closed. What `keep` returns; None: it does not want it, and the connection ends.
+
+        Raises:
+            WireError: the stream is closed, or the peer does not read.
+        """
+        if self.is_closed:
+            raise self._error or WireError(f"stream to {self.peer} is closed")
+        self._writer.transport.set_write_buffer_limits(0)  # a drain waits for the last byte
+        self._flush()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._writer.drain()
+            descriptor = os.dup(self._writer.get_extra_info("socket").fileno())
+            kept = keep(descriptor)
+            if kept is None:
+                os.close(descriptor)
+            return kept
+        except TimeoutError as error:
+            raise WireError(f"{self.peer} did not read for {CLOSE_TIMEOUT_S:g} s") from error
+        except OSError as error:
+            raise WireError(f"stream to {self.peer} broke: {error}") from error
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         """Close at once; what was posted and not sent is lost."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.ids import BlockHash
-from cluster.wire.messages import RouterToWorker, WorkerToRouter
+from cluster.wire.messages import Lifeline, RouterToWorker, WorkerToRouter
 
 
 class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_unknown_fields=True):
@@ -32,3 +32,4 @@ class KvResync(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", forbid_
 
 RouterSays = RouterToWorker | KvResync
 WorkerSays = WorkerToRouter | KvEvents
+DiallerSays = WorkerSays | Lifeline  # on any of its streams

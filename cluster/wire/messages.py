@@ -141,6 +141,14 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     router: RouterId
     heartbeat_interval_s: float
+    link: int = 0  # which of the router's links this is; 0: it takes no lifelines
+
+
+class Lifeline(Message, frozen=True, kw_only=True):
+    """Worker → router, the one message of a second stream. Of it and the link's own stream, one ends at once
+    when the worker's process is killed; with one stream alone, its memory is taken apart first."""
+
+    link: int
 
 
 class Refused(Message, frozen=True, kw_only=True):

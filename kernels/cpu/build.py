@@ -38,6 +38,7 @@ SOURCES = (
     "rowwise.cpp",
     "forward.cpp",
     "core_board.cpp",
+    "lifeline.cpp",
     "probe.cpp",
     "sampling.cpp",
 )

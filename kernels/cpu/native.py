@@ -66,6 +66,8 @@ SIGNATURES = {
     "baton_board_bury": "pi-",
     "baton_board_claim": "pii",
     "baton_board_release": "pi-",
+    "baton_lifeline_hold": "ip",
+    "baton_lifeline_release": "p-",
     "baton_probe_multiply_adds": "iid",
     "baton_probe_read": "piid",
     "baton_maxima_block": "i",

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.draw_kind import is_greedy
 from kernels.ops import SamplingParameters, SamplingRequest
 
-GREEDY_TEMPERATURE = 1e-5  # below this a temperature is 0
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -53,7 +53,7 @@ class Rule:
             top_k=min(params.top_k, 2**62),
             num_logprobs=-1 if params.num_logprobs is None else params.num_logprobs,
             min_tokens=params.min_tokens,
-            temperature=0.0 if params.temperature < GREEDY_TEMPERATURE else min(params.temperature, _LARGEST),
+            temperature=0.0 if is_greedy(params) else min(params.temperature, _LARGEST),
             top_p=params.top_p,
             min_p=min(params.min_p, 1.0),
             repetition=params.repetition_penalty,

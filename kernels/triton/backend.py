@@ -12,15 +12,17 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, FusedForward, FusedSampler
+from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, DeviceSampler, FusedForward, FusedSampler
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 from kernels.triton import attention, gemm, rowwise
 from kernels.triton.availability import interpreting, why_unavailable
 from kernels.triton.checks import MOST_COLUMNS, MOST_HEAD_DIM, check_device, check_pool, why_not_dtype
+from kernels.triton.device_sampler import TritonDeviceSampler
 from kernels.triton.fallback import Fallbacks
 from kernels.triton.forward import TritonForward
 from kernels.triton.sampler import TritonSampler
+from kernels.triton.selection import MAX_VOCABULARY
 from kernels.triton.tiles import INTERPRETER, Mode, Tiles, tiles_for
 
 
@@ -148,6 +150,11 @@ class TritonBackend:
 
     def make_sampler(self) -> FusedSampler | None:
         return TritonSampler(self.device)
+
+    def make_device_sampler(self, max_rows: int, vocab_size: int) -> DeviceSampler | None:
+        if vocab_size > MAX_VOCABULARY:
+            return None
+        return TritonDeviceSampler(self.device, max_rows, vocab_size)
 
 
 def _why_not_head(head_dim: int) -> str | None:

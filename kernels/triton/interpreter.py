@@ -3,7 +3,9 @@
 1. A matrix product of the interpreter is a BLAS call, whose rows depend on their place in the tile; on tensor
    cores a row's sum is the same wherever it stands. Here each element of a product is one sum over k in one
    order, so that the interpreter can show whether a kernel's rows are independent.
-2. NumPy warns of infinities and of the NaNs between them, which kernels take for granted.
+2. At the start of a kernel, and of every function it calls, the interpreter walks through all of the language
+   to give it another meaning, for a few milliseconds each time. Here that is done once and stays.
+3. NumPy warns of infinities and of the NaNs between them, which kernels take for granted.
 """
 
 from __future__ import annotations
@@ -28,6 +30,26 @@ def why_not() -> str | None:
             f"triton {triton.__version__} cannot interpret with NumPy {np.__version__}: use NumPy below 2.4"
         )
     return None
+
+
+class _PatchesOnce:
+    """The interpreter's `_patch_lang`, for the first function of each module only."""
+
+    def __init__(self) -> None:
+        self._patch = triton_interpreter._patch_lang
+        self._modules: set[str] = set()
+
+    def __call__(self, function: Any) -> _PatchesOnce:
+        if function.__module__ not in self._modules:
+            self._patch(function)
+            self._modules.add(function.__module__)
+        return self
+
+    def restore(self) -> None:
+        """What is patched stays: whoever imports this interprets all its kernels."""
+
+
+triton_interpreter._patch_lang = _PatchesOnce()
 
 
 @contextlib.contextmanager

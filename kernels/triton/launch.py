@@ -14,7 +14,7 @@ from triton.errors import TritonError
 from kernels.triton.availability import interpreting
 
 
-class KernelError(Exception):
+class KernelError(RuntimeError):
     """A kernel cannot be compiled for this device, or asks for more than it has."""
 
 

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.draw_kind import is_greedy
 from kernels.ops import ChosenTokens, SamplingRequest, StepResult, TokenDetail
 from kernels.triton.ahead import compile_sampling
 from kernels.triton.availability import interpreting
 from kernels.triton.sampling_edits import LARGEST, Seen, edit, is_neutral, mend, needs_seen
 from kernels.triton.selection import MAX_VOCABULARY, Choice, draw, top, total_weight
 
-GREEDY_TEMPERATURE = 1e-5  # below this a temperature is 0
 LOGPROB_FLOOR = -9999.0  # stands for -inf
 _SPARE_ENTRIES = 64  # kept beyond twice the rows of a step
 
@@ -108,7 +108,7 @@ class TritonSampler:
             if peak == -np.inf:
                 known = [i for i in params.allowed_token_ids if 0 <= i < scores.shape[1]]
                 tokens[row] = min(known, default=0)
-            elif params.temperature < GREEDY_TEMPERATURE:
+            elif is_greedy(params):
                 tokens[row] = int(token)
             else:
                 choices.append(

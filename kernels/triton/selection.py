@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.triton.jit.sampling import draw_kernel, select_kernel, sum_parts_kernel
@@ -37,42 +38,100 @@ class Choice:
     position: int
 
 
-class _Rows:
-    """What kernels know of the rows they choose from, on the device."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What kernels know of the rows they choose from, on the device; R rows."""
 
-    def __init__(self, scores: Tensor, choices: Sequence[Choice]) -> None:
-        size, device = scores.shape[1], scores.device
-        self.scores, self.size, self.num_rows = scores, size, len(choices)
-        self.num_parts = cdiv(size, _BLOCK)
-        counts = [choice.top_k if 0 < choice.top_k < size else size for choice in choices]
-        self.by_count = any(count < size for count in counts)
-        self.by_weight = any(choice.top_p < 1.0 for choice in choices)
-        with np.errstate(divide="ignore"):
-            inverses = np.float32(1.0) / np.array([choice.temperature for choice in choices], np.float32)
-        integers = np.array(
-            [
-                [choice.place for choice in choices],
-                counts,
-                [_signed(choice.seed) for choice in choices],
-                [_signed(choice.position) for choice in choices],
-            ],
-            np.int64,
-        )
-        self.places, self.counts, self.seeds, self.positions = torch.from_numpy(integers).to(device)
-        floats = np.array([[c.peak for c in choices], inverses, [c.min_p for c in choices]], np.float32)
-        self.peaks, self.inverses, self.least = torch.from_numpy(floats).to(device)
-        shares = [max(min(choice.top_p, 1.0), _SMALLEST_SHARE) for choice in choices]
-        self.shares = torch.tensor(shares, dtype=torch.float64).to(device)
+    scores: Tensor  # fp32 [any, vocab], rows of adjacent numbers
+    places: Tensor  # int64 [R], rows of `scores`
+    peaks: Tensor  # fp32 [R]
+    inverses: Tensor  # fp32 [R], 1 / temperature
+    least: Tensor  # fp32 [R], min-p
+    counts: Tensor  # int64 [R], top-k; the vocabulary's size: off
+    shares: Tensor  # fp64 [R], top-p, above 0
+    seeds: Tensor  # int64 [R], the low 64 bits
+    positions: Tensor  # int64 [R]
+    by_count: bool  # whether any row has a top-k
+    by_weight: bool  # whether any row has a top-p
+
+    @property
+    def size(self) -> int:
+        size: int = self.scores.shape[1]
+        return size
+
+    @property
+    def num_rows(self) -> int:
+        num_rows: int = self.places.shape[0]
+        return num_rows
+
+    @property
+    def num_parts(self) -> int:
+        return cdiv(self.size, _BLOCK)
 
     @property
     def shape(self) -> dict[str, int]:
         return {"BLOCK": _BLOCK, "PARTS": next_power_of_2(self.num_parts), "num_warps": _NUM_WARPS}
 
 
+def kept_count(top_k: int, size: int) -> int:
+    """Ids that `top_k` leaves of `size`."""
+    return top_k if 0 < top_k < size else size
+
+
+def kept_share(top_p: float) -> float:
+    """The share of the weight that `top_p` asks for: never nothing."""
+    return max(min(top_p, 1.0), _SMALLEST_SHARE)
+
+
+def inverse_temperatures(temperatures: Sequence[float]) -> NDArray[np.float32]:
+    """1 / temperature, rounded once."""
+    with np.errstate(divide="ignore"):
+        inverses: NDArray[np.float32] = np.divide(np.float32(1.0), np.array(temperatures, np.float32))
+    return inverses
+
+
+def signed(value: int) -> int:
+    """The low 64 bits, as int64 has them."""
+    low = value & (2**64 - 1)
+    return low - 2**64 if low >= 2**63 else low
+
+
+def _rows_of(scores: Tensor, choices: Sequence[Choice]) -> Rows:
+    size, device = scores.shape[1], scores.device
+    counts = [kept_count(choice.top_k, size) for choice in choices]
+    integers = np.array(
+        [
+            [choice.place for choice in choices],
+            counts,
+            [signed(choice.seed) for choice in choices],
+            [signed(choice.position) for choice in choices],
+        ],
+        np.int64,
+    )
+    places, on_device, seeds, positions = torch.from_numpy(integers).to(device)
+    inverses = inverse_temperatures([choice.temperature for choice in choices])
+    floats = np.array([[c.peak for c in choices], inverses, [c.min_p for c in choices]], np.float32)
+    peaks, inverse, least = torch.from_numpy(floats).to(device)
+    shares = torch.tensor([kept_share(choice.top_p) for choice in choices], dtype=torch.float64).to(device)
+    return Rows(
+        scores=scores,
+        places=places,
+        peaks=peaks,
+        inverses=inverse,
+        least=least,
+        counts=on_device,
+        shares=shares,
+        seeds=seeds,
+        positions=positions,
+        by_count=any(count < size for count in counts),
+        by_weight=any(choice.top_p < 1.0 for choice in choices),
+    )
+
+
 class _Selection:
     """What is left of the rows, as the kernels keep it."""
 
-    def __init__(self, rows: _Rows) -> None:
+    def __init__(self, rows: Rows) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=rows.scores.device)
 
@@ -82,7 +141,7 @@ class _Selection:
         self.ties = zeros(rows.num_rows, rows.num_parts)
 
 
-def _select(rows: _Rows, first: _Selection | None, by_weight: bool) -> _Selection:
+def _select(rows: Rows, first: _Selection | None, by_weight: bool) -> _Selection:
     """Narrow down what `first` left."""
     made = _Selection(rows)
     earlier = first or made  # not read without FIRST
@@ -99,7 +158,7 @@ def _select(rows: _Rows, first: _Selection | None, by_weight: bool) -> _Selectio
 
 
 def _sum_parts(
-    rows: _Rows, first: _Selection | None, second: _Selection | None
+    rows: Rows, first: _Selection | None, second: _Selection | None
 ) -> tuple[Tensor, list[Tensor]]:
     """(weight left in each part, the kernels' arguments between `least` and it)."""
     a, b = first or second or _Selection(rows), second or first or _Selection(rows)
@@ -118,7 +177,12 @@ def _sum_parts(
 
 def draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     """scores fp32 [rows, vocab] without NaN or +inf → one id per choice, int64."""
-    rows = _Rows(scores, choices)
+    return draw_rows(_rows_of(scores, choices))
+
+
+def draw_rows(rows: Rows) -> Tensor:
+    """One id per row, int64 [R]; asks the host for nothing."""
+    scores = rows.scores
     first = _select(rows, None, by_weight=False) if rows.by_count else None
     second = _select(rows, first, by_weight=True) if rows.by_weight else None
     part_sums, state = _sum_parts(rows, first, second)
@@ -136,7 +200,7 @@ def top(row: Tensor, count: int) -> list[int]:
     """Ids of the `count` largest scores of one row, larger first, among equals the lower id first."""
     if count == 0:
         return []
-    rows = _Rows(row[None], [_whole(float(row.max()), count)])
+    rows = _rows_of(row[None], [_whole(float(row.max()), count)])
     if rows.by_count:
         made = _select(rows, None, by_weight=False)
         threshold, above = int(made.prefixes[-1, 0]), int(made.above[0])
@@ -153,15 +217,9 @@ def top(row: Tensor, count: int) -> list[int]:
 
 def total_weight(row: Tensor, peak: float) -> float:
     """Σ e^(score - peak), on the grid of the weights; exact."""
-    part_sums, _ = _sum_parts(_Rows(row[None], [_whole(peak, 0)]), None, None)
+    part_sums, _ = _sum_parts(_rows_of(row[None], [_whole(peak, 0)]), None, None)
     return int(part_sums.sum()) * 2.0**-34
 
 
 def _whole(peak: float, top_k: int) -> Choice:
     return Choice(0, 0, peak, 1.0, top_k, 1.0, 0.0, 0, 0)
-
-
-def _signed(value: int) -> int:
-    """The low 64 bits, as int64 has them."""
-    low = value & (2**64 - 1)
-    return low - 2**64 if low >= 2**63 else low

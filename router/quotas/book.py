@@ -13,7 +13,9 @@ be served, and is told so (`retry_after_s` None).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from router.quotas.limits import Demand, KeyLimits, Limit
 from router.quotas.meter import Meter
@@ -25,16 +27,14 @@ _MIN_WAIT_S = 0.05
 _MEMORY = 0.2  # weight of the latest request in the mean
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """Refused. None: for ever, with these limits."""
 
     limit: Limit
     retry_after_s: float | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Hold:
+class Hold(msgspec.Struct, frozen=True, eq=False):
     """One admitted request: what it has taken until it is settled."""
 
     tenant: str
@@ -51,14 +51,13 @@ class Standing:
     reset_s: float
 
 
-@dataclass(slots=True)
-class Tenant:
+class Tenant(msgspec.Struct):
     """What is counted for one of them. `limits`: as of its latest request."""
 
     limits: KeyLimits
-    requests: Meter = field(default_factory=Meter)
-    tokens: Meter = field(default_factory=Meter)
-    holds: set[Hold] = field(default_factory=set)
+    requests: Meter = msgspec.field(default_factory=Meter)
+    tokens: Meter = msgspec.field(default_factory=Meter)
+    holds: set[Hold] = msgspec.field(default_factory=set)
     mean_hold_s: float | None = None
 
     def meter(self, limit: Limit) -> Meter:
@@ -115,7 +114,9 @@ class QuotaBook:
         num_tokens = reserved_tokens(demand, limits)
         if num_tokens is None:
             return Wait(Limit.TOKENS, None)
-        tenant = self._tenants.setdefault(name, Tenant(limits))
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(limits)
         tenant.limits = limits
         wait = self._wait(tenant, limits, num_tokens, now)
         if wait is not None:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import msgspec
+
 from cluster.errors import ConfigError
 
 MINUTE_S = 60.0
@@ -45,8 +47,7 @@ class KeyLimits:
         return self.concurrent is not None or bool(self.rate_limits())
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """What a request is about to use: all its prompts, and the most that its answers may have."""
 
     num_prompt_tokens: int

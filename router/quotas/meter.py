@@ -12,15 +12,14 @@ are added, and drain like everything else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from router.quotas.limits import MINUTE_S
 
 _ROUNDING = 1e-9  # of the limit: what a wait and a rate in floats may miss
 
 
-@dataclass(slots=True)
-class Meter:
+class Meter(msgspec.Struct):
     """`at`: the moment that `used` is of."""
 
     used: float = 0.0

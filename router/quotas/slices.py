@@ -18,7 +18,9 @@ shared state is away also at most `per_min * (1 + t / 60)`, plus one `per_min` i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from cluster.shared_state import BucketAsk, LeaseAsk, LeaseGrant
 from router.quotas.book import Hold, Standing, Tenant, Wait, most_pressing, reserved_tokens
@@ -46,14 +48,13 @@ class _Denial:
     free_at: float
 
 
-@dataclass(slots=True)
-class _Slice:
+class _Slice(msgspec.Struct):
     """Of one limit per minute. `local` is the meter while the shared state is lost."""
 
     at_hand: float = 0.0
     back: float = 0.0  # for the shared state; below 0: a debt
-    by_all: Meter = field(default_factory=Meter)  # as of the last lease
-    local: Meter = field(default_factory=Meter)
+    by_all: Meter = msgspec.field(default_factory=Meter)  # as of the last lease
+    local: Meter = msgspec.field(default_factory=Meter)
     denial: _Denial | None = None
 
     def lacks(self, cost: float) -> bool:
@@ -66,12 +67,11 @@ class _Slice:
         self.back += beyond
 
 
-@dataclass(slots=True)
-class _Sharer:
+class _Sharer(msgspec.Struct):
     """One tenant."""
 
     tenant: Tenant
-    slices: dict[Limit, _Slice] = field(default_factory=dict)
+    slices: dict[Limit, _Slice] = msgspec.field(default_factory=dict)
     slots: int = 0  # requests that may run at once by the last lease
     slots_denied_until: float = 0.0
     active_at: float = 0.0

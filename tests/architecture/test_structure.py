@@ -215,6 +215,8 @@ TORCH_FREE = [
     "bench.machine",
     "bench.roofline",
     "cluster.engine.batch",
+    "cluster.engine.decode_buckets",
+    "cluster.engine.gpu_memory",
     "cluster.engine.sequence",
     "cluster.engine.model_spec",
     "cluster.kv.edge",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -145,6 +146,8 @@ def test_a_models_steps_are_measured_in_both_modes() -> None:
     )
     assert [line.name for line in lines] == ["tiny, group 4 decode 2 x 9"]
     assert {"exact ms", "fast ms", "roofline ms", "fast/exact", "tok/s"} <= lines[0].cells.keys()
+    assert {"exact served ms", "exact gap us", "fast served ms"} <= lines[0].cells.keys()
+    assert lines[0].holds
 
 
 @needs_kernels
@@ -169,3 +172,60 @@ def test_what_is_generated_does_not_depend_on_chunks_or_companions() -> None:
     together = run(prompts, None)
     assert together[0] == alone
     assert [len(outputs) for outputs in together] == [4, 4, 4]
+
+
+async def test_a_prompt_computed_in_another_process_gives_the_same_tokens() -> None:
+    """With the reference and over `shm`: this is about the flow."""
+    from bench.gpu_check import handover
+    from cluster.engine.model_spec import Dtype
+    from cluster.kv.edges import EdgeKind
+
+    lines = [line async for line in handover.check(EdgeKind.SHM, "reference", Dtype.FP32, handover.TINY)]
+    assert len(lines) == 2 + len(handover.TINY.prompts)
+    assert [line for line in lines if not line.holds] == []
+    assert {line.cells["expected"] for line in lines[2:]} == {handover.TINY.num_tokens}
+
+
+def test_other_keys_and_values_are_seen() -> None:
+    from bench.gpu_check.handover import _requests, _same_prompt
+
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    [one, _], [other, _] = _requests(prompts, 1, range(4)), _requests(prompts, 1, range(4)[::-1])
+    assert [one.blocks, other.blocks] == [[0, 1], [3, 2]]
+    own = torch.arange(4 * 2 * 2 * 3 * 1 * 2, dtype=torch.float32).view(4, 2, 2, 3, 1, 2)
+    shared = torch.zeros_like(own)
+    shared[[3, 2]] = own[[0, 1]]
+    assert _same_prompt(own, shared, one, other)
+    shared[2, :, :, 2] += 1  # behind the prompt
+    assert _same_prompt(own, shared, one, other)
+    shared[2, 1, 1, 1, 0, 0] += 1  # its last token
+    assert not _same_prompt(own, shared, one, other)
+
+
+async def test_an_edge_between_two_processes_is_checked_to_the_end() -> None:
+    """Over gloo: pieces, one dropped, a killed peer, the edge beside it, the next epoch."""
+    from bench.gpu_check import edge_check
+    from cluster.kv.edges import EdgeKind
+
+    lines = [line async for line in edge_check.check(EdgeKind.GLOO, edge_check.TINY)]
+    assert len(lines) == len(edge_check.TINY.pieces) + 4
+    assert [line for line in lines if not line.holds] == []
+
+
+async def test_a_second_process_that_cannot_begin_is_no_wait() -> None:
+    from bench.gpu_check.peer_process import PeerDied, PeerProcess
+
+    with pytest.raises(PeerDied, match="the second process ended with status 1"):
+        await PeerProcess.start({"PYTHONHOME": "/no/such/place"})
+
+
+async def test_other_bytes_than_were_sent_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.gpu_check import edge_check
+    from bench.gpu_check.peer import random_bytes
+    from cluster.kv.edges import EdgeKind
+
+    monkeypatch.setattr(edge_check, "random_bytes", lambda shape, seed: random_bytes(shape, seed + 1))
+    async with contextlib.aclosing(edge_check.check(EdgeKind.GLOO, edge_check.TINY)) as found:
+        first = await anext(found)
+    assert first.holds is False
+    assert first.cells["said"] == "other bytes than were sent"

@@ -48,6 +48,8 @@ def test_cpu_is_read_between_two_looks() -> None:
     watch = CpuWatch(1, moments_ns=[0, 100, 200], cpu_s=[0.0, 1.0, 4.0])
     assert watch.used_s(0, 200) == 4.0
     assert watch.used_s(50, 150) == 2.0
+    watch.stolen_s = [1.0, 1.0, 1.5]
+    assert watch.taken_s(50, 150) == 0.25
 
 
 def test_streams_that_never_meet_show_nothing() -> None:

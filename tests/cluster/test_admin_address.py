@@ -8,9 +8,10 @@ import pytest
 
 from cluster import launch
 from cluster.admin_address import admin_address, is_loopback
-from cluster.config import ClusterConfig, RouterConfig
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.launch_plan import Site, plan_roles
+from cluster.role_config import RouterConfig
 
 
 @pytest.mark.parametrize(

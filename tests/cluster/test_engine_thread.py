@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,12 +16,14 @@ from hypothesis import strategies as st
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine_thread import EngineThread
+from cluster.errors import DeviceLost, StepError
 from cluster.ids import Attempt, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 from cluster.step_watchdog import FACTOR, StepWatchdog
 from cluster.worker_io import StepDone, StepFailed
 
+ROOT = Path(__file__).parents[2]
 MODEL = StepModel(1e-3, 2e-3, 3e-5, 4e-8, 5e-9)
 
 
@@ -72,6 +77,29 @@ async def test_a_failed_step_is_an_outcome_and_the_next_one_runs() -> None:
     await engine.thread.close(5.0)
 
 
+async def test_an_error_that_is_a_sentence_stays_one_and_a_lost_device_ends_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run_out() -> None:
+        raise StepError("a step of 1 rows ran out of GPU memory")
+
+    def fault() -> None:
+        raise DeviceLost("the GPU faulted")
+
+    engine = Engine(Runner(run_out, lambda: None, fault))
+    failed = await engine.run(plan(1))
+    assert isinstance(failed, StepFailed)
+    assert failed.message == "a step of 1 rows ran out of GPU memory"
+    assert "Traceback" not in caplog.text
+    assert isinstance(await engine.run(plan(1)), StepDone)
+    assert not engine.stuck.done()
+    lost = await engine.run(plan(1))
+    assert isinstance(lost, StepFailed)
+    assert lost.message == "the GPU faulted"
+    assert await asyncio.wait_for(engine.stuck, 30) == "the GPU faulted"
+    await engine.thread.close(5.0)
+
+
 async def test_the_runner_is_calibrated_before_anybody_hears_of_it() -> None:
     loop = asyncio.get_running_loop()
     seen: list[object] = []
@@ -94,6 +122,58 @@ async def test_the_runner_is_calibrated_before_anybody_hears_of_it() -> None:
     silent = Engine(Runner())
     assert await silent.thread.loaded() is None
     await silent.thread.close(5.0)
+
+
+class SlowToGo(Runner):
+    """Takes a while to free what it has."""
+
+    def __init__(self, gone: threading.Event) -> None:
+        super().__init__()
+        self._gone = gone
+
+    def __del__(self) -> None:
+        time.sleep(0.2)
+        self._gone.set()
+
+
+async def test_close_waits_until_the_runner_is_gone() -> None:
+    gone = threading.Event()
+    thread = EngineThread(
+        lambda: SlowToGo(gone),
+        on_outcome=lambda outcome: None,
+        on_stuck=asyncio.get_running_loop().create_future().set_result,
+        step_timeout_s=60.0,
+    )
+    await thread.loaded()
+    await thread.close(30.0)
+    assert gone.is_set()
+
+
+PROCESS = """
+import asyncio, ctypes, weakref
+import torch
+from cluster.engine_thread import EngineThread
+
+class Runner:  # its memory is given back by C++ that calls Python, without the interpreter's lock for 0.3 s
+    def __init__(self):
+        memory = (ctypes.c_char * 4096)()
+        weakref.finalize(memory, ctypes.CDLL(None).usleep, 300_000).atexit = False
+        self.weights = torch.frombuffer(memory, dtype=torch.uint8)
+
+async def main():
+    engine = EngineThread(Runner, on_outcome=print, on_stuck=print, step_timeout_s=60.0)
+    await engine.loaded()
+    await engine.close(30.0)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_closed_its_engine_ends_well() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 async def test_a_step_that_hangs_is_found_by_what_steps_take_here() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import LogConfig
 from cluster.logging_setup import configure_logging
 from cluster.request_context import current_request, enter_request
+from cluster.role_config import LogConfig
 
 
 @pytest.fixture

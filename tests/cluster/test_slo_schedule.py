@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -259,7 +260,7 @@ def test_nobody_starves_live_whatever_class_while_others_keep_the_worker_full(
         assert now <= bound_s
         if len(scheduler) - len(left) < 5:
             scheduler.add(waiting(3_000, now + TARGETS.ttft_s))
-        plan = scheduler.plan(now, replace(decode, paused_s=now - yielded_at), 10**9)
+        plan = scheduler.plan(now, msgspec.structs.replace(decode, paused_s=now - yielded_at), 10**9)
         if plan.num_yielding == num_yielding:
             yielded_at = now
         now += max(MODEL.step_s(work_of(decode, plan.chunks)), 1e-3)

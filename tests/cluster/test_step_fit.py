@@ -3,12 +3,13 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.live_step_model import REFIT_EVERY, LiveStepModel
-from cluster.step_fit import StepModelFit
+from cluster.step_fit import StepModelFit, median, quantile
 from cluster.step_model import StepModel, StepWork, chunk_attention
 
 H100 = StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9)
@@ -157,3 +158,10 @@ def test_equal_steps_give_equal_models() -> None:
         return live.model
 
     assert run() == run()
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.floats(0.0, 1.0))
+def test_quantiles_are_those_of_numpy(values: list[float], share: float) -> None:
+    numbers = np.array(values)
+    assert quantile(numbers, share) == pytest.approx(float(np.quantile(numbers, share)), rel=1e-12, abs=1e-9)
+    assert median(numbers) == pytest.approx(float(np.median(numbers)), rel=1e-12, abs=1e-9)

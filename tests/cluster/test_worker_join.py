@@ -17,7 +17,7 @@ from cluster.kv.block_manager import BlockManager
 from cluster.wire.kv_events import WorkerSays
 from cluster.wire.messages import KVGeometry, Register, Role, Welcome
 from cluster.wire.stream import Stream, listen
-from cluster.worker_driver import WorkerDriver
+from cluster.worker_driver import Held, WorkerDriver
 from cluster.worker_io import Action
 from prefill_worker.core import PrefillConfig, PrefillCore
 
@@ -60,12 +60,18 @@ REGISTER = Register(
 )
 
 
-def worker(address: str, token: bytes = TOKEN, join_timeout_s: float | None = LIMIT_S) -> WorkerDriver:
+def worker(
+    address: str,
+    token: bytes = TOKEN,
+    join_timeout_s: float | None = LIMIT_S,
+    keep_lifeline: Callable[[int], Held | None] | None = None,
+) -> WorkerDriver:
     blocks = BlockManager(4, 16, "f")
     return WorkerDriver(
         core=PrefillCore(PrefillConfig(block_bytes=64, max_step_tokens=16), blocks),
         make_runner=NoRunner,
         cache=blocks,
+        keep_lifeline=keep_lifeline,
         token=token,
         router_addresses=[address],
         clock=MonotonicClock(),

@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+from cluster.errors import EdgeError
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edge_local import InPlaceReceiver
@@ -111,5 +112,26 @@ async def test_a_new_dial_of_the_same_process_ends_its_older_edge_first(tmp_path
         assert [type(event) for event in heard] == [EdgeUp, EdgeDown, WriterGone, EdgeUp]
         await first.close()
         await second.close()
+    finally:
+        await decode.edges.close()
+
+
+class Full(Decode):
+    """One that has as many edges as it may."""
+
+    def _receiver(self, hello: EdgeHello) -> KVReceiver:
+        raise EdgeError(f"KV edge of `{hello.worker}`: this worker holds 16 edges, as many as it may")
+
+
+async def test_a_dial_for_which_no_receiver_can_be_made_is_told_why(tmp_path: Path) -> None:
+    decode = Full()
+    address = await decode.edges.start(f"unix:{tmp_path}/kv")
+    try:
+        for _ in range(2):  # and the listener goes on
+            stream, answer = await dial(address, ME)
+            assert isinstance(answer, Refused)
+            assert "this worker holds 16 edges" in answer.reason
+            await stream.close()
+        assert decode.events == []
     finally:
         await decode.edges.close()

@@ -92,6 +92,11 @@ def test_serve_restart_and_stop(served: Served) -> None:
         served.wait("ready again", 5, lambda client: client.get("/ready").status_code == 200)
         assert served.chat(max_tokens=8, seed=1)["usage"]["completion_tokens"] > 0
 
+    told = served.output.read_text()
+    for name in ("prefill-0", "decode-0"):
+        assert f"{name} died and is restarted as epoch 2" in told
+    assert "raylet" not in told, "of a worker's death the launcher tells, and nobody else"
+
     restart_under_load(served)
 
     pids = processes_of_run(served.marker)

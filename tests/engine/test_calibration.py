@@ -30,7 +30,7 @@ def engine(checkpoint: Any, prepare: Any) -> WorkerEngine:
         prepared.spec, SINGLE_RANK, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32"
     )
     layout = KVLayout.from_geometry(geometry)
-    return WorkerEngine(prepared, ReferenceBackend(), layout, 512, 1, None)
+    return WorkerEngine(prepared, ReferenceBackend(), layout, 512, 1, None, None)
 
 
 def make_pool(engine: WorkerEngine) -> torch.Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.config import WorkerConfig
 from cluster.engine.model_spec import Dtype
 from cluster.engine.worker_engine import WorkerEngine, open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.layout import single_edge
+from cluster.role_config import WorkerConfig
 from cluster.wire.messages import Role
 from kernels.cpu.backend import CpuBackend
 from tests.engine.tiny_models import Engine, prompts
@@ -32,14 +32,13 @@ def opened(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             served_model_name="tiny",
             block_size=16,
             worker=WorkerId("decode-0"),
-            role=Role.DECODE,
             epoch=Epoch(1),
             router_addresses=(),
             model=str(directory),
             kv_address=None,
             runtime_dir="",
             backend="reference",
-            **{"kv_bytes": KV_BYTES} | settings,
+            **{"kv_bytes": KV_BYTES, "role": Role.DECODE} | settings,
         )
         return open_engine(config)
 
@@ -61,6 +60,11 @@ def test_memory_that_is_too_small_names_the_way_out(opened: Any) -> None:
     with pytest.raises(ConfigError, match="--kv-dtype int8"):
         opened(kv_bytes=3 * 2 * 16 * 2 * 68 * 2)
     assert opened(kv_bytes=3 * 2 * 16 * 2 * 68 * 2, kv_dtype="int8").layout.num_blocks == 2
+
+
+@pytest.mark.parametrize(("role", "mib"), [(Role.PREFILL, 256), (Role.DECODE, 512)])
+def test_memory_by_role_where_nobody_says(opened: Any, role: Role, mib: int) -> None:
+    assert opened(kv_bytes=None, role=role).layout.num_blocks == (mib << 20) // (3 * 2 * 16 * 2 * 128)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

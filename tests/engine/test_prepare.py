@@ -171,7 +171,7 @@ def test_int8_answers_are_near_and_stored_ones_are_the_same(
 def test_quantizations_that_do_not_exist_are_named() -> None:
     with pytest.raises(ConfigError, match="unknown quantization `int4`; use none or int8 or int8-weights"):
         make_backend("cpu", 1, "int4")
-    with pytest.raises(ConfigError, match="unknown backend `gpu`; use cpu or reference"):
+    with pytest.raises(ConfigError, match="unknown backend `gpu`; use cpu or triton or auto or reference"):
         make_backend("gpu", 1, "int8")
 
 

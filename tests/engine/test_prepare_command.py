@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.engine.prepare import CACHE_VARIABLE, main
 from cluster.engine.prepared_model import MANIFEST
@@ -38,6 +39,20 @@ def test_one_sentence_and_a_status_when_it_cannot(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == f"error: {tmp_path / 'nowhere'}: no such model file or directory\n"
+
+
+def test_a_backend_that_cannot_run_here_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What `--backend triton` ends with where there is no GPU: workers and the launcher show this line."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ["--model", str(tmp_path), "--backend", "triton"]
+    assert main(arguments) == main([*arguments, "--json"]) == 1
+    printed = capsys.readouterr()
+    [line] = printed.err.splitlines()
+    assert line.startswith("error: the triton backend needs ")
+    assert json.loads(printed.out)["error"] == line.removeprefix("error: ")
 
 
 def test_json_lines_for_the_launcher(checkpoint: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,12 +8,14 @@
 #pragma once
 
 #include <atomic>
-#include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+// All else around it is compiled fast (`tests/support/amx_emulation.py`); this is where its tests spend their time.
+#pragma GCC push_options
+#pragma GCC optimize("O1")
 
 namespace amx_emulated {
 
@@ -39,9 +41,11 @@ inline Tile& tile(int index) {
     return file.tiles[index];
 }
 
-inline float flushed(float value) { return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value; }
+[[gnu::always_inline]] inline float flushed(float value) {
+    return __builtin_fabsf(value) < 0x1p-126f ? __builtin_copysignf(0.0f, value) : value;
+}
 
-inline float from_bf16(uint16_t bits) { return flushed(std::bit_cast<float>(uint32_t(bits) << 16)); }
+[[gnu::always_inline]] inline float from_bf16(uint16_t bits) { return flushed(__builtin_bit_cast(float, uint32_t(bits) << 16)); }
 
 // `row(target row, row of A, B)` for tiles whose sizes fit.
 template <typename Row>
@@ -120,8 +124,8 @@ inline void dot_bf16(int target, int left, int right) {
             std::memcpy(columns, b.data[k], sizeof columns);
             const float first = from_bf16(pair[0]), second = from_bf16(pair[1]);
             for (int n = 0; n < 16; ++n) {
-                even[n] = flushed(std::fma(first, from_bf16(columns[2 * n]), even[n]));
-                odd[n] = flushed(std::fma(second, from_bf16(columns[2 * n + 1]), odd[n]));
+                even[n] = flushed(__builtin_fmaf(first, from_bf16(columns[2 * n]), even[n]));
+                odd[n] = flushed(__builtin_fmaf(second, from_bf16(columns[2 * n + 1]), odd[n]));
             }
         }
         for (int n = 0; n < 16; ++n) line[n] = flushed(flushed(line[n]) + flushed(even[n] + odd[n]));
@@ -134,6 +138,8 @@ inline void dot_int8(int target, int left, int right) {
 }
 
 }  // namespace amx_emulated
+
+#pragma GCC pop_options
 
 // The compiler's own header may have these names already, as functions or as macros.
 #undef _tile_loadconfig

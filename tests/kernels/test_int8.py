@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu import build
 from kernels.cpu.backend import CpuBackend
 from kernels.ops import Backend
 from kernels.quantization import (
@@ -262,65 +256,3 @@ def test_a_truncated_weight_is_refused(quantization, cut):
         backend.linear(torch.ones(2, 576), packed[:-cut])
     with pytest.raises(ValueError, match="not a weight packed as quads"):
         backend.linear(torch.ones(2, 575), packed)
-
-
-PORTABLE = {
-    "vectors of 4": ("-march=x86-64",),
-    "vectors of 16": ("-DBATON_WIDTH=16", "-Wno-psabi"),
-}
-
-
-class PortableKernels:
-    """The matrix kernels compiled for another machine: the same sources without this one's instructions."""
-
-    def __init__(self, path: Path, machine_flags: tuple[str, ...]) -> None:
-        flags = [flag for flag in build.FLAGS if flag not in ("-march=native", "-O3")]
-        sources = [str(build.SOURCE_DIR / name) for name in ("gemm.cpp", "gemm_amx.cpp", "gemm_int8.cpp")]
-        command = [build._compiler(), *flags, "-shared", "-O0", "-Wall", "-Wextra", "-Werror", *machine_flags]
-        result = subprocess.run(
-            [*command, *sources, "-o", str(path)], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert result.returncode == 0, result.stderr
-        self._library = ctypes.CDLL(str(path))
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor, quantization: Quantization) -> Tensor:
-        """All fp32."""
-        values, scales = quantize_weight(weight, quantization)
-        num_rows, (out_features, in_features) = x.shape[0], weight.shape
-        integers = [ctypes.c_int64(number) for number in (out_features, in_features)]
-        self._library.baton_int8_packed_bytes.restype = ctypes.c_int64
-        packed = torch.empty(self._library.baton_int8_packed_bytes(*integers), dtype=torch.uint8)
-        out = torch.empty(num_rows, out_features)
-        pointers = [
-            ctypes.c_void_p(tensor.data_ptr())
-            for tensor in (values, scales, packed, x.contiguous(), bias, out)
-        ]
-        kind = ctypes.c_int64(1 + INT8.index(quantization))
-        self._library.baton_int8_pack(kind, *pointers[:2], *integers, pointers[2])
-        zero, one = ctypes.c_int64(0), ctypes.c_int64(1)
-        self._library.baton_linear(
-            pointers[3],
-            zero,
-            ctypes.c_int64(num_rows),
-            *pointers[2:3],
-            pointers[4],
-            zero,
-            pointers[5],
-            zero,
-            one,
-        )
-        return out
-
-
-@pytest.fixture(scope="module", params=PORTABLE)
-def portable(request: Any, tmp_path_factory: pytest.TempPathFactory) -> PortableKernels:
-    return PortableKernels(tmp_path_factory.mktemp("portable") / "kernels.so", PORTABLE[request.param])
-
-
-def test_integer_products_have_the_same_bits_on_every_path(portable: PortableKernels) -> None:
-    here = native(Quantization.INT8)
-    for in_features, out_features in SHAPES:
-        for num_rows in (1, 5, 13):
-            x, weight, bias = make_case(num_rows, in_features, out_features, torch.float32)
-            expected = here.linear(x, here.pack_linear(weight), bias)
-            assert_same_bits(portable.linear(x, weight, bias, Quantization.INT8), expected)

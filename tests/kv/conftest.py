@@ -16,13 +16,28 @@ import torch
 from cluster.kv.edge import EdgeConfig, EdgeName
 from cluster.kv.edges import EdgeKind
 from cluster.wire.messages import KVGeometry
-from tests.kv.edge_harness import CONFIG, GEOMETRY, EdgePair, EdgePairs, PeerProcess, StartPeer, edge_name
+from tests.kv.edge_harness import (
+    CONFIG,
+    GEOMETRY,
+    EdgePair,
+    EdgePairs,
+    PeerProcess,
+    StartPeer,
+    edge_name,
+)
+from tests.kv.stand_ins import use_one_way
+
+# The kinds between GPUs need two processes: a driver opens no handle of its own process, and NCCL takes no
+# two ranks of one process on one GPU. How NCCL is used, but for its memory, is `one_way`: the same classes.
+KINDS = ["local", "shm", "gloo", "one_way"]
 
 
-@pytest.fixture(params=list(EdgeKind), ids=lambda kind: kind.value)
-def kind(request: pytest.FixtureRequest) -> EdgeKind:
-    found: EdgeKind = request.param
-    return found
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EdgeKind:
+    if request.param == "one_way":
+        use_one_way(monkeypatch.setattr)
+        return EdgeKind.GLOO
+    return EdgeKind(request.param)
 
 
 @pytest.fixture

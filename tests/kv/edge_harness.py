@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import json
@@ -17,7 +18,7 @@ import torch
 
 from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender, Piece
-from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender
+from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.wire.messages import KVGeometry
@@ -54,7 +55,7 @@ class EdgePair:
     def __init__(self, kind: EdgeKind, geometry: KVGeometry, config: EdgeConfig, name: EdgeName) -> None:
         layout = KVLayout.from_geometry(geometry)
         self.kind, self.layout, self.config = kind, layout, config
-        self.source, self.target = KVPool.private(layout), make_pool(kind, layout)
+        self.source, self.target = make_source_pool(kind, layout), make_pool(kind, layout)
         fill(self.source.tensor, seed=1)
         self.receiver: KVReceiver = make_receiver(kind, self.target, name=name, peer=geometry, config=config)
         self.sender: KVSender = make_sender(
@@ -146,6 +147,44 @@ def setup_of(
         "geometry": msgspec.to_builtins(geometry),
         "config": {field: getattr(config, field) for field in config.__dataclass_fields__},
     }
+
+
+def piece_of(index: int, num_blocks: int, request: str = "r") -> Piece:
+    return Piece(RequestId(request), Attempt(1), PieceIndex(index), 0, num_blocks)
+
+
+def fields(piece: Piece) -> list[Any]:
+    return list(dataclasses.astuple(piece))
+
+
+def ids(blocks: Any) -> list[BlockId]:
+    return [BlockId(block) for block in blocks]
+
+
+async def sender_to(
+    peer: PeerProcess, kind: EdgeKind, source: KVPool, name: EdgeName | None = None, **config: Any
+) -> KVSender:
+    """Make `peer` a decode worker; returns our sender to it."""
+    name, edge_config = name or edge_name(), dataclasses.replace(CONFIG, **config)
+    geometry = source.layout.to_geometry()
+    answer = await peer.ask("decode", **setup_of(kind, name, geometry, edge_config))
+    sender = make_sender(
+        kind, source, name=name, peer=geometry, endpoint=answer["endpoint"], config=edge_config
+    )
+    await sender.ready()
+    return sender
+
+
+async def receiver_from(
+    peer: PeerProcess, kind: EdgeKind, target: KVPool, name: EdgeName | None = None, **config: Any
+) -> KVReceiver:
+    """Make `peer` a prefill worker; returns our receiver from it."""
+    name, edge_config = name or edge_name(), dataclasses.replace(CONFIG, **config)
+    geometry = target.layout.to_geometry()
+    receiver = make_receiver(kind, target, name=name, peer=geometry, config=edge_config)
+    setup = setup_of(kind, name, geometry, edge_config)
+    await asyncio.gather(peer.ask("prefill", **setup, endpoint=receiver.endpoint(), seed=5), receiver.ready())
+    return receiver
 
 
 StartPeer = Callable[[], Awaitable[PeerProcess]]

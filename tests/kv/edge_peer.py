@@ -21,10 +21,11 @@ import torch
 from cluster.errors import BatonError
 from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender, Piece
-from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender
+from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.wire.messages import KVGeometry
+from tests.kv.stand_ins import use_one_way
 
 
 class Peer:
@@ -36,10 +37,17 @@ class Peer:
         self._receiver: KVReceiver | None = None
 
     def _setup(self, command: dict[str, Any]) -> tuple[EdgeKind, EdgeName, KVGeometry, EdgeConfig]:
+        # NCCL takes two ranks on one GPU only from what look like two hosts.
+        os.environ["NCCL_HOSTID"] = f"peer-{os.getpid()}"
         prefill, prefill_epoch, decode, decode_epoch = command["name"]
         name = EdgeName(WorkerId(prefill), Epoch(prefill_epoch), WorkerId(decode), Epoch(decode_epoch))
         geometry = msgspec.convert(command["geometry"], KVGeometry)
         return EdgeKind(command["kind"]), name, geometry, EdgeConfig(**command["config"])
+
+    async def one_way(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Use staged edges as over NCCL, from now on."""
+        use_one_way(setattr, command["stall_s"])
+        return {}
 
     async def decode(self, command: dict[str, Any]) -> dict[str, Any]:
         """Be the decode worker."""
@@ -51,7 +59,7 @@ class Peer:
     async def prefill(self, command: dict[str, Any]) -> dict[str, Any]:
         """Be the prefill worker, with a pool of bytes drawn from `seed`."""
         kind, name, geometry, config = self._setup(command)
-        self._pool = KVPool.private(KVLayout.from_geometry(geometry))
+        self._pool = make_source_pool(kind, KVLayout.from_geometry(geometry))
         fill(self._pool.tensor, command["seed"])
         self._sender = make_sender(
             kind, self._pool, name=name, peer=geometry, endpoint=command["endpoint"], config=config
@@ -104,12 +112,13 @@ class Peer:
 def fill(pool: torch.Tensor, seed: int) -> None:
     """Random bytes, NaN patterns included."""
     generator = torch.Generator().manual_seed(seed)
-    pool.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
+    values = torch.empty(pool.view(torch.int16).shape, dtype=torch.int16)
+    pool.view(torch.int16).copy_(values.random_(-(2**15), 2**15, generator=generator))
 
 
 def checksum(blocks: torch.Tensor) -> int:
     """Depends on every byte and its place."""
-    flat = blocks.contiguous().view(-1).view(torch.int16).to(torch.int64)
+    flat = blocks.cpu().contiguous().view(-1).view(torch.int16).to(torch.int64)
     weights = torch.arange(1, flat.numel() + 1) * 2654435761 % (2**31)
     return int((flat * weights).sum())
 

@@ -33,20 +33,24 @@ def part(pool: torch.Tensor, which: int) -> torch.Tensor:
     pairs=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=12, unique_by=lambda p: p[1]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     max_copy_bytes=st.sampled_from([1, 2000, 2**20]),
+    on_host=st.booleans(),  # or as on a GPU: tensors copied in runs
 )
 def test_copies_exactly_the_listed_parts_of_blocks(
-    which: int, pairs: list[tuple[int, int]], dtype: torch.dtype, max_copy_bytes: int
+    which: int, pairs: list[tuple[int, int]], dtype: torch.dtype, max_copy_bytes: int, on_host: bool
 ) -> None:
     source, target = torch.randn(SHAPE).to(dtype), torch.randn(SHAPE).to(dtype)
     expected = target.clone()
     for source_id, target_id in pairs:
         part(expected, which)[target_id] = part(source, which)[source_id]
+    regions = BlockRegion(part(source, which)), BlockRegion(part(target, which))
+    for region in regions:
+        region.is_on_host = on_host
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_copy, "MAX_COPY_BYTES", max_copy_bytes)
         done = copy_blocks(
-            BlockRegion(part(source, which)),
+            regions[0],
             [source_id for source_id, _ in pairs],
-            BlockRegion(part(target, which)),
+            regions[1],
             [target_id for _, target_id in pairs],
             lambda: False,
         )

@@ -338,5 +338,5 @@ async def test_the_engine_may_use_the_pool_from_another_thread(edge_pairs: EdgeP
 
 def test_unknown_kinds_are_refused_with_those_there_are() -> None:
     assert edge_kind("gloo") is EdgeKind.GLOO
-    with pytest.raises(ConfigError, match="local, shm, gloo"):
+    with pytest.raises(ConfigError, match="local, shm, gloo, cuda_ipc, nccl"):
         edge_kind("rdma")

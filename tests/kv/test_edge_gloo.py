@@ -14,8 +14,10 @@ import torch
 from cluster.errors import EdgeError
 from cluster.ids import BlockId
 from cluster.kv.edge import Piece
-from cluster.kv.edge_gloo_link import GlooLink
-from cluster.kv.edge_gloo_parts import PartPosted, PartSent, piece_tags, trailer_of
+from cluster.kv.edge_backends import Gloo
+from cluster.kv.edge_device import CopyQueue
+from cluster.kv.edge_group_link import GroupLink
+from cluster.kv.edge_group_parts import PartPosted, PartSent, piece_tags, trailer_of
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
@@ -266,11 +268,11 @@ async def test_endpoints_that_cannot_be_are_refused(changes: dict[str, str | int
 
 def test_a_host_that_is_not_ours_cannot_be_listened_on() -> None:
     with pytest.raises(EdgeError, match=r"cannot listen on 192\.0\.2\.1"):
-        GlooLink.listen(edge_name(), "192.0.2.1", 1.0)
+        GroupLink.listen(edge_name(), "192.0.2.1", 1.0, Gloo())
 
 
 async def test_the_store_listens_on_the_given_host_alone() -> None:
-    link, endpoint = GlooLink.listen(edge_name(), "127.0.0.1", 1.0)
+    link, endpoint = GroupLink.listen(edge_name(), "127.0.0.1", 1.0, Gloo())
     port = endpoint["port"]
     assert isinstance(port, int)
     with socket.create_connection(("127.0.0.1", port), timeout=1):
@@ -282,12 +284,15 @@ async def test_the_store_listens_on_the_given_host_alone() -> None:
 
 async def test_a_part_of_another_piece_is_refused_even_under_the_same_tag() -> None:
     """Tags are 31 bits of a digest; the trailer names the piece, so a collision is an error, not wrong KV."""
-    decode, endpoint = GlooLink.listen(edge_name(), "127.0.0.1", 5.0)
-    prefill = GlooLink.dial(edge_name(), endpoint, 5.0)
-    await asyncio.gather(asyncio.to_thread(decode.connect), asyncio.to_thread(prefill.connect))
+    decode, endpoint = GroupLink.listen(edge_name(), "127.0.0.1", 5.0, Gloo())
+    prefill = GroupLink.dial(edge_name(), endpoint, 5.0, Gloo())
+    warm = [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
+    await asyncio.gather(
+        asyncio.to_thread(decode.connect, warm[0]), asyncio.to_thread(prefill.connect, warm[1])
+    )
     wanted, other = Piece(*_key(), 0, 2), Piece(*_key("other"), 0, 2)
     data, part, tags = torch.zeros(8, dtype=torch.uint8), range(2), piece_tags(wanted)
-    posted = PartPosted(decode, data, trailer_of(wanted, part), tags)
+    posted = PartPosted(decode, data, trailer_of(wanted, part), tags, CopyQueue(data.device))
     sent = PartSent(prefill, torch.ones(8, dtype=torch.uint8), trailer_of(other, part), tags)
     with pytest.raises(EdgeError, match="part of another piece"):
         await asyncio.to_thread(posted.finish, decode, time.monotonic() + 5)

@@ -8,16 +8,15 @@ import os
 import signal
 import time
 from collections.abc import Awaitable
-from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from cluster.errors import EdgeError
-from cluster.ids import Attempt, BlockId, PieceIndex, RequestId
-from cluster.kv.edge import EdgeName, KVReceiver, KVSender, Piece
-from cluster.kv.edge_gloo import GlooReceiver
-from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender
+from cluster.kv.edge import KVReceiver, KVSender
+from cluster.kv.edge_group import GroupReceiver
+from cluster.kv.edges import EdgeKind, make_pool, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.kv.process_watch import process_exit, process_start_time
@@ -27,26 +26,22 @@ from tests.kv.edge_harness import (
     PeerProcess,
     StartPeer,
     edge_name,
+    fields,
+    ids,
+    piece_of,
+    receiver_from,
     resources,
+    sender_to,
     setup_of,
 )
 from tests.kv.edge_peer import checksum, fill
 
 LAYOUT = KVLayout.from_geometry(GEOMETRY)
-BETWEEN = pytest.mark.parametrize("kind", [EdgeKind.SHM, EdgeKind.GLOO], ids=lambda kind: kind.value)
+KINDS = [EdgeKind.SHM, EdgeKind.GLOO]
+if torch.cuda.is_available():
+    KINDS += [EdgeKind.CUDA_IPC, EdgeKind.NCCL]
+BETWEEN = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
 FAST_S = 2.0  # a dead peer is noticed sooner than this
-
-
-def piece_of(index: int, num_blocks: int, request: str = "r") -> Piece:
-    return Piece(RequestId(request), Attempt(1), PieceIndex(index), 0, num_blocks)
-
-
-def fields(piece: Piece) -> list[Any]:
-    return list(dataclasses.astuple(piece))
-
-
-def ids(blocks: Any) -> list[BlockId]:
-    return [BlockId(block) for block in blocks]
 
 
 async def fails_fast(awaitable: Awaitable[object]) -> str:
@@ -58,39 +53,13 @@ async def fails_fast(awaitable: Awaitable[object]) -> str:
     return str(raised.value)
 
 
-async def sender_to(
-    peer: PeerProcess, kind: EdgeKind, source: KVPool, name: EdgeName | None = None, **config: Any
-) -> KVSender:
-    """Make `peer` a decode worker; returns our sender to it."""
-    name, edge_config = name or edge_name(), dataclasses.replace(CONFIG, **config)
-    geometry = source.layout.to_geometry()
-    answer = await peer.ask("decode", **setup_of(kind, name, geometry, edge_config))
-    sender = make_sender(
-        kind, source, name=name, peer=geometry, endpoint=answer["endpoint"], config=edge_config
-    )
-    await sender.ready()
-    return sender
-
-
-async def receiver_from(
-    peer: PeerProcess, kind: EdgeKind, target: KVPool, name: EdgeName | None = None, **config: Any
-) -> KVReceiver:
-    """Make `peer` a prefill worker; returns our receiver from it."""
-    name, edge_config = name or edge_name(), dataclasses.replace(CONFIG, **config)
-    geometry = target.layout.to_geometry()
-    receiver = make_receiver(kind, target, name=name, peer=geometry, config=edge_config)
-    setup = setup_of(kind, name, geometry, edge_config)
-    await asyncio.gather(peer.ask("prefill", **setup, endpoint=receiver.endpoint(), seed=5), receiver.ready())
-    return receiver
-
-
 @BETWEEN
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 async def test_bytes_arrive_exactly_in_another_process(
     start_peer: StartPeer, kind: EdgeKind, dtype: str
 ) -> None:
     layout = dataclasses.replace(LAYOUT, dtype=dtype)
-    peer, source = await start_peer(), KVPool.private(layout)
+    peer, source = await start_peer(), make_source_pool(kind, layout)
     fill(source.tensor, 1)
     sender = await sender_to(peer, kind, source)
     for index, num_blocks in enumerate((1, 3, 4, 9, 12)):
@@ -113,7 +82,7 @@ async def test_bytes_arrive_exactly_in_another_process(
 async def test_a_decode_worker_killed_while_idle_fails_the_next_piece_at_once(
     start_peer: StartPeer, kind: EdgeKind
 ) -> None:
-    victim, other, source = await start_peer(), await start_peer(), KVPool.private(LAYOUT)
+    victim, other, source = await start_peer(), await start_peer(), make_source_pool(kind, LAYOUT)
     sender = await sender_to(victim, kind, source)
     other_sender = await sender_to(other, kind, source, edge_name("prefill-1"))
     victim.signal(signal.SIGKILL)
@@ -136,7 +105,7 @@ async def test_a_decode_worker_killed_in_mid_transfer_fails_that_edge_alone(
     start_peer: StartPeer, kind: EdgeKind
 ) -> None:
     big = msgspec.structs.replace(GEOMETRY, num_layers=16, num_heads=8, head_dim=128)  # 0.5 MiB a block
-    source = KVPool.private(KVLayout.from_geometry(big))
+    source = make_source_pool(kind, KVLayout.from_geometry(big))
     fill(source.tensor, 1)
     victim, other = await start_peer(), await start_peer()
     slots = {"slot_bytes": 8 * 2**20, "num_slots": 3}
@@ -239,7 +208,7 @@ async def test_a_prefill_worker_killed_when_half_of_a_part_has_moved_fails_it_at
     """It is stopped when the first bytes are in staging; should the rest be through already, once more."""
     pool, peer = KVPool.private(KVLayout.from_geometry(HALF_WAY)), await start_peer()
     receiver = await receiver_from(peer, EdgeKind.GLOO, pool, **HALF_WAY_SLOTS)
-    assert isinstance(receiver, GlooReceiver)
+    assert isinstance(receiver, GroupReceiver)
     landing = receiver._slots.regions[0].blocks[0].view(-1)[:512]
     for attempt in range(20):
         landing.zero_()
@@ -312,7 +281,7 @@ async def test_in_place_a_stopped_decode_worker_does_not_matter(start_peer: Star
 async def test_b090_the_endpoint_of_a_dead_worker_is_refused_at_once(
     start_peer: StartPeer, kind: EdgeKind
 ) -> None:
-    peer, source = await start_peer(), KVPool.private(LAYOUT)
+    peer, source = await start_peer(), make_source_pool(kind, LAYOUT)
     endpoint = (await peer.ask("decode", **setup_of(kind, edge_name())))["endpoint"]
     peer.signal(signal.SIGKILL)
     await process_exit(peer.pid)

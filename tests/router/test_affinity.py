@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from cluster.ids import WorkerId
@@ -30,20 +28,20 @@ def test_the_latest_sessions_are_kept_each_its_tenants_own() -> None:
 
 def test_of_equal_workers_it_is_the_sessions_last() -> None:
     book = Book("d0", "d1", "d2")
-    assert book.placed(replace(ask(50), near=near("d2", "d2"))) == (None, "d2")
-    assert book.placed(replace(ask(50), near=near("gone", "gone")))[1] in ("d0", "d1")
+    assert book.placed(msgspec.structs.replace(ask(50), near=near("d2", "d2"))) == (None, "d2")
+    assert book.placed(msgspec.structs.replace(ask(50), near=near("gone", "gone")))[1] in ("d0", "d1")
 
 
 def test_a_busier_worker_is_not_taken_for_it() -> None:
     book = Book("d0", "d1")
     book.beat("d1", on_time_prefill_s=1.0)
-    assert book.placed(replace(ask(50), near=near("d1", "d1"))) == (None, "d0")
+    assert book.placed(msgspec.structs.replace(ask(50), near=near("d1", "d1"))) == (None, "d0")
 
 
 def test_a_known_prefix_says_more() -> None:
     book = Book("d0", "d1")
     book.cached("d0", hashes(400))
-    assert book.placed(replace(ask(400), near=near("d1", "d1"))) == (None, "d0")
+    assert book.placed(msgspec.structs.replace(ask(400), near=near("d1", "d1"))) == (None, "d0")
 
 
 def test_the_conductor_remembers_where_a_session_was() -> None:

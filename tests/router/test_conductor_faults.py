@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from cluster.errors import DeadlineExceeded, NotReady, WorkerLost
-from cluster.ids import Attempt, Epoch, RequestId, WorkerId
+from cluster.ids import Attempt, Epoch, LeaseId, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestState
 from cluster.wire.messages import (
     Abort,
     AttemptFailed,
     Committed,
+    Grant,
     Heartbeat,
     Prefill,
     Reserve,
@@ -20,7 +22,7 @@ from cluster.wire.messages import (
     WorkerLoad,
     WorkerState,
 )
-from router.conductor_io import FromWorker, WorkerGone, WorkerJoined
+from router.conductor_io import FromWorker, Send, WorkerGone, WorkerJoined
 from router.config import ConductorConfig
 from router.delivery import StaleReason
 from tests.router.conductor_peers import (
@@ -527,3 +529,26 @@ def test_dropped_messages_are_counted_by_what_made_them_stale() -> None:
         StaleReason.ATTEMPT: 1,
         StaleReason.REQUEST: 2,
     }
+
+
+def test_a_lease_that_nobody_waits_for_is_given_back_at_once() -> None:
+    """D refuses a RESERVE, has room when the same one comes again, and grants an attempt that is over."""
+    world = World()
+    prefill = world.prefill("p0")
+    world.decode("d0")
+    client = world.submit(make_spec("r", max_tokens=4))
+    to_stage(world, prefill, "d0", "streaming")
+    grant = Grant(request=RequestId("r"), attempt=Attempt(1), lease=LeaseId(7), ttl_s=2.0, cached_tokens=0)
+    assert world.feed(FromWorker(WorkerId("d0"), Epoch(1), grant)) == []  # doubled, of the attempt that runs
+    of_another = msgspec.structs.replace(grant, attempt=Attempt(9))
+    (back,) = world.feed(FromWorker(WorkerId("d0"), Epoch(1), of_another))
+    assert isinstance(back, Send)
+    assert isinstance(back.message, Abort)
+    assert (back.worker, back.message.request, back.message.attempt) == ("d0", "r", 9)
+    world.transfer(prefill)
+    world.run()
+    world.assert_served(client)
+    (back,) = world.feed(FromWorker(WorkerId("d0"), Epoch(1), grant))  # the request is over
+    assert isinstance(back, Send)
+    assert isinstance(back.message, Abort)
+    world.assert_quiet()

@@ -67,7 +67,9 @@ SHARED: list[tuple[str, list[Any], list[Any]]] = [
     ("json_schema", [{"type": "object"}], [5]),
     ("suffix", [""], ["tail"]),
     ("prompt_embeds", [], ["x"]),
-    ("use_beam_search", [False], [True]),
+    ("use_beam_search", [False, True], [1, "true"]),
+    ("length_penalty", [1, 1.0], [0.5, "1", -11, True]),  # others: with `use_beam_search`
+    ("early_stopping", [False], [True, "never"]),
     ("chat_template", [], ["{{ ''.__class__ }}", 5]),
     ("logits_processors", [[]], [["x"]]),
     ("audio", [], [{"voice": "alloy"}]),

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig, RequestConfig
+from cluster.config import ClusterConfig
 from cluster.errors import DeadlineExceeded, NotReady, Overloaded
+from cluster.request_config import RequestConfig
 from router.limits import GatewayLimits, RequestLimits
 from tests.support.gateway import RunningGateway, check_error, running_gateway
 from tests.support.tools import ADD, LOOK_UP

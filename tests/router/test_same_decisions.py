@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -86,7 +86,7 @@ def draw_ask(rng: random.Random, num_workers: int) -> Ask:
     if rng.random() < 0.5:
         return ask
     flags = [np.array([rng.random() < share for _ in range(num_workers)]) for share in (0.9, 0.7)]
-    return replace(ask, may_prefill=flags[0], may_decode=flags[1])
+    return msgspec.structs.replace(ask, may_prefill=flags[0], may_decode=flags[1])
 
 
 def draw_targets(rng: random.Random) -> Targets:
@@ -113,7 +113,7 @@ def decide_in_book(rng: random.Random) -> list[str]:
     for index in range(CASES_PER_GROUP):
         request = site.request()
         avoid = frozenset(rng.sample(site.workers, rng.choice((0, 0, 1, 3))))
-        request = replace(request, targets=draw_targets(rng), avoid=avoid)
+        request = msgspec.structs.replace(request, targets=draw_targets(rng), avoid=avoid)
         decision = policy.place(site.book.view(), request, 0.0)
         decisions.append(repr(decision))
         if isinstance(decision, Placement):

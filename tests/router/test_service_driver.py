@@ -16,25 +16,27 @@ from cluster.errors import BatonError, ContextLengthExceeded, InternalError, Not
 from cluster.ids import Attempt, RequestId, RouterId, WorkerId
 from cluster.request import RequestSpec, RequestState
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.wire.kv_events import WorkerSays
+from cluster.wire.kv_events import DiallerSays, RouterSays
 from cluster.wire.messages import (
     Abort,
     Finish,
     FirstToken,
     Heartbeat,
+    Lifeline,
     Register,
     Reserve,
     Role,
     WorkerLoad,
     WorkerState,
 )
-from cluster.wire.stream import connect, listen
+from cluster.wire.stream import Stream, connect, listen
 from router.conductor import Conductor
 from router.config import ConductorConfig
 from router.delivery import Failed, NewTokens, StaleReason
 from router.driver import ConductorDriver
 from router.live_stream import LiveStream
 from router.readiness import ReadinessJudge
+from router.worker_links import LAST_WORDS_S
 from tests.router.conductor_peers import BLOCK_SIZE, make_register, make_spec, scripted_output
 from tests.router.service_peers import TOKEN, Host, LiveWorker
 
@@ -81,7 +83,7 @@ async def router(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
         block_size=BLOCK_SIZE,
         heartbeat_interval_s=HEARTBEAT_S,
     )
-    listener = await listen(f"unix:{tmp_path}/control", TOKEN, WorkerSays, driver.links.on_stream)
+    listener = await listen(f"unix:{tmp_path}/control", TOKEN, DiallerSays, driver.links.on_stream)
     host = Host(listener.address)
     yield Router(driver, conductor, host)
     driver.close()
@@ -395,13 +397,55 @@ async def test_unfit_workers_are_refused_with_the_reason(
 
 
 async def test_streams_that_do_not_register_are_closed(router: Router) -> None:
-    stream = await connect(router.host.address, TOKEN, WorkerSays)
+    stream = await connect(router.host.address, TOKEN, RouterSays)
     stream.post(Heartbeat(state=WorkerState.READY, load=WorkerLoad()))
     assert await asyncio.wait_for(anext(stream, None), 5.0) is None
     worker = await router.host.start(DECODE)
     worker.post(DECODE)  # a second time
     await asyncio.wait_for(worker.gone.wait(), 5.0)
     await router.until(lambda: len(router.driver.links) == 0)
+
+
+async def lifeline_of(router: Router, link: int) -> Stream[RouterSays]:
+    stream = await connect(router.host.address, TOKEN, RouterSays)
+    stream.post(Lifeline(link=link))
+    return stream
+
+
+async def test_the_end_of_a_lifeline_is_the_end_of_its_worker(router: Router) -> None:
+    await router.host.start(DECODE)
+    prefill = await router.host.start(PREFILL)
+    assert prefill.link > 0
+    lifeline = await lifeline_of(router, prefill.link)
+    await asyncio.sleep(2 * HEARTBEAT_S)
+    assert len(router.driver.links) == 2
+    lifeline.abort()
+    await asyncio.wait_for(prefill.gone.wait(), 5.0)  # its own stream is cut
+    assert len(router.driver.links) == 1
+
+
+async def test_a_lifeline_of_a_link_that_is_gone_ends_nobody(router: Router) -> None:
+    first = await router.host.start(DECODE)
+    lifeline = await lifeline_of(router, first.link)
+    await first.kill()
+    await router.until(lambda: len(router.driver.links) == 0)
+    again = await router.host.start(DECODE)
+    assert again.link != first.link
+    late = await lifeline_of(router, first.link)
+    assert await asyncio.wait_for(anext(late, None), 5.0) is None
+    lifeline.abort()
+    await asyncio.sleep(3 * LAST_WORDS_S)
+    assert len(router.driver.links) == 1
+    assert not again.gone.is_set()
+
+
+async def test_a_lifeline_carries_nothing_else(router: Router) -> None:
+    decode = await router.host.start(DECODE)
+    lifeline = await lifeline_of(router, decode.link)
+    lifeline.post(Heartbeat(state=WorkerState.READY, load=WorkerLoad()))
+    assert await asyncio.wait_for(anext(lifeline, None), 5.0) is None
+    await asyncio.sleep(3 * LAST_WORDS_S)
+    assert not decode.gone.is_set()
 
 
 # ---- pictures

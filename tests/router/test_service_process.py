@@ -16,8 +16,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from cluster.config import RouterConfig, dump_config, load_config
 from cluster.ids import RouterId
+from cluster.role_config import RouterConfig, dump_config, load_config
 from cluster.sampling import FinishReason, SamplingParams, finish_reason
 from cluster.tokenizer import Tokenizer
 from cluster.wire.messages import Register, Role

@@ -18,9 +18,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from cluster.config import RequestConfig, RouterConfig, dump_config, load_config
 from cluster.errors import ConfigError
 from cluster.ids import RouterId
+from cluster.request_config import RequestConfig
+from cluster.role_config import RouterConfig, dump_config, load_config
 from cluster.wire.messages import Role
 from router.server import bind
 from tests.router.conductor_peers import make_register

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from cluster.engine.pacing import live_settings
@@ -65,7 +66,7 @@ def predicted_s(model: StepModel, rows: int, num_yielding: int, num_late: int) -
     fleet.rows[:], fleet.context[:] = rows, rows * 300
     fleet.yield_s[:] = num_yielding * (model.per_token_s + 300 * model.per_context_s)
     fleet.late_s[:] = (num_late - 1) * prefill_s(model, PROMPT, 0)
-    late = replace(TARGETS, ttft_s=0.0)  # it is late already
+    late = msgspec.structs.replace(TARGETS, ttft_s=0.0)  # it is late already
     decision = place(fleet, Ask(PROMPT, 100.0), late, ElasticSettings())
     assert isinstance(decision, Place)
     return decision.ttft_s

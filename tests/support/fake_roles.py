@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.config import RouterConfig, WorkerConfig
 from cluster.errors import ModelError
 from cluster.role_cli import main
+from cluster.role_config import RouterConfig, WorkerConfig
 
 
 async def run(

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from cluster.config import RouterConfig
 from cluster.ids import RouterId
+from cluster.role_config import RouterConfig
 from cluster.wire.messages import FirstToken, Role, WorkerToRouter
 from router import service
 from tests.router.conductor_peers import BLOCK_SIZE, ScriptedPrefill, make_register

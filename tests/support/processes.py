@@ -18,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.cluster_token import write_private
-from cluster.config import ClusterConfig, RouterConfig, dump_config, num_available_cores
+from cluster.config import ClusterConfig, num_available_cores
 from cluster.core_board import BoardFile
 from cluster.engine.prepared_index import find_prepared
 from cluster.launch_plan import RoleSpec, Site, plan_roles
+from cluster.role_config import RouterConfig, dump_config
 from cluster.runtime_dir import RuntimeDir
 
 ROOT = Path(__file__).parents[2]

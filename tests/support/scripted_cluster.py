@@ -27,6 +27,8 @@ from router.delivery import (
 )
 from router.live_stream import LiveStream
 
+Model = Callable[[tuple[int, ...]], Sequence[tuple[int, float]]]  # all tokens so far |-> the next, best first
+
 
 @dataclass(frozen=True)
 class Script:
@@ -40,6 +42,7 @@ class Script:
     fail_after: int | None = None  # tokens; then `error`
     error: Exception | None = None
     logprob: Callable[[int, int], float] = lambda index, token_id: -0.25 * (1 + token_id % 4)
+    model: Model | None = None  # instead of `token_ids`: it goes on greedily
 
 
 class ScriptedStream(LiveStream):
@@ -76,9 +79,12 @@ class ScriptedStream(LiveStream):
                     break
                 if len(output_ids) == script.fail_after:
                     break
-                token_id = self._token(len(output_ids))
-                outputs.append(self._output(len(output_ids), token_id))
-                output_ids.append(token_id)
+                if script.model is None:
+                    output = self._output(len(output_ids), self._token(len(output_ids)))
+                else:
+                    output = self._modelled(script.model, output_ids)
+                outputs.append(output)
+                output_ids.append(output.token_id)
                 reason = finish_reason(sampling, output_ids)
             if outputs:
                 self.num_delivered += len(outputs)
@@ -105,6 +111,15 @@ class ScriptedStream(LiveStream):
         else:
             await asyncio.sleep(0)
         return self._over.is_set()
+
+    def _modelled(self, model: Model, output_ids: Sequence[int]) -> TokenOutput:
+        sampling = self.spec.sampling
+        best = model((*self.spec.token_ids, *output_ids))
+        too_early = len(output_ids) + 1 < sampling.min_tokens
+        masked = {*sampling.eos_token_ids, *sampling.stop_token_ids} if too_early else set()
+        token_id, logprob = next(item for item in best if item[0] not in masked)
+        scores = self._prompt_scores() if not output_ids else ()
+        return TokenOutput(token_id, logprob, tuple(best[: sampling.num_logprobs or 0]), scores)
 
     def _token(self, index: int) -> int:
         ids, eos = self.script.token_ids, self.spec.sampling.eos_token_ids

@@ -366,3 +366,43 @@ def test_good_addresses_survive_the_round_trip() -> None:
         assert str(parse_address(text)) == text
     with pytest.raises(ConfigError, match="longer than 107"):
         parse_address("unix:/" + "x" * 120)
+
+
+async def test_a_connection_that_was_handed_over_goes_on_without_the_stream(serve: Serve) -> None:
+    received: asyncio.Queue[object] = asyncio.Queue()
+
+    async def note(stream: Stream[Any]) -> None:
+        async for message in stream:
+            received.put_nowait(message)
+        received.put_nowait("ended")
+
+    listener = await serve(note)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    stream.post(Drained())
+    descriptor = await stream.hand_over(lambda descriptor: descriptor)
+    assert descriptor is not None
+    assert stream.is_closed
+    async with asyncio.timeout(5):
+        assert await received.get() == Drained()
+    os.write(descriptor, encode(Drained()))
+    async with asyncio.timeout(5):
+        assert await received.get() == Drained()
+    os.close(descriptor)
+    async with asyncio.timeout(5):
+        assert await received.get() == "ended"
+
+
+async def test_a_connection_that_nobody_takes_over_ends(serve: Serve) -> None:
+    ended = asyncio.Event()
+
+    async def wait(stream: Stream[Any]) -> None:
+        async for _ in stream:
+            raise AssertionError
+        ended.set()
+
+    listener = await serve(wait)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    assert await stream.hand_over(lambda descriptor: None) is None
+    await asyncio.wait_for(ended.wait(), 5)
+    with pytest.raises(WireError, match="is closed"):
+        await stream.hand_over(lambda descriptor: descriptor)

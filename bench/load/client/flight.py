@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.load.client.connection import Connection
-from bench.load.client.http_stream import ResponseStream
+from bench.load.client.http_stream import ResponseStream, count
 from bench.load.client.offering import Due
 from bench.load.client.tls import PLAIN_HINT, tls_reason
 from bench.load.records import RequestRecord, Status
@@ -65,7 +65,7 @@ class Flight:
             return "while sending"
         if self.stream.headers_ns is None:
             return "waiting for the headers"
-        return f"after {len(self.stream.answer.moments_ns)} chunks with content"
+        return f"after {count(len(self.stream.answer.moments_ns), 'chunk')} with content"
 
     def record(
         self, status: Status, error: str | None, end_ns: int, *, start_ns: int, process: int, keep_text: bool

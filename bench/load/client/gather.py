@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Reversible, Sequence
 
 import msgspec
 
@@ -19,6 +19,9 @@ from bench.load.figures.latency import output_len
 from bench.load.records import ClientReport, RequestRecord, RunRecord, Status
 
 RECENT_S = 5.0
+MAX_GAPS = (
+    4000  # a display is no figure: all gaps of a fast server, four times a second, would cost half a core
+)
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +35,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: int  # of ended requests, failed ones too, as results count; of others one per chunk
     recent_ttft_s: float | None = None  # median, from the scheduled time
     recent_ttft_p99_s: float | None = None
-    recent_itl_s: float | None = None  # median of all gaps between chunks
+    recent_itl_s: float | None = (
+        None  # median of the gaps between chunks, of at least `MAX_GAPS` if there are
+    )
     recent_tokens_per_s: float = 0.0
 
 
@@ -91,10 +96,7 @@ class Gathering:
         ttfts = [
             record.chunk_times_s[0] - record.scheduled_s for record in self._recent if record.chunk_times_s
         ]
-        gaps: list[float] = []
-        for record in self._recent:
-            times = record.chunk_times_s
-            gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
+        gaps = newest_gaps(self._recent)
         num_tokens = self._num_ended_tokens + sum(self._chunks)
         self._token_history.append((elapsed_s, num_tokens))
         while self._token_history[0][0] < elapsed_s - RECENT_S:
@@ -135,6 +137,16 @@ class Gathering:
         self._num_ended_tokens += output_len(record)
         if record.end_s is not None:
             self._recent.append(record)
+
+
+def newest_gaps(records: Reversible[RequestRecord]) -> list[float]:
+    """Between chunks of the records from the last one on, until there are `MAX_GAPS`."""
+    gaps: list[float] = []
+    for record in reversed(records):
+        if len(gaps) >= MAX_GAPS:
+            break
+        gaps += [later - earlier for earlier, later in itertools.pairwise(record.chunk_times_s)]
+    return gaps
 
 
 def p99(values: Sequence[float]) -> float | None:

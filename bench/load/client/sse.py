@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cluster.errors import ProtocolError
 
-MAX_LINE_BYTES = 8 << 20
+MAX_EVENT_BYTES = 8 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -25,13 +25,17 @@ class Event(NamedTuple):
 
 
 class SseLines:
-    """One body's events, in order."""
+    """One body's events, in order. What is unfinished is kept in parts: a long line or event costs what its
+    bytes cost, however many reads bring it.
+    """
 
-    __slots__ = ("_after_cr", "_data", "_is_at_start", "_is_error", "_tail")
+    __slots__ = ("_after_cr", "_data", "_data_bytes", "_is_at_start", "_is_error", "_tail", "_tail_bytes")
 
     def __init__(self) -> None:
-        self._tail = b""
-        self._data: bytes | None = None
+        self._tail: list[bytes] = []  # of an unfinished line
+        self._tail_bytes = 0
+        self._data: list[bytes] | None = None  # lines of an unfinished event
+        self._data_bytes = 0  # read since it began, about
         self._is_error = False
         self._is_at_start = True
         self._after_cr = False  # the last line ended with CR: an LF that follows belongs to it
@@ -40,25 +44,32 @@ class SseLines:
         """Every event that `data` completes.
 
         Raises:
-            ProtocolError: a line longer than `MAX_LINE_BYTES`.
+            ProtocolError: an event longer than `MAX_EVENT_BYTES`.
         """
         events = []
         pending = self._data
         for line in self._lines(data):
             if line.startswith(b"data:"):
                 value = line[6:] if line.startswith(b"data: ") else line[5:]
-                pending = value if pending is None else pending + b"\n" + value
+                if pending is None:
+                    pending = [value]
+                else:
+                    pending.append(value)
             elif not line:
                 if pending is not None or self._is_error:
-                    events.append(Event(pending or b"", self._is_error))
+                    whole = pending[0] if pending and len(pending) == 1 else b"\n".join(pending or ())
+                    events.append(Event(whole, self._is_error))
                 pending = None
                 self._is_error = False
             elif line.startswith(b"error:"):
-                pending = line[6:] if pending is None else pending + b"\n" + line[6:]
+                pending = [*(pending or ()), line[6:]]
                 self._is_error = True
             elif line.startswith(b"event:"):
                 self._is_error = line[6:].strip() == b"error"
         self._data = pending
+        self._data_bytes = 0 if pending is None else self._data_bytes + len(data)
+        if self._data_bytes > MAX_EVENT_BYTES or self._tail_bytes > MAX_EVENT_BYTES:
+            raise ProtocolError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
         return events
 
     def finish(self) -> list[Event]:
@@ -66,22 +77,30 @@ class SseLines:
         return self.feed(b"\n\n")
 
     def _lines(self, data: bytes) -> list[bytes]:
+        """Those that `data` completes."""
         if self._after_cr and data:
             self._after_cr = False
             if data.startswith(b"\n"):
                 data = data[1:]
-        if self._tail:
-            data = self._tail + data
-            self._tail = b""
         lines = data.splitlines()
-        if not data.endswith(b"\n"):
-            if data.endswith(b"\r"):
-                self._after_cr = True
-            elif lines:
-                self._tail = lines.pop()
-                if len(self._tail) > MAX_LINE_BYTES:
-                    raise ProtocolError(f"an event line is longer than {MAX_LINE_BYTES} bytes")
+        if not lines:
+            return lines
+        is_ended = data.endswith(b"\n")
+        if not is_ended and data.endswith(b"\r"):
+            is_ended = self._after_cr = True
+        if self._tail:
+            if len(lines) == 1 and not is_ended:
+                self._keep(data)
+                return []
+            lines[0] = b"".join((*self._tail, lines[0]))
+            self._tail, self._tail_bytes = [], 0
+        if not is_ended:
+            self._keep(lines.pop())
         if self._is_at_start and lines:
             self._is_at_start = False
             lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
         return lines
+
+    def _keep(self, part: bytes) -> None:
+        self._tail.append(part)
+        self._tail_bytes += len(part)

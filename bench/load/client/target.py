@@ -11,18 +11,21 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+import time
 import urllib.parse
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 
-from bench.load.client.replies import body_error
+from bench.load.client.replies import body_error, checked
 from bench.load.client.tls import PLAIN_HINT, tls_context, tls_reason
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import BatonError, ConfigError, ProtocolError
 
 PROBE_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 16 << 20
+READ_BYTES = 1 << 16
+ENDPOINTS = ("/completions", "/models")
 EXAMPLE = "write it like http://127.0.0.1:8000"
 
 
@@ -59,6 +62,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return ("\r\n".join([*lines, "content-length: "])).encode()
 
 
+class Reply(NamedTuple):
+    status: int
+    body: bytes
+    location: str | None  # where a redirect leads
+
+
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     models: tuple[str, ...]
@@ -80,7 +89,8 @@ def parse_target(url: str, api_key: str | None = None, verify_tls: bool = True) 
         raise ConfigError(f"`{url}` is no server URL; {EXAMPLE}")
     if parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(
-            f"`{url}`: a server URL has no query, fragment or user name; a key goes into `--api-key`"
+            f"`{url}`: a server URL has no query, fragment or user name; a key goes into the environment "
+            "variable that --api-key-env names"
         )
     if not (url.isprintable() and parts.path.isascii()) or " " in url:
         raise ConfigError(
@@ -99,6 +109,11 @@ def parse_target(url: str, api_key: str | None = None, verify_tls: bool = True) 
             f"`{url}`: give a port from 1 to 65535, or leave it out for {443 if is_tls else 80}"
         )
     path = parts.path.rstrip("/").removesuffix("/v1")
+    if path.endswith(ENDPOINTS):
+        raise ConfigError(
+            f"`{url}` is the address of one endpoint: give the server's alone, "
+            f"`{url[: -len(parts.path)]}{_before_endpoint(path)}`"
+        )
     return Target(
         host=_host_name(parts.hostname),
         port=port or (443 if is_tls else 80),
@@ -107,6 +122,11 @@ def parse_target(url: str, api_key: str | None = None, verify_tls: bool = True) 
         api_key=api_key,
         verify_tls=verify_tls,
     )
+
+
+def _before_endpoint(path: str) -> str:
+    """`/base` of `/base/v1/chat/completions`."""
+    return path.rpartition("/")[0].removesuffix("/chat").removesuffix("/v1")
 
 
 def _host_name(name: str) -> str:
@@ -126,12 +146,14 @@ def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIM
         ConfigError: `model` is not among those served.
         BatonError: the server cannot be reached, or answers with something that is not a list of models.
     """
-    status, body = call(target, "GET", "/v1/models", timeout_s=timeout_s)
-    if status != 200:
-        raise BatonError(f"`{target.url}/v1/models` answered HTTP {status}: {body_error(body)}")
+    reply = _ask(target, "GET", "/v1/models", None, timeout_s)
+    if reply.status != 200:
+        raise BatonError(f"`{target.url}/v1/models` answered HTTP {reply.status}: {_refusal(reply, target)}")
     try:
-        cards: dict[str, dict[str, Any]] = {card["id"]: card for card in orjson.loads(body)["data"]}
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        cards: dict[str, dict[str, Any]] = {
+            checked(card["id"], str, "id"): card for card in orjson.loads(reply.body)["data"]
+        }
+    except (orjson.JSONDecodeError, KeyError, TypeError, ProtocolError):
         raise BatonError(
             f"`{target.url}/v1/models` does not list models: is this an OpenAI-compatible server?"
         ) from None
@@ -145,9 +167,19 @@ def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIM
         model=chosen,
         models=tuple(cards),
         version=_version(target, timeout_s),
-        max_model_len=max_model_len if isinstance(max_model_len, int) else None,
+        max_model_len=max_model_len if type(max_model_len) is int and max_model_len > 1 else None,
         owned_by=owned_by if isinstance(owned_by, str) else None,
     )
+
+
+def _refusal(reply: Reply, target: Target) -> str:
+    if reply.location is not None:
+        return f"redirected to `{reply.location}`: give the address that answers itself"
+    why = body_error(reply.body)
+    if reply.status in (401, 403):
+        key = "the key given is not the right one" if target.api_key else "no key was given"
+        return f"{why}; {key}: it comes from the environment variable that --api-key-env names"
+    return why
 
 
 def why_gone(target: Target, timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
@@ -169,14 +201,21 @@ def call(
     """One plain request: (status, body). For questions around a run, not for measured requests.
 
     Raises:
-        BatonError: no connection, or no HTTP answer within `timeout_s` per read.
+        BatonError: no connection, or no HTTP answer within `timeout_s`.
     """
+    reply = _ask(target, method, path, body, timeout_s)
+    return reply.status, reply.body
+
+
+def _ask(target: Target, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Reply:
+    """As `call`. A body that only trickles in ends at `timeout_s`, too."""
+    deadline_s = time.monotonic() + timeout_s
     connection = _connection(target, timeout_s)
     payload = None if body is None else orjson.dumps(body)
     try:
         connection.request(method, target.base_path + path, body=payload, headers=target.headers)
-        reply = connection.getresponse()
-        return reply.status, reply.read(MAX_REPLY_BYTES)
+        response = connection.getresponse()
+        return Reply(response.status, _read(response, deadline_s), response.getheader("location"))
     except ConnectionRefusedError:
         raise BatonError(
             f"nothing listens at `{target.url}`: is the server up, and the port right?"
@@ -198,6 +237,16 @@ def call(
         connection.close()
 
 
+def _read(response: http.client.HTTPResponse, deadline_s: float) -> bytes:
+    """At most `MAX_REPLY_BYTES` of the body."""
+    body = bytearray()
+    while len(body) < MAX_REPLY_BYTES and (part := response.read1(READ_BYTES)):
+        body += part
+        if time.monotonic() > deadline_s:
+            raise TimeoutError
+    return bytes(body)
+
+
 def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
     if not target.is_tls:
         return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
@@ -207,8 +256,11 @@ def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
 
 
 def _version(target: Target, timeout_s: float) -> str | None:
-    """`/version` is a habit, not a rule: a server without it has no version."""
-    status, body = call(target, "GET", "/version", timeout_s=timeout_s)
+    """`/version` is a habit, not a rule: a server without it, or that stumbles over it, has no version."""
+    try:
+        status, body = call(target, "GET", "/version", timeout_s=timeout_s)
+    except BatonError:
+        return None
     if status != 200:
         return None
     try:

@@ -25,6 +25,7 @@ What cannot be computed (no samples, no length, no SLO) is None.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -40,6 +41,7 @@ from bench.load.records import RequestRecord, RunRecord, Status
 from cluster.errors import ConfigError
 
 DEFAULT_PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+_NUM_CHUNKS = re.compile(r"\bafter (\d+) chunks?\b(?= with content)")
 
 
 def summarize(
@@ -201,11 +203,27 @@ def _by_status(records: Iterable[RequestRecord]) -> dict[str, int]:
 
 
 def _errors(records: Iterable[RequestRecord]) -> tuple[ErrorCount, ...]:
-    kinds = Counter((r.status.value, r.http_status, r.error) for r in records if r.status is not Status.OK)
+    """Failures that differ only in how many chunks had come are one kind: of 100 streams that were cut, each
+    had come to another place. Its error tells from where to where.
+    """
+    kinds: dict[tuple[str, int | None, str | None], list[str | None]] = {}
+    for record in records:
+        if record.status is not Status.OK:
+            shape = None if record.error is None else _NUM_CHUNKS.sub("", record.error)
+            kinds.setdefault((record.status.value, record.http_status, shape), []).append(record.error)
     return tuple(
-        ErrorCount(status=status, http_status=http_status, error=error, count=count)
-        for (status, http_status, error), count in kinds.most_common()
+        ErrorCount(status=status, http_status=http_status, error=_one_error(errors), count=len(errors))
+        for (status, http_status, _), errors in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
     )
+
+
+def _one_error(errors: Sequence[str | None]) -> str | None:
+    """One sentence for errors of one shape."""
+    first = errors[0]
+    if first is None or len(set(errors)) == 1:
+        return first
+    nums = [int(match[1]) for error in errors if error and (match := _NUM_CHUNKS.search(error))]
+    return _NUM_CHUNKS.sub(f"after {min(nums)} to {max(nums)} chunks", first)
 
 
 def _input_len(record: RequestRecord) -> int:

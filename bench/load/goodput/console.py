@@ -27,11 +27,17 @@ from bench.load.goodput.values import (
 
 def opening_lines(settings: SearchSettings, duration_s: float, window: Window | SteadyWindow) -> list[str]:
     """Before the first probe."""
+    named = ", ".join(map(str, settings.seeds))
+    seeds = f"Seeds {named}, one after another" if len(settings.seeds) > 1 else f"Seed {named}"
     return [
         f"Each probe offers its rate for {duration_s:g} s; {_window_words(window)}.",
-        f"Seeds {', '.join(map(str, settings.seeds))}, one after another; at most {settings.max_probes} "
-        "probes in all.",
+        f"{seeds}; at most {settings.max_probes} probe{'' if settings.max_probes == 1 else 's'} in all: "
+        f"{_span_words(settings.max_probes * duration_s)} of load, and the time to answer it.",
     ]
+
+
+def _span_words(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.4g} s"
 
 
 def _window_words(window: Window | SteadyWindow) -> str:

@@ -154,7 +154,8 @@ class MockServer:
 
     @property
     def url(self) -> str:
-        return f"{'http' if self._context is None else 'https'}://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self._context is None else 'https'}://{host}:{self.port}"
 
     async def __aenter__(self) -> MockServer:
         self.loop = asyncio.get_running_loop()

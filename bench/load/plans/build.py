@@ -49,6 +49,8 @@ from bench.load.plans.workloads import (
 )
 from cluster.errors import ConfigError
 
+MAX_SPAN_S = 1e9  # 30 years
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -72,6 +74,7 @@ def build_plan(settings: PlanSettings, server: TokenizeClient | None) -> Plan:
     check_settings(settings, has_server=server is not None)
     writer = _writer(settings, server)
     offer = _offer(settings, server, writer)
+    _check_end(offer)
     requests, num_raised = _write(offer, writer, settings)
     known_inputs = [request.input_tokens for request in requests if request.input_tokens is not None]
     workload = {
@@ -105,7 +108,16 @@ def check_plan(settings: PlanSettings, server: TokenizeClient | None) -> None:
         BatonError: as `build_plan`.
     """
     check_settings(settings, has_server=server is not None)
-    _offer(settings, server, _writer(settings, server))
+    _check_end(_offer(settings, server, _writer(settings, server)))
+
+
+def _check_end(offer: Offer) -> None:
+    last_s = max(offer.times_s, default=0.0)
+    if last_s > MAX_SPAN_S:
+        raise ConfigError(
+            f"The last request would be due after {last_s:.3g} s: use a higher rate, a shorter --duration or "
+            "fewer requests; of a trace, look at its timestamps."
+        )
 
 
 def _with_seed(arrival: Arrival, seed: int) -> Arrival:

@@ -159,7 +159,8 @@ def _window(
         num = min(len(rows) if num is None else num, int(min(by_time, len(rows) + 1)))
         if num < 2:
             raise ConfigError(
-                f"{num} requests have no rate of {rate:g}/s: use a longer duration or a higher rate."
+                f"{num} request{' has' if num == 1 else 's have'} no rate of {rate:g}/s, which takes two: "
+                "use a longer duration, a higher rate or a longer trace."
             )
         duration_s = None
     window_s = 0.0 if duration_s is None else duration_s * workload.speed_up

@@ -16,7 +16,7 @@ from bench.load.plans.settings import (
 from cluster.errors import ConfigError
 
 _OURS = ("model", "stream", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "ignore_eos")
-MAX_ID = 2**31
+MAX_ID = 2**22  # several times any vocabulary; each id of the range takes memory
 MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6
 
 
@@ -31,10 +31,12 @@ def check_settings(settings: PlanSettings, *, has_server: bool) -> None:
             f"A model of {settings.max_model_len} tokens holds no prompt and output: use 2 or more."
         )
     first, end = settings.id_range
-    if not 0 <= first < end <= MAX_ID:
+    if not 0 <= first < end:
         raise ConfigError(
             f"The id range {first} to {end} holds no token ids: use a first one from 0 and a larger end."
         )
+    if end > MAX_ID:
+        raise ConfigError(f"The id range ends at {end}, above {MAX_ID:,}: no vocabulary is so large.")
     workload = settings.workload
     if settings.arrival.kind == "trace" and not isinstance(workload, TraceReplay):
         raise ConfigError("Trace arrivals need a trace: name its file, or use another arrival.")

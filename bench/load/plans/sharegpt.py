@@ -60,7 +60,7 @@ def read_sharegpt(path: Path) -> Conversations:
     content = read_bytes(path)
     try:
         entries = msgspec.json.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path} is not JSON: {error}; {_EXPECTED} in a list.") from None
     if not isinstance(entries, list):
         raise TraceError(f"{path} is not a JSON list of conversations; {_EXPECTED} in a list.")

@@ -17,9 +17,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+
+from bench.load.plans.lengths import MAX_TOKENS
 
 _CALENDAR = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -106,7 +108,7 @@ class _JsonRow(msgspec.Struct):
     input_length: int
     output_length: int
     session_id: str | int | None = None
-    hash_ids: list[int] | None = None
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]] | None = None
 
 
 class _JsonLines:
@@ -118,7 +120,7 @@ class _JsonLines:
         try:
             raw = msgspec.json.decode(line)
             row = msgspec.convert(raw, _JsonRow)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise LineError(str(error)) from None
         if self._needs_hash_ids and row.hash_ids is None:
             raise LineError("`hash_ids` is missing")
@@ -127,6 +129,8 @@ class _JsonLines:
         for name, value in (("input_length", row.input_length), ("output_length", row.output_length)):
             if value < 0:
                 raise LineError(f"`{name}` {value} is below 0")
+            if value > MAX_TOKENS:
+                raise LineError(f"`{name}` {value} is above {MAX_TOKENS:,}, more than any context")
         self._unknown.update(raw.keys() - set(_JsonRow.__struct_fields__))
         return TraceRow(
             time_s=row.timestamp / 1000,
@@ -163,7 +167,7 @@ def detect(first_line: bytes) -> str | None:
     if first_line.startswith(b"{"):
         try:
             raw = msgspec.json.decode(first_line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "canonical"  # its parser says what is wrong with the line
         return "mooncake" if "hash_ids" in raw and "session_id" not in raw else "canonical"
     names = [name.strip() for name in first_line.decode("utf-8", "replace").split(",")]
@@ -189,6 +193,8 @@ def _count(value: str, name: str) -> int:
     whole = value.removesuffix(".0")  # some exports write counts as floats
     if not (whole.isascii() and whole.isdigit()) or len(whole) > 12:
         raise LineError(f"{name} `{value}` is not a number of tokens")
+    if int(whole) > MAX_TOKENS:
+        raise LineError(f"{name} {whole} is above {MAX_TOKENS:,}, more than any context")
     return int(whole)
 
 

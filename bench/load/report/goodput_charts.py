@@ -7,7 +7,17 @@ from dataclasses import replace
 
 from bench.load.report.frame import Axis, Mark
 from bench.load.report.scales import quantity
-from bench.load.report.sweep import Sweep, curve, knee, load_axis, means, means_table, measured, over
+from bench.load.report.sweep import (
+    Sweep,
+    curve,
+    knee,
+    load_axis,
+    means,
+    means_table,
+    measured,
+    over,
+    unjoined_note,
+)
 from bench.load.report.values import Block, Figure, Load, Omitted, ReportRun, mapping, number
 from bench.load.report.xy import Dot, Series, xy_chart
 
@@ -37,7 +47,7 @@ def goodput_chart(groups: Sequence[Sweep], load: Load, has_knee: bool = True) ->
         rings += _rings(sweep) if has_slos and has_knee else []
     if not series:
         return Omitted(title, "the result files have neither goodput nor throughput")
-    if is_single and has_slos:
+    if is_single and has_slos and groups[0].is_joined:
         done = curve(groups[0], _completed, "completed", load, "req/s", colour="muted", dash=1, shape=0)
         series += [replace(done, dots=(), band=())] if done is not None else []
     if load is Load.RATE:
@@ -59,7 +69,7 @@ def goodput_chart(groups: Sequence[Sweep], load: Load, has_knee: bool = True) ->
         note = "Requests per second that met every SLO."
         if has_knee:
             note += " No knee: fewer than 90 % were good at the lowest load, or there is one load only."
-    return Figure(title, note, chart, table)
+    return Figure(title, note + unjoined_note(groups), chart, table)
 
 
 def offered_line(groups: Sequence[Sweep]) -> list[tuple[float, float]]:
@@ -101,22 +111,22 @@ def attainment_charts(groups: Sequence[Sweep], load: Load) -> list[Block]:
     if len(groups) == 1:
         paths = [*enumerate(each, start=1), (0, joint)]  # the joint line is drawn last, upon the others
         found = [_share_curve(groups[0], path, _slo_name(path[-1]), load, i) for i, path in paths]
-        return [_attainment(title, found, load)]
+        return [_attainment(title, found, load, groups)]
     blocks: list[Block] = []
     for path in (joint, *each):
         found = [_share_curve(sweep, path, sweep.target, load, i) for i, sweep in enumerate(groups)]
-        blocks.append(_attainment(f"{title}: {_slo_name(path[-1])}", found, load))
+        blocks.append(_attainment(f"{title}: {_slo_name(path[-1])}", found, load, groups))
     return blocks
 
 
-def _attainment(title: str, found: Sequence[Series | None], load: Load) -> Block:
+def _attainment(title: str, found: Sequence[Series | None], load: Load, groups: Sequence[Sweep]) -> Block:
     series = [one for one in found if one is not None]
     if not series:
         return Omitted(title, "no SLOs were set")
     across = [Mark(share * 100, f"{share * 100:.0f} %") for share in SHARES]
     y_axis = Axis("% of offered requests", lo=0.0, hi=100.0)
     chart = xy_chart(title, series, load_axis(load), y_axis, across=across)
-    note = "Failed and unsent requests count as missed."
+    note = f"Failed and unsent requests count as missed.{unjoined_note(groups)}"
     return Figure(title, note, chart, means_table(series, load, "%"))
 
 

@@ -67,13 +67,14 @@ def _span(values: Sequence[float]) -> str:
     return quantity(lo) if lo == hi else f"{quantity(lo)} to {quantity(hi)}"
 
 
-def lead(runs: Sequence[ReportRun], is_search: bool = False) -> str:
-    """One line below the title: targets, number of runs and requests, dates."""
+def lead(runs: Sequence[ReportRun], num_probes: int = 0) -> str:
+    """One line below the title: targets, number of runs and requests, dates. `num_probes` of the runs are a
+    search's."""
     targets = list(dict.fromkeys(run.target for run in runs))
-    what = "probe" if is_search else "run"
+    counts = ((num_probes, "probe"), (len(runs) - num_probes, "run"))
     offered = sum(int(number(run.result, "num_prompts") or 0) for run in runs)
     dates = sorted(date_text(date) for run in runs if (date := words(run.result, "date")) is not None)
-    parts = [" vs ".join(targets), f"{len(runs)} {what}{'' if len(runs) == 1 else 's'}"]
+    parts = [" vs ".join(targets), *(f"{num} {what}{'' if num == 1 else 's'}" for num, what in counts if num)]
     parts += [f"{offered:,} requests measured"] if offered else []
     parts += [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"] if dates else []
     return " · ".join(part for part in parts if part)

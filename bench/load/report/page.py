@@ -49,13 +49,15 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
     runs = tell_apart(runs) if searches else by_load(tell_apart(runs))
     names = run_names(runs)
     title = page_title(runs, bool(searches))
+    num_probes = min(len(runs), sum(len(_probes(one)) for one in searches))
     mark = None if searches else doubts(runs)  # a search's charts tell its invalid probes apart themselves
     sections: list[tuple[str, str, Markup]] = []
     if searches:
         found = join([search_tiles(searches), charts([search_chart(searches)])])
         sections.append(("search", "Highest good rate", found))
     if len(runs) > 1:
-        sections.append(("runs", "Probes" if searches else "Runs", runs_table(runs)))
+        kinds = [*(["Probes"] if num_probes else []), *(["Runs"] if num_probes < len(runs) else [])]
+        sections.append(("runs", " and ".join(kinds).capitalize(), runs_table(runs)))
         sections.append(("load", "Over load", charts(sweep_charts(runs, has_knee=not searches), mark)))
     if runs:
         sections.append(("distributions", "Distributions", charts(cdf_charts(runs, names), mark)))
@@ -67,7 +69,7 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
     head = [
         tag("h1", None, title),
         search_banner(searches, runs) if searches else banner(runs, names),
-        element("p", "lead", lead(runs, bool(searches))) if runs else Markup(""),
+        element("p", "lead", lead(runs, num_probes)) if runs else Markup(""),
         headline(runs[0].result) if len(runs) == 1 else Markup(""),
         tag("nav", {"aria-label": "Sections"}, *links),
     ]
@@ -77,6 +79,12 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
         tag("footer", None, "Made by baton bench report. The page loads nothing from anywhere."),
     ]
     return _document(title if mark is None else f"{mark}: {title}", join(body))
+
+
+def _probes(search: ReportSearch) -> Sequence[object]:
+    """What a search measured: in files one result each, which the probe that ended it has, too."""
+    found: Sequence[object] = search.outcome.get("runs") or search.outcome.get("probes") or ()
+    return found
 
 
 def _per_run(runs: Sequence[ReportRun], names: Sequence[str]) -> list[tuple[str, str, Markup]]:

@@ -3,7 +3,8 @@
 1. Runs of one target are one sweep; their load is the nominal rate, or the requests in flight.
 2. `curve` turns a figure of the result files into a line through the means per load, the points measured,
    and the spread between seeds. A point stands at the rate really offered, if its result says, and its
-   tooltip tells the nominal one; a mean stands at the mean of those.
+   tooltip tells the nominal one; a mean stands at the mean of those. Loads that were measured with different
+   seeds, as the probes of a search are, are points without a line: it would show the seeds' differences.
 3. `knee` names the highest load that still meets the SLOs, if there are two loads or more.
 """
 
@@ -46,6 +47,14 @@ class Sweep:
 
     def mean_place(self, load: float) -> float:
         return fmean(self.place(at, run) for at, run in self.points if at == load)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether every load was measured with the same seeds."""
+        seeds: dict[float, set[float | None]] = {}
+        for load, run in self.points:
+            seeds.setdefault(load, set()).add(number(run.result, "arrival", "seed"))
+        return all(some == next(iter(seeds.values())) for some in seeds.values())
 
 
 def sweeps(runs: Sequence[ReportRun], load: Load) -> list[Sweep]:
@@ -102,6 +111,7 @@ def curve(
         colour=colour,
         dash=dash,
         shape=shape,
+        is_joined=sweep.is_joined,
     )
 
 
@@ -132,6 +142,11 @@ def knee(sweep: Sweep, share: float) -> float | None:
 def over(load: Load) -> str:
     """The end of a chart's title."""
     return "against offered rate" if load is Load.RATE else "against requests in flight"
+
+
+def unjoined_note(groups: Sequence[Sweep]) -> str:
+    """The end of a chart's note, where points are not joined."""
+    return "" if all(sweep.is_joined for sweep in groups) else " No line: the seeds differ from rate to rate."
 
 
 def load_axis(load: Load) -> Axis:

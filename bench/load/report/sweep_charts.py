@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from bench.load.report.frame import Axis, Mark
 from bench.load.report.goodput_charts import attainment_charts, goodput_chart
 from bench.load.report.scales import duration, extent, quantity
-from bench.load.report.sweep import Reading, Sweep, curve, load_axis, means_table, num_loads, over, sweeps
+from bench.load.report.sweep import (
+    Reading,
+    Sweep,
+    curve,
+    load_axis,
+    means_table,
+    num_loads,
+    over,
+    sweeps,
+    unjoined_note,
+)
 from bench.load.report.values import (
     Block,
     Figure,
@@ -76,7 +86,7 @@ def latency_chart(groups: Sequence[Sweep], load: Load, metric: str) -> Block:
     is_log = span is not None and span[1] > _LOG_FROM * span[0]
     y_axis = Axis("ms, log scale" if is_log else "ms", is_log=is_log, lo=None if is_log else 0.0)
     chart = xy_chart(title, series, load_axis(load), y_axis, across=across, label_ends=is_single)
-    note = f"{_MEANING[metric]}, of requests that ended OK."
+    note = f"{_MEANING[metric]}, of requests that ended OK.{unjoined_note(groups)}"
     return Figure(title, note, chart, means_table(series, load, "ms"))
 
 

@@ -34,7 +34,8 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """`line` runs through its points in their order; `dots` are drawn on top and can be focused.
+    """`line` runs through its points in their order, unless they are not `is_joined`; `dots` are drawn on top
+    and can be focused.
 
     `band` is (x, low, high): the spread around the line. `dash` and `shape` tell series apart without colour.
     """
@@ -47,6 +48,7 @@ class Series:
     dash: int = 0
     shape: int = 0
     is_ring: bool = False  # dots are rings around those of other series
+    is_joined: bool = True  # False: the points of `line` count in the axes and are not drawn
 
     def xs(self) -> list[float]:
         return [x for x, _ in self.line] + [dot.x for dot in self.dots] + [x for x, _, _ in self.band]
@@ -82,7 +84,7 @@ def xy_chart(
         Key(
             shorten(one.name, 34),
             one.colour,
-            one.dash if one.line else None,
+            one.dash if one.line and one.is_joined else None,
             one.shape if one.dots else None,
             one.is_ring,
         )
@@ -99,8 +101,8 @@ def xy_chart(
         end_labels=[*(names if is_labelled else ()), *(mark.label for mark in across)],
     )
     parts = [frame.axes(x_axis.title, y_axis.title), frame.upright(upright), frame.across(across)]
-    parts += [_band(frame, one) for one in series]
-    parts += [_line(frame, one) for one in series]
+    parts += [_band(frame, one) for one in series if one.is_joined]
+    parts += [_line(frame, one) for one in series if one.is_joined]
     parts += [_dots(frame, one) for one in series]
     ends = _line_ends(frame, series, names) if is_labelled else []
     ends += [(frame.y(mark.at), frame.right - 3, mark.label, "ref-label") for mark in across]

@@ -1,4 +1,8 @@
-"""Files that appear whole or not at all, and values that JSON can hold."""
+"""Files that appear whole or not at all, and values that JSON can hold.
+
+Arguments and file names of a command line may be any bytes, so what Python makes of them need not be text.
+It is written with U+FFFD in place of what is no character: no name costs a result.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +55,23 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """The value with string keys, lists for tuples, and None for NaN and infinities."""
+    """The value with string keys, lists for tuples, None for NaN and infinities, strings made text."""
+    if isinstance(value, str):
+        return as_unicode(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): json_safe(item) for key, item in value.items()}
+        return {as_unicode(str(key)): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
     return value
+
+
+def as_unicode(text: str) -> str:
+    """U+FFFD for each half of a surrogate pair, which is what a byte that is no UTF-8 becomes."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _temporary(path: Path) -> Path:

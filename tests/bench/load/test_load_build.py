@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.load.plan import Plan
 from bench.load.plans import arrivals
-from bench.load.plans.build import build_plan
+from bench.load.plans.build import build_plan, check_plan
 from bench.load.plans.lengths import Fixed, Lognormal, Uniform
 from bench.load.plans.settings import (
     Chats,
@@ -335,6 +335,21 @@ def test_where_a_trace_starts() -> None:
     assert starts == {374, 396}
     with pytest.raises(ConfigError, match=r"ends at 11\.0 s"):
         build(msgspec.structs.replace(AZURE, offset_s=60), num_requests=1)
+
+
+def test_a_plan_that_no_one_lives_to_see_ends_in_is_refused(tmp_path: Path) -> None:
+    """A timestamp of another unit, or a rate mistyped."""
+    path = tmp_path / "trace.jsonl"
+    row = '{"timestamp": %s, "input_length": 5, "output_length": 2}'
+    path.write_text("\n".join(row % time for time in ("0", "1e27")))
+    trace = TraceReplay(path=str(path))
+    settings = make(trace, arrival=arrivals.trace_times(), num_requests=None)
+    for attempt in (build_plan, check_plan):
+        with pytest.raises(ConfigError, match=r"due after 1e\+24 s.* look at its timestamps"):
+            attempt(settings, None)
+    assert len(build(trace, arrival=arrivals.trace_times(), num_requests=1).requests) == 1
+    with pytest.raises(ConfigError, match="use a higher rate"):
+        build(arrival=arrivals.constant(1e-9))
 
 
 def test_a_trace_with_too_few_rows() -> None:

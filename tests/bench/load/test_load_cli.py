@@ -105,6 +105,34 @@ def test_closed_loop_says_so(mock: MockProcess, tmp_path: Path) -> None:
     assert load(out)["max_concurrent_requests"] <= 3
 
 
+def test_names_that_are_no_text_cost_no_result(mock: MockProcess, tmp_path: Path) -> None:
+    """A file name may be any bytes; so may what a label was typed in."""
+    out = tmp_path / "caf\udce9.json"
+    arguments = ("--rate", "100", "--requests", "2", "--output-tokens", "2", "--label", "caf\udce9")
+    page = ("--out", str(out), "--report", str(tmp_path / "page.html"))
+    result = bench("run", "--url", mock.target.url, *arguments, *page)
+    assert result.exit_code in MEASURED, (result.output, result.exception)
+    assert load(out)["label"] == "caf\ufffd"
+    assert "caf\ufffd" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    search = ("--duration", "200ms", "--start-rate", "20", "--max-probes", "1", "--label", "caf\udce9")
+    found = ("--slo", "ttft=5s", "--out", str(out), "--report", str(tmp_path / "search.html"))
+    result = bench("max-goodput", "--url", mock.target.url, *search, *found)
+    assert result.exit_code in MEASURED, (result.output, result.exception)
+    assert load(out)["label"] == "caf\ufffd"
+    out.write_text(json.dumps({**load(out), "label": None}))  # it is called by its file now
+    assert bench("report", str(out), "--out", str(tmp_path / "all.html")).exit_code == 0
+    assert "caf\ufffd" in (tmp_path / "all.html").read_text(encoding="utf-8")
+
+
+def test_compare_calls_runs_by_their_labels(mock: MockProcess, tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, label in zip(paths, (("--label", "before"), ()), strict=True):
+        arguments = ("--rate", "100", "--requests", "2", "--output-tokens", "2", "--out", str(path), *label)
+        assert bench("run", "--url", mock.target.url, *arguments).exit_code in MEASURED
+    header = bench("compare", *map(str, paths)).output.splitlines()[0].split()
+    assert (header[0], header[-1].strip("()")) in (("before", "b"), ("before", "INVALID"))
+
+
 def test_sweep_writes_a_file_per_rate_and_compare_reads_them(mock: MockProcess, tmp_path: Path) -> None:
     arguments = ("--requests", "5", "--output-tokens", "2", "--out", str(tmp_path / "sweep.json"))
     result = bench("sweep", "--url", mock.target.url, "--rates", "20,40", *arguments)

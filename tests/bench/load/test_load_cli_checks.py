@@ -14,6 +14,7 @@ from bench.load.cli import SweepOptions, app
 from bench.load.cli_checks import slo_notes
 from bench.load.cli_load import LoadOptions
 from bench.load.cli_search import SearchOptions
+from bench.load.cli_session import api_key
 from bench.load.cli_settings import command_line, plan_settings
 from bench.load.mock.process import MockProcess, read_truths, running_mock
 from bench.load.plans.settings import PromptForm, TraceReplay
@@ -96,6 +97,26 @@ def sentence(*arguments: str) -> str:
         (("--max-concurrency", "5"), "--closed-loop N"),
         (("--random-input-len", "5"), "--input-tokens N"),
         (("--random-output-len", "5"), "--output-tokens N"),
+        (
+            (*ENOUGH, "--slo", "ttft=1s", "--slo", "tpot=1s"),
+            "--slo is given 2 times: give it once, with all bounds",
+        ),
+        ((*ENOUGH, "--rate", "2"), "--rate is given 2 times: give it once."),
+        ((*ENOUGH, "--extra-body", '{"a": NaN}'), "NaN is no number"),
+        ((*ENOUGH, "--extra-body", f'{{"seed": {10**30}}}'), "it cannot be sent"),
+        ((*ENOUGH, "--extra-body", '{"stop": "\\ud800"}'), "it cannot be sent"),
+        ((*ENOUGH, "--extra-body", '{"a":' + "[" * 100_000), "--extra-body: not JSON"),
+        ((*ENOUGH, "--timeout", "9" * 400), "--timeout is above 1,000,000,000 s"),
+        ((*ENOUGH, "--turns", "2", "--think", "9999999h"), "--think is above 1,000,000,000 s"),
+        ((*ENOUGH, "--seed", "9" * 30), "--seed is above"),
+        ((*ENOUGH, "--salt", "9" * 30), "--salt is above"),
+        ((*ENOUGH, "--ids", "0-2000000000"), "no vocabulary is so large"),
+        (("--rate", "1", "--duration", "2s", "--warmup", "2s"), "leave nothing to measure of 2 s"),
+        (
+            ("--rate", "1", "--duration", "2s", "--warmup", "1s", "--cooldown", "1s"),
+            "give a longer --duration",
+        ),
+        ((*ENOUGH, "--api-key-env", "NO_SUCH_VARIABLE"), "the environment has no such variable"),
     ],
 )
 def test_options_that_cannot_work_need_no_server(arguments: tuple[str, ...], part: str) -> None:
@@ -117,6 +138,8 @@ def test_options_that_cannot_work_need_no_server(arguments: tuple[str, ...], par
         (("max-goodput", "--slo", "ttft=1s", "--seeds", "9" * 20), "from 1 to 100"),
         (("max-goodput", "--slo", "ttft=1s", "--arrival", "burst"), "burst"),
         (("max-goodput", "--slo", "ttft=1s", "--rate", "2"), "leave --rate out"),
+        (("max-goodput", "--slo", "ttft=1s", "--warmup", "60s"), "leave nothing to measure of 60 s"),
+        (("max-goodput", "--slo", "ttft=1s", "--keep-text", "--out", "x.json"), "leave --keep-text out"),
     ],
 )
 def test_searches_and_sweeps_check_what_they_vary(command: tuple[str, ...], part: str) -> None:
@@ -209,6 +232,20 @@ def test_sharegpt_prompts_are_text(tmp_path: Path) -> None:
 )
 def test_a_small_plain_bound_is_pointed_out(text: str | None, notes: list[str]) -> None:
     assert slo_notes(text) == notes
+
+
+def test_a_flag_may_be_given_twice_and_a_value_may_look_like_an_option() -> None:
+    """Only what would be ignored is refused."""
+    told = sentence("run", "--url", "http://127.0.0.1:1", *ENOUGH, "--steady", "--steady", "--label=--rate")
+    assert "nothing listens" in told
+
+
+def test_the_key_comes_from_the_variable_that_is_named() -> None:
+    given = LoadOptions(api_key_env="MINE")
+    assert api_key(given, {"MINE": "k", "OPENAI_API_KEY": "other"}) == "k"
+    assert api_key(LoadOptions(), {}) is None
+    with pytest.raises(ConfigError, match="--api-key-env MINE"):
+        api_key(given, {"MINE": ""})
 
 
 def test_the_key_is_not_in_the_command_line() -> None:

@@ -20,6 +20,7 @@ from bench.load.client.connection import Connection, Connections, Dialled
 from bench.load.client.flight import Flight, reason
 from bench.load.client.jobs import split_plan
 from bench.load.client.target import Target, parse_target
+from bench.load.client.tls import tls_context
 from bench.load.mock.server import MockServer, MockSettings
 from bench.load.records import RequestRecord, Status
 from tests.support.load_client import Run, make_setup, offer, plan, request, turn
@@ -558,8 +559,18 @@ async def test_https_with_an_unknown_certificate_is_refused_in_one_line(tls_serv
     [record], _ = await offer(parse_target(tls_server.url), plan([request(0)]))
     assert record.status is Status.CONNECTION
     assert "certificate verify failed" in (record.error or "")
+    assert "SSL_CERT_FILE" in (record.error or "")
     assert "\n" not in (record.error or "")
     assert tls_server.truths == []
+
+
+def test_an_authority_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the refusal says."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    monkeypatch.setenv("SSL_CERT_DIR", str(CERTIFICATE.parent / "none"))
+    context = tls_context(verify=True)
+    assert context.cert_store_stats()["x509"] == 1
+    assert context.verify_mode is ssl.CERT_REQUIRED
 
 
 async def test_https_spoken_to_a_plain_server_is_one_line(server: MockServer) -> None:

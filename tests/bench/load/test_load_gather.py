@@ -1,7 +1,7 @@
 import pytest
 
 from bench.load.client.frames import Job, Tick
-from bench.load.client.gather import RECENT_S, Gathering, p99
+from bench.load.client.gather import MAX_GAPS, RECENT_S, Gathering, newest_gaps, p99
 from bench.load.records import ClientReport, RequestRecord, Status
 
 
@@ -90,6 +90,14 @@ def test_progress_counts_and_medians_of_what_ended_lately() -> None:
     assert later.recent_ttft_s is None
     assert later.recent_ttft_p99_s is None
     assert later.recent_tokens_per_s == 0.0
+
+
+def test_the_display_looks_at_no_more_gaps_than_a_median_needs() -> None:
+    old, new = ok(0, 1.0, *(0.001 * i for i in range(MAX_GAPS + 1))), ok(1, 2.0, 0.0, 0.5)
+    assert len(newest_gaps([old, new])) == MAX_GAPS + 1
+    assert newest_gaps([old, new])[0] == 0.5
+    assert len(newest_gaps([ok(2, 0.5, 0.0, 0.1), old, new])) == MAX_GAPS + 1
+    assert newest_gaps([]) == []
 
 
 def test_p99_of_one_value_is_that_value() -> None:

@@ -301,3 +301,14 @@ def test_every_offered_request_and_token_is_accounted_for(
     streamed = sum(sum(tokens_by_chunk(record)) for record in run.records)
     in_slices = sum(one.output_tokens_per_s * (one.end_s - one.start_s) for one in summary.timeslices)
     assert in_slices == pytest.approx(streamed)
+
+
+def test_failures_that_differ_only_in_how_far_they_came_are_one_kind() -> None:
+    cut = "no end within the time limit of 1 s, after {} with content"
+    errors = [cut.format(words) for words in ("5 chunks", "1 chunk", "12 chunks")]
+    others = ["no end within the time limit of 1 s, while connecting", "after 3 chunks with content", None]
+    records = [answer(0.0, [], status=Status.TIMEOUT, error=error) for error in [*others, *errors]]
+    records.append(answer(0.0, [], status=Status.INCOMPLETE, error=errors[0]))
+    found = [(one.status, one.error, one.count) for one in summarize(run_of(records)).errors]
+    assert found[0] == ("timeout", cut.format("1 to 12 chunks"), 3)
+    assert found[1:] == [*(("timeout", error, 1) for error in others), ("incomplete", errors[0], 1)]

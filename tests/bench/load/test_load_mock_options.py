@@ -6,8 +6,10 @@ import socket
 
 import pytest
 
+from bench.load.client.target import parse_target
 from bench.load.mock.process import main
 from bench.load.mock.script import Script, field_help, read_script
+from bench.load.mock.server import MockServer
 from cluster.errors import ConfigError
 
 
@@ -52,6 +54,12 @@ def test_a_port_that_is_taken_names_it(capsys: pytest.CaptureFixture[str]) -> No
         assert main(["--port", str(port)]) == 2
     error = capsys.readouterr().err
     assert f"cannot listen on `127.0.0.1:{port}`: Address already in use; give another --port" in error
+
+
+def test_an_address_of_ipv6_is_bracketed_in_the_url() -> None:
+    server = MockServer(host="::1", port=8001)
+    assert server.url == "http://[::1]:8001"
+    assert parse_target(server.url).host == "::1"
 
 
 NEGATIVE = [name for name, _, _ in field_help() if name.endswith(("_s", "_after", "_tokens", "_bytes"))]

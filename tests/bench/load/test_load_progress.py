@@ -11,6 +11,7 @@ import pytest
 from bench.load.client.gather import Progress
 from bench.load.progress import (
     LINE_EVERY_S,
+    PREPARING,
     LiveProgress,
     clock,
     failures,
@@ -32,6 +33,12 @@ AT = Progress(
     recent_itl_s=0.0321,
     recent_tokens_per_s=118.4,
 )
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests are run on: a dumb one gets lines."""
+    monkeypatch.setenv("TERM", "xterm")
 
 
 def at(elapsed_s: float) -> Progress:
@@ -84,6 +91,15 @@ def test_clock(seconds: float, text: str) -> None:
 
 def test_milliseconds() -> None:
     assert [milliseconds(v) for v in (None, 0.0321, 1.25)] == ["–", "32.1 ms", "1,250 ms"]
+
+
+def test_a_terminal_says_what_goes_on_before_the_first_request() -> None:
+    stream = io.StringIO()
+    with LiveProgress("demo", stream, is_terminal=True):
+        assert f"demo: {PREPARING}" in stream.getvalue()
+    assert stream.getvalue().endswith("demo: ended: no request was sent\n")
+    with LiveProgress("demo", plain := io.StringIO(), is_terminal=False):
+        assert plain.getvalue() == ""
 
 
 def test_elsewhere_than_on_a_terminal_there_is_a_line_every_few_seconds_and_a_last_one() -> None:

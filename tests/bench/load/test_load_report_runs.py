@@ -266,6 +266,31 @@ def test_an_invalid_probe_that_was_repeated_does_not_condemn_the_page() -> None:
     assert ">knee" not in page
 
 
+def test_probes_of_several_seeds_are_points_and_are_counted_apart_from_runs() -> None:
+    outcome = outcome_of((2.0, 1.0, True), (4.0, 0.1, True))
+    rates = ((2.0, 1), (4.0, 1), (3.0, 2))
+    runs = [
+        ReportRun(made_result(arrival={"kind": "poisson", "seed": seed, "rate": rate}))
+        for rate, seed in rates
+    ]
+    page = render_report(runs, [ReportSearch("http://x", outcome)])
+    check(page)
+    assert "No line: the seeds differ from rate to rate." in page
+    assert "2 probes · 1 run ·" in page
+    assert "<h2>Probes and runs</h2>" in page
+    alone = render_report(runs[:2], [ReportSearch("http://x", outcome)])
+    assert "No line" not in alone
+    assert "2 probes ·" in alone
+    assert "<h2>Probes</h2>" in alone
+
+
+def test_a_sweep_joins_loads_that_have_the_same_seeds() -> None:
+    (whole,) = sweeps(tell_apart(sweep((1, 2), (1.0, 0.9))), Load.RATE)
+    assert whole.is_joined
+    (ragged,) = sweeps(tell_apart(sweep((1, 2), (1.0, 0.9))[:3]), Load.RATE)
+    assert not ragged.is_joined
+
+
 def test_an_answer_that_rests_on_an_invalid_probe_is_invalid() -> None:
     outcome = outcome_of((2.0, 1.0, True), (4.0, 1.0, False), (4.0, 1.0, False))
     page = render_report([ReportRun(made_result())], [ReportSearch("http://x", outcome)])

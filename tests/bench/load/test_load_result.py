@@ -292,6 +292,17 @@ def test_no_requests_file_without_records(tmp_path: Path) -> None:
     assert read_run(path) is None
 
 
+@pytest.mark.parametrize("text", ["caf\udce9", "\ud83d", "\udcff\udcfe", "é \udcff", "plain", "é", "😀"])
+def test_what_is_no_text_is_written_all_the_same(text: str) -> None:
+    """Arguments of a command line may be any bytes."""
+    safe = json_safe({"command": text, text: [text]})
+    back = orjson.loads(orjson.dumps(safe))
+    lost = any(0xD800 <= ord(character) < 0xE000 for character in text)
+    assert back["command"] == "".join("�" if 0xD800 <= ord(one) < 0xE000 else one for one in text)
+    assert (back["command"] == text) is not lost
+    assert [back["command"]] in back.values()
+
+
 def test_a_result_is_json_safe() -> None:
     run = steady_run(num=3)
     run.records[0].timings = {"prompt_ms": math.nan}

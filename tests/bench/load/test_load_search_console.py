@@ -28,6 +28,18 @@ def found_of(search: GoodputSearch, is_complete: bool = True) -> dict[str, Any]:
     return {**to_dict(search), "is_complete": is_complete, "duration_s": 60.0}
 
 
+@pytest.mark.parametrize(
+    ("seeds", "max_probes", "line"),
+    [
+        ((0, 1, 2), 60, "Seeds 0, 1, 2, one after another; at most 60 probes in all: 6 min of load"),
+        ((7,), 1, "Seed 7; at most 1 probe in all: 6 s of load"),
+    ],
+)
+def test_the_opening_counts_seeds_and_probes(seeds: tuple[int, ...], max_probes: int, line: str) -> None:
+    settings = SearchSettings(start_rate=1.0, seeds=seeds, max_probes=max_probes)
+    assert opening_lines(settings, 6.0, SteadyWindow())[1] == f"{line}, and the time to answer it."
+
+
 def test_what_is_known_so_far_names_its_seeds() -> None:
     lines = run_probes(GoodputSearch(SearchSettings(start_rate=1.0)), (1.0, True))
     assert lines[0].endswith("100.0% good of 50   so far 90%: ≥ 1 (seed 0), 99%: ≥ 1 (seed 0)")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.client.sse import BYTE_ORDER_MARK, MAX_LINE_BYTES, Event, SseLines
+from bench.load.client.sse import BYTE_ORDER_MARK, MAX_EVENT_BYTES, Event, SseLines
 from cluster.errors import ProtocolError
 
 PAYLOADS = st.lists(
@@ -72,10 +72,32 @@ def test_nothing_pending_means_no_event_at_the_end() -> None:
     assert read_all(b"data: x\n\n: bye\n", []) == [b"x"]
 
 
-def test_an_endless_line_is_refused() -> None:
+@pytest.mark.parametrize("piece", [b"x" * 65_536, b"data: " + b"x" * 65_536 + b"\n", b"data: x\n" * 8192])
+def test_an_endless_line_or_event_is_refused(piece: bytes) -> None:
+    """One that no read ends, and lines that no empty line ends."""
     lines = SseLines()
-    with pytest.raises(ProtocolError, match="longer than"):
-        lines.feed(b"data: " + b"x" * MAX_LINE_BYTES)
+    lines.feed(b"data: ")
+    num = MAX_EVENT_BYTES // piece.count(b"x") + 2
+    with pytest.raises(ProtocolError, match=f"longer than {MAX_EVENT_BYTES} bytes"):
+        assert [lines.feed(piece) for _ in range(num)] == []
+
+
+def test_what_is_left_out_may_be_endless() -> None:
+    lines = SseLines()
+    comment = b": " + b"x" * 65_534 + b"\n"
+    for _ in range(MAX_EVENT_BYTES // len(comment) + 2):
+        assert lines.feed(comment[:9]) == lines.feed(comment[9:]) == []
+    assert lines.feed(b"data: a\n\n") == [Event(b"a")]
+
+
+def test_a_long_event_comes_whole_from_many_reads() -> None:
+    text = bytes(range(33, 127)) * 20_000
+    body = b"data: a\ndata: %b\ndata: z\n\n" % text
+    lines = SseLines()
+    events = [
+        event for start in range(0, len(body), 10_007) for event in lines.feed(body[start : start + 10_007])
+    ]
+    assert events == [Event(b"a\n" + text + b"\nz")]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -47,6 +48,10 @@ def test_urls(url: str, target: Target) -> None:
         ("http://bücher..x", r"`bücher\.\.x` is no host name"),
         ("http://a..x", r"`a\.\.x` is no host name"),
         ("http://" + "a" * 64, "is no host name"),
+        ("http://me:secret@host", "variable that --api-key-env names"),
+        ("http://host:8/v1/chat/completions", "give the server's alone, `http://host:8`"),
+        ("http://host:8/base/v1/completions/", "give the server's alone, `http://host:8/base`"),
+        ("http://host/v1/models", "give the server's alone, `http://host`"),
     ],
 )
 def test_wrong_urls_are_named(url: str, why: str) -> None:
@@ -91,6 +96,31 @@ def answering(*replies: bytes) -> Iterator[str]:
         listener.close()
 
 
+@contextmanager
+def trickling() -> Iterator[str]:
+    """A server whose body never ends: a byte every few milliseconds, until the client leaves."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(10.0)
+    over = threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(ConnectionError):
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 999999\r\n\r\n")
+            while not over.wait(0.005):
+                connection.sendall(b" ")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        over.set()
+        thread.join(10.0)
+        listener.close()
+
+
 def reply(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
 
@@ -111,6 +141,31 @@ def test_a_server_need_not_have_a_version_or_a_length() -> None:
     assert info.owned_by is None
 
 
+@pytest.mark.parametrize("answer", [b"", b"no HTTP\r\n\r\n", reply(b"[]"), reply(b'{"version":')])
+def test_a_server_that_stumbles_over_its_version_has_none(answer: bytes) -> None:
+    with answering(MODELS, answer) as url:
+        info = probe(parse_target(url))
+    assert (info.model, info.version) == ("a", None)
+
+
+@pytest.mark.parametrize("length", ["0", "-1", "1", "true", '"4096"', "4096.0"])
+def test_a_length_that_holds_nothing_is_not_known(length: str) -> None:
+    models = b'{"data":[{"id":"a","max_model_len":%b}]}' % length.encode()
+    with answering(reply(models), reply(b"", b"404 Not Found")) as url:
+        assert probe(parse_target(url)).max_model_len is None
+
+
+def test_an_answer_that_trickles_in_ends_at_the_limit() -> None:
+    with trickling() as url, pytest.raises(BatonError, match=r"did not answer within 0\.1 s"):
+        probe(parse_target(url), timeout_s=0.1)
+
+
+def test_a_key_that_is_refused_is_told_apart_from_none() -> None:
+    refusal = reply(b"", b"403 Forbidden")
+    with answering(refusal) as url, pytest.raises(BatonError, match="the key given is not the right one"):
+        probe(parse_target(url, api_key="k"))
+
+
 def test_a_probe_tells_whose_server_it_is() -> None:
     with answering(reply(b'{"data":[{"id":"a","owned_by":"baton"}]}'), reply(b'{"version":"1"}')) as url:
         assert probe(parse_target(url)).owned_by == "baton"
@@ -119,7 +174,17 @@ def test_a_probe_tells_whose_server_it_is() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (reply(b'{"error":{"message":"bad key"}}', b"401 Unauthorized"), "answered HTTP 401: bad key"),
+        (
+            reply(b'{"error":{"message":"bad key"}}', b"401 Unauthorized"),
+            "answered HTTP 401: bad key; no key was given: it comes from the environment variable",
+        ),
+        (
+            b"HTTP/1.1 301 Moved\r\nlocation: https://other/v1/models\r\ncontent-length: 0\r\n\r\n",
+            "answered HTTP 301: redirected to `https://other/v1/models`: give the address",
+        ),
+        (reply(b'{"data":[{"id":5}]}'), "does not list models"),
+        (reply(b'{"data":[{"id":null}]}'), "does not list models"),
+        (reply(b'{"data":["a"]}'), "does not list models"),
         (reply(b"<html>hello</html>"), "does not list models: is this an OpenAI-compatible server"),
         (reply(b"[]"), "does not list models"),
         (reply(b'{"data":[]}'), "serves no model"),

@@ -40,6 +40,38 @@ def test_azure_of_2024_has_a_utc_offset(tmp_path: Path) -> None:
     assert [row.time_s for row in rows] == pytest.approx([0, 1.5], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{AZURE_HEADER}2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47,999999999999,1\n",
+        f"{BURSTGPT_HEADER}5,ChatGPT,472,18,490,API log\n5,ChatGPT,472,100000001,490,API log\n",
+        '{"timestamp":0,"input_length":9,"output_length":1}\n'
+        '{"timestamp":1,"input_length":999999999999,"output_length":1}\n',
+    ],
+)
+def test_a_length_that_no_memory_holds_names_its_line(tmp_path: Path, text: str) -> None:
+    line = text.count("\n")
+    with pytest.raises(TraceError, match=rf"trace:{line}: .* above 100,000,000, more than any context"):
+        read_trace(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        '{"timestamp":1,"input_length":9,"output_length":1,"hash_ids":[99999999999999999999]}',
+        '{"timestamp":1,"input_length":9,"output_length":1,"x":' + "[" * 100_000,
+    ],
+)
+def test_json_that_nobody_can_carry_names_its_line(tmp_path: Path, second: str) -> None:
+    first = '{"timestamp":0,"input_length":9,"output_length":1,"hash_ids":[1]}'
+    with pytest.raises(TraceError, match="trace:2: "):
+        read_trace(write(tmp_path, f"{first}\n{second}\n"))
+    with pytest.raises(TraceError, match="trace:1: "):
+        read_trace(write(tmp_path, f"{second}\n"))
+    with pytest.raises(TraceError, match="trace is not JSON"):
+        read_sharegpt(write(tmp_path, "[" * 100_000))
+
+
 def test_burstgpt_drops_failed_rows() -> None:
     trace = read_trace(DATA / "burstgpt.csv")
     assert trace.format == "burstgpt"

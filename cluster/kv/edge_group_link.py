@@ -1,24 +1,26 @@
-"""One gloo connection between a prefill and a decode rank: a process group of two, straight from a store.
+"""One connection between a prefill and a decode rank: a process group of two, straight from a store.
 
 Life of a link:
 
 1. D (rank 0) listens: a key-value store of this edge alone, on a port of its own of the given host.
 2. P (rank 1) dials it, and says so in the store. Only then do both build the process group, under a prefix
    that names both workers, their epochs and a nonce from D, so a stranger on a reused port never matches.
-3. Transfers are posted without blocking and waited for with a deadline. When a deadline passes or the peer
-   dies, gloo closes the connection and fails what is posted on it, on both sides; no other link notices. A
-   failed link is rebuilt with new epochs, never repaired.
-4. `break_off` fails whatever waits, from any thread; then `close` lets go of sockets and threads.
+3. One byte goes over it: what is set up with the first transfer is there before the first piece.
+4. Transfers are posted without blocking and waited for with a deadline, which a watchdog keeps
+   (`edge_watch`). When one passes or the peer dies, what is posted fails on both sides; no other link
+   notices. A failed link is rebuilt with new epochs, never repaired.
+5. `break_off` fails whatever waits, from any thread; then `close` lets go of sockets and threads.
 
 One gap in gloo shapes its use: a transfer of which some bytes have moved is *not* failed when the
 connection closes; whoever waits for it waits until its deadline. So nobody waits for a long transfer: each is
-followed by a short one that is waited for instead (`edge_gloo_parts`), and is complete when that is.
+followed by a short one that is waited for instead (`edge_group_parts`), and is complete when that is.
 
 All methods block and belong in an edge's thread, but for `break_off`, and `listen` which takes milliseconds.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import threading
@@ -27,22 +29,25 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from cluster.errors import EdgeError
 from cluster.kv.edge import EdgeName
+from cluster.kv.edge_backends import NUM_RANKS, GroupBackend
+from cluster.kv.edge_watch import EdgeWatch
+
+logger = logging.getLogger(__name__)
 
 DECODE_RANK = 0
 PREFILL_RANK = 1
-_NUM_RANKS = 2
 _DIALLED = "dialled"  # store key: P is there, build the group
-_BREAK_TAG = 0  # no transfer uses it
-NUM_TAGS = 2**31 - 1  # tags of transfers: [1, NUM_TAGS)
+NUM_TAGS = 2**31 - 2  # tags of pieces: [1, NUM_TAGS)
+_WARM_TAG = NUM_TAGS
+_GRACE_S = 1.0  # a group's own timeout comes after the watchdog's
 
 
-class GlooLink:
+class GroupLink:
     """One end of the connection, whichever rank."""
 
     def __init__(
@@ -52,11 +57,13 @@ class GlooLink:
         address: tuple[str, int],
         prefix: str,
         connect_timeout_s: float,
+        backend: GroupBackend,
         store: Any = None,
     ) -> None:
         self.name = name
+        self.backend = backend
         self._rank = rank
-        self._peer_rank = _NUM_RANKS - 1 - rank
+        self._peer_rank = NUM_RANKS - 1 - rank
         self._peer_role = "prefill" if rank == DECODE_RANK else "decode"
         self._prefix = prefix
         self._connect_timeout_s = connect_timeout_s
@@ -65,11 +72,13 @@ class GlooLink:
         self._group: Any = None
         self._lock = threading.Lock()  # over `_group` and `_broken`
         self._broken: str | None = None
+        self._is_connected = False
+        self._watch = EdgeWatch(f"kv-edge {name}", self._be_late)
 
     @classmethod
     def listen(
-        cls, name: EdgeName, host: str, connect_timeout_s: float
-    ) -> tuple[GlooLink, dict[str, str | int]]:
+        cls, name: EdgeName, host: str, connect_timeout_s: float, backend: GroupBackend
+    ) -> tuple[GroupLink, dict[str, str | int]]:
         """D's end, and the endpoint to give to P.
 
         Raises:
@@ -93,32 +102,41 @@ class GlooLink:
                 )
         except (OSError, RuntimeError) as error:
             raise EdgeError(f"KV edge {name}: cannot listen on {host}: {_first_line(error)}") from error
-        link = cls(name, DECODE_RANK, (host, port), f"{name}/{nonce}", connect_timeout_s, store)
+        prefix = f"{backend.name}/{name}/{nonce}"
+        link = cls(name, DECODE_RANK, (host, port), prefix, connect_timeout_s, backend, store)
         return link, {"host": host, "port": port, "nonce": nonce}
 
     @classmethod
-    def dial(cls, name: EdgeName, endpoint: dict[str, str | int], connect_timeout_s: float) -> GlooLink:
-        """P's end, not connected yet."""
+    def dial(
+        cls,
+        name: EdgeName,
+        endpoint: dict[str, str | int],
+        connect_timeout_s: float,
+        backend: GroupBackend,
+    ) -> GroupLink:
+        """P's end, not connected yet.
+
+        Raises:
+            EdgeError: the endpoint is not that of such an edge.
+        """
         host, port, nonce = endpoint.get("host"), endpoint.get("port"), endpoint.get("nonce")
         if not (isinstance(host, str) and isinstance(port, int) and isinstance(nonce, str)):
-            raise EdgeError(f"KV edge {name}: gloo needs `host`, `port` and `nonce`, not {sorted(endpoint)}")
-        return cls(name, PREFILL_RANK, (host, port), f"{name}/{nonce}", connect_timeout_s)
+            raise EdgeError(
+                f"KV edge {name}: {backend.name} needs `host`, `port` and `nonce`, not {sorted(endpoint)}"
+            )
+        prefix = f"{backend.name}/{name}/{nonce}"
+        return cls(name, PREFILL_RANK, (host, port), prefix, connect_timeout_s, backend)
 
-    def connect(self) -> None:
-        """Build the process group, waiting for the peer.
+    def connect(self, warm: Tensor) -> None:
+        """Build the process group, waiting for the peer; `warm` is an element of the memory that it carries.
 
         Raises:
             EdgeError: the peer did not come, or the link was broken off.
         """
         try:
             host = self._await_dial() if self._rank == DECODE_RANK else self._dial()
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=self._connect_timeout_s)
-            options._threads = 1
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            group = dist.ProcessGroupGloo(
-                dist.PrefixStore(self._prefix, self._store), self._rank, _NUM_RANKS, options
-            )
+            store = dist.PrefixStore(self._prefix, self._store)
+            group = self.backend.make_group(store, self._rank, host, self._connect_timeout_s)
         except (OSError, RuntimeError) as error:
             raise self.failure(
                 f"no connection to the {self._peer_role} worker: {_first_line(error)}"
@@ -127,6 +145,9 @@ class GlooLink:
             if self._broken is not None:
                 raise EdgeError(self._broken)
             self._group = group
+        warm_up = self.send if self._rank == PREFILL_RANK else self.receive
+        self.wait(warm_up(warm, _WARM_TAG), time.monotonic() + self._connect_timeout_s)
+        self._is_connected = True
 
     def send(self, tensor: Tensor, tag: int) -> Any:
         """Post the sending of a contiguous tensor, which lives until `wait` has taken the returned work."""
@@ -142,26 +163,32 @@ class GlooLink:
         Raises:
             EdgeError: the deadline passed or the peer is gone; the link is dead.
         """
-        timeout_s = max(0.001, deadline - time.monotonic())
+        timeout_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
         try:
-            done = work.wait(timedelta(seconds=timeout_s))
+            with self._watch.guard(deadline):
+                done = self.backend.wait(work, timeout_s)
         except RuntimeError as error:
             raise self.failure(self._explain(error)) from error
         if not done:
             raise self.failure("a transfer was aborted")
 
     def break_off(self, reason: str) -> None:
-        """Fail everything that waits on this link, on both sides; takes some milliseconds. Idempotent."""
+        """Fail everything that waits on this link, on both sides; takes some milliseconds. Idempotent.
+
+        Raises:
+            EdgeError: the group does not let go.
+        """
         with self._lock:
             if self._broken is None:
                 self._broken = f"KV edge {self.name}: {reason}"
             group = self._group
         if group is not None:
-            # gloo has no call for this, but a receive whose time is up closes the connection.
             try:
-                group.recv([torch.empty(1)], self._peer_rank, _BREAK_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                return  # as it should: the connection is closed, now or already
+                self.backend.break_off(group, self._peer_rank)
+            except RuntimeError as error:
+                raise EdgeError(
+                    f"KV edge {self.name}: its transfers cannot be aborted: {_first_line(error)}"
+                ) from error
         elif self._rank == DECODE_RANK and self._store is not None:
             self._stop_waiting_for_dial()
 
@@ -170,6 +197,7 @@ class GlooLink:
         with self._lock:
             self._broken = self._broken or f"KV edge {self.name}: closed"
             self._group = None
+        self._watch.close()
         self._store = None
 
     def _post(self, post: Callable[[Any], Any]) -> Any:
@@ -218,8 +246,20 @@ class GlooLink:
     def _explain(self, error: RuntimeError) -> str:
         text = _first_line(error)
         if "Timed out waiting" in text:
-            return f"the {self._peer_role} worker did not take part in a transfer before its deadline"
+            return self._too_late()
+        if not self._is_connected:  # NCCL finds out only now whether it can work between these two
+            return f"no connection to the {self._peer_role} worker: {text}"
         return f"the {self._peer_role} worker is gone: {text}"
+
+    def _too_late(self) -> str:
+        return f"the {self._peer_role} worker did not take part in a transfer before its deadline"
+
+    def _be_late(self) -> None:
+        """The watchdog's thread: a deadline has passed."""
+        try:
+            self.break_off(self._too_late())
+        except EdgeError as error:  # whoever closes the edge gets it too
+            logger.error("%s", error)
 
     def failure(self, reason: str) -> EdgeError:
         """Mark the link dead; the first reason stays."""
@@ -230,5 +270,5 @@ class GlooLink:
 
 
 def _first_line(error: BaseException) -> str:
-    """gloo and the store explain in paragraphs, after the place in their source."""
+    """Groups and stores explain in paragraphs, after the place in their source."""
     return (str(error).splitlines() or [type(error).__name__])[0].rsplit("third_party/", 1)[-1][:200]

@@ -1,0 +1,104 @@
+"""How much of a GPU's memory is for what. Pure: what is measured comes in as numbers.
+
+    free with the weights loaded = largest steps + (1 - share) · rest + share · rest
+                                                                        KV, unless its size is given
+
+1. `largest_steps` are plans that take as much memory as any that a worker can be given; running them once
+   says how much that is.
+2. `size_pool` gives KV what is left, or refuses in one line with both numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.engine.batch import Row, SampleSpec, StepPlan
+from cluster.errors import ConfigError
+from cluster.ids import Attempt, BlockId, RequestId
+from cluster.sampling import SamplingParams
+
+GIB = 2**30
+NUM_SCRATCH_BLOCKS = 1  # of a pool, that padding reads and writes
+_LEAST_BLOCKS = 2
+_ADVICE = "give workers fewer tokens per step or rows (`--prefill-chunk`, `--local-chunk`, `--max-num-seqs`)"
+
+# Every kind of work that choosing a token can be: edits of a copy of the logits, both selections, a draw.
+_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes. `free` is what the device has left when the weights are there and nothing else is."""
+
+    total: int
+    free: int
+    weights: int
+    steps: int  # most that steps take beside weights and KV, graphs included
+
+
+def check_weights_fit(num_bytes: int, free: int, total: int) -> None:
+    """
+    Raises:
+        ConfigError: they do not; says how much is needed and how much is free.
+    """
+    if num_bytes > free:
+        raise ConfigError(
+            f"the weights need {gib(num_bytes)} but only {gib(free)} of {gib(total)} of GPU memory is free: "
+            "use a smaller model, or end what else runs on this GPU"
+        )
+
+
+def size_pool(
+    memory: DeviceMemory, bytes_per_block: int, share: float, kv_bytes: int | None, kv_flag: str
+) -> int:
+    """Blocks of KV, beside those for padding. `share`: of what is left, for KV; `kv_bytes`: what is wanted
+    instead; `kv_flag` is how a user says that.
+
+    Raises:
+        ConfigError: not enough for two blocks, or for what is wanted; says needed and free GiB.
+    """
+    rest = memory.free - memory.steps
+    scratch = NUM_SCRATCH_BLOCKS * bytes_per_block
+    budget = int(rest * share) - scratch if kv_bytes is None else kv_bytes
+    needed = max(_LEAST_BLOCKS * bytes_per_block, budget)
+    if needed + scratch > rest:
+        raise ConfigError(
+            f"KV needs {gib(needed + scratch)} but only {gib(max(0, rest))} of {gib(memory.total)} of GPU "
+            f"memory is free beside {gib(memory.weights)} of weights and {gib(memory.steps)} for steps: "
+            + (f"lower `{kv_flag}`, or {_ADVICE}" if kv_bytes is not None else _ADVICE)
+        )
+    num_blocks = budget // bytes_per_block
+    if num_blocks < _LEAST_BLOCKS:
+        way = "raise `--gpu-memory-share`" if kv_bytes is None else f"raise `{kv_flag}`"
+        raise ConfigError(
+            f"KV needs {gib(_LEAST_BLOCKS * bytes_per_block)} for {_LEAST_BLOCKS} blocks but may take only "
+            f"{gib(max(0, budget))} of {gib(rest)} of free GPU memory: {way}"
+        )
+    return num_blocks
+
+
+def largest_steps(
+    max_chunk_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+) -> tuple[StepPlan, StepPlan]:
+    """A chunk beside decode rows, and decode rows alone, all as long as can be. Every row has block 0 alone,
+    again and again: what is computed is of no use."""
+    chunk = min(max_chunk_tokens, max_model_len)
+    mixed = [_row(chunk, max_model_len, block_size)]
+    mixed += [_row(1, max_model_len, block_size) for _ in range(max_num_seqs - 1)]
+    decode = [_row(1, max_model_len, block_size) for _ in range(max_num_seqs)]
+    return StepPlan(tuple(mixed)), StepPlan(tuple(decode))
+
+
+def _row(num_tokens: int, end: int, block_size: int) -> Row:
+    return Row(
+        request=RequestId("profile"),
+        attempt=Attempt(1),
+        token_ids=[0] * num_tokens,
+        start=end - num_tokens,
+        block_ids=[BlockId(0)] * -(-end // block_size),
+        sample=SampleSpec(_PARAMS, (0,), ()),
+    )
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,84 @@
+"""Steps on a GPU: decode steps by graphs, all others as `ModelRunner` computes them, and what can go wrong.
+
+1. A plan whose shape was prepared goes by `DecodeGraphs`; chunks, mixed steps and steps that want the
+   prompt's log-probabilities go launch by launch. Both give the same bits.
+2. A step ends when the device has: what it wrote can then be read by whoever sends it, on any stream.
+3. Out of memory: the step's requests fail in one sentence, memory that was kept for reuse goes back, and the
+   next step runs. A fault of the device ends the process, since no later step could succeed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from cluster.engine.batch import StepOutput, StepPlan
+from cluster.engine.decode_graphs import DecodeGraphs
+from cluster.engine.graph_capture import first_line
+from cluster.engine.runner import ModelRunner
+from cluster.errors import DeviceLost, StepError
+from cluster.sampling import TokenOutput
+
+
+class GpuRunner:
+    """Implements `cluster.engine.batch.Runner`. One thread at a time."""
+
+    def __init__(self, runner: ModelRunner, graphs: DecodeGraphs | None, device: torch.device) -> None:
+        """`graphs` None: this worker does not decode, or cannot by graphs."""
+        self._runner, self._graphs, self._device = runner, graphs, device
+
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        """One step, as `cluster.engine.batch.Runner` says.
+
+        Raises:
+            StepError: out of memory; the next step may be smaller.
+            DeviceLost: the device faulted.
+            ValueError: as `ModelRunner.run`.
+        """
+        try:
+            return self._decode(plan, await_history) or self._compute(plan, await_history)
+        except torch.OutOfMemoryError as error:
+            reason = first_line(error)
+        except RuntimeError as error:
+            self._check_device(error)
+            raise
+        # The traceback is gone by now, and with it the tensors that its frames held.
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise StepError(
+            f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens ran out of GPU memory ({reason}): "
+            "lower `--gpu-memory-share`, `--prefill-chunk`, `--local-chunk` or `--max-num-seqs`"
+        )
+
+    def _decode(self, plan: StepPlan, await_history: Callable[[], object] | None) -> StepOutput | None:
+        if self._graphs is None:
+            return None
+        started_s = time.perf_counter()
+        with torch.inference_mode():
+            step = self._graphs.step(plan, await_history)
+            if step is None:
+                return None
+            if step.token_ids is None:
+                outputs = self._runner.choose(step.result, plan.rows)
+            else:
+                outputs = [TokenOutput(token_id) for token_id in step.token_ids]
+        return StepOutput(tuple(outputs), time.perf_counter() - started_s)
+
+    def _compute(self, plan: StepPlan, await_history: Callable[[], object] | None) -> StepOutput:
+        started_s = time.perf_counter()
+        output = self._runner.run(plan, await_history)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return StepOutput(output.outputs, time.perf_counter() - started_s)
+
+    def _check_device(self, error: RuntimeError) -> None:
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            raise DeviceLost(
+                f"the GPU faulted, and this process cannot use it again: {first_line(error)}"
+            ) from error

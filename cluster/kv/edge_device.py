@@ -1,0 +1,64 @@
+"""How an edge orders its copies on a device: a CUDA stream of its own on a GPU, nothing on the host.
+
+1. A step is over when its device is (`cluster.kv.edge`): what an edge is asked to read is written, and what
+   it is asked to write is in no kernel. So its copies wait for nothing of the engine: KV of a chunk moves
+   while the next one is computed.
+2. What is enqueued within `order` runs in the edge's own order.
+3. `finish` sleeps until the edge's copies are done. Then whoever launches a kernel later sees them, in
+   whatever process it is.
+
+What the device refuses comes out as an `EdgeError`: it ends this edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cluster.errors import EdgeError
+
+
+class CopyQueue:
+    """One edge's order of copies on `device`. Any thread; the contexts are the calling thread's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def order(self) -> Iterator[None]:
+        """What is enqueued inside runs in this edge's own order."""
+        if self._stream is None:
+            yield
+            return
+        with (
+            _told_as_edge_errors(self._device),
+            torch.cuda.device(self._device),
+            torch.cuda.stream(self._stream),
+        ):
+            yield
+
+    def finish(self) -> None:
+        """Until everything enqueued is done; without the GIL, and asleep rather than spinning."""
+        if self._stream is not None:
+            with _told_as_edge_errors(self._device):
+                finish_stream(self._stream)
+
+
+@contextmanager
+def _told_as_edge_errors(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise EdgeError(f"copying KV on {device} failed: {first_line}") from error
+
+
+def finish_stream(stream: Any) -> None:
+    """Sleep until a CUDA stream has done all that is in it."""
+    done = torch.cuda.Event(blocking=True)
+    done.record(stream)
+    done.synchronize()

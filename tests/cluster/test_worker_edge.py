@@ -1,0 +1,48 @@
+"""A worker that cannot have the KV edge it was told to use says so in one line, before it loads a model."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.config import ClusterConfig, WorkerConfig
+from cluster.errors import ConfigError
+from cluster.launch_plan import ENTRIES
+from cluster.role_by_hand import ByHand, config_by_hand
+from cluster.role_process import load_entry
+
+ROLES = pytest.mark.parametrize("role", ["prefill", "decode"])
+
+
+def config_of(role: str, kind: Any) -> WorkerConfig:
+    settings = ClusterConfig(model="/no/such/model", kv_edge=kind)
+    config = config_by_hand(role, settings, ByHand("w"), model_name="m", token="t" * 32, num_cores=1)
+    assert isinstance(config, WorkerConfig)
+    return config
+
+
+@ROLES
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+async def test_without_a_gpu_edges_between_gpus_end_it(
+    monkeypatch: pytest.MonkeyPatch, role: str, kind: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"^--kv-edge {kind} needs a CUDA device: torch .* sees none; use "):
+        await load_entry(ENTRIES[role])(config_of(role, kind), stop=asyncio.Event())
+
+
+@ROLES
+async def test_a_gpu_beside_a_backend_that_does_not_use_it_is_no_help(
+    monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    service = importlib.import_module(ENTRIES[role].partition(":")[0])
+    engine = SimpleNamespace(backend=SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(service, "open_engine", lambda config: engine)
+    with pytest.raises(ConfigError, match=r"^--kv-edge cuda_ipc moves KV between GPUs, and this worker's"):
+        await service.run(config_of(role, "cuda_ipc"), stop=asyncio.Event())
