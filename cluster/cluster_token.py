@@ -13,6 +13,7 @@ from cluster.errors import ConfigError
 
 TOKEN_VARIABLE: Final = "BATON_CLUSTER_TOKEN"
 MIN_TOKEN_CHARS: Final = 16
+MAX_TOKEN_FILE_BYTES: Final = 4096  # another file given by mistake is not read to its end
 
 
 def resolve_cluster_token(
@@ -21,14 +22,23 @@ def resolve_cluster_token(
     """From `token_file`, else `BATON_CLUSTER_TOKEN`, else a new one, left in `generated_file` (mode 0600).
 
     Raises:
-        ConfigError: the file cannot be read, the token is too short, or there is none and `generated_file` is
-            None: others could not know a new one. Never names the token.
+        ConfigError: the file cannot be read or is too long, the token is too short, or there is none and
+            `generated_file` is None: others could not know a new one. Never names the token.
     """
     if token_file is not None:
         try:
-            token = Path(token_file).expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+            with Path(token_file).expanduser().open("rb") as file:
+                content = file.read(MAX_TOKEN_FILE_BYTES + 1)
+            token = content.decode().strip()
+        except OSError as error:
             raise ConfigError(f"cannot read the cluster token file {token_file}: {error}") from error
+        except UnicodeDecodeError as error:  # its own words would show a byte of what may be a secret
+            raise ConfigError(f"the cluster token file {token_file} is not text in UTF-8") from error
+        if len(content) > MAX_TOKEN_FILE_BYTES:
+            raise ConfigError(
+                f"the cluster token file {token_file} is longer than {MAX_TOKEN_FILE_BYTES} bytes: "
+                "is it another file?"
+            )
         origin = token_file
     elif environment.get(TOKEN_VARIABLE):
         token, origin = environment[TOKEN_VARIABLE].strip(), f"environment {TOKEN_VARIABLE}"

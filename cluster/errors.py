@@ -27,6 +27,11 @@
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    """What a library says, without the paragraphs it explains it in."""
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
 class BatonError(Exception):
     """Base of all deliberate errors; `str(error)` is one sentence fit to show to a person."""
 

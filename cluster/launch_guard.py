@@ -2,7 +2,7 @@
 
 1. The launcher starts `python -m cluster.launch_guard DIRECTORY` and holds the other end of its input.
 2. A byte there means a clean end: the guard leaves. End of file without one: the launcher is dead.
-3. Then every process of the run, known by its environment and open files, is killed, and the run's directory
+3. Then every process of the run, known by its environment and files, is killed, and the run's directory
    removed. Ray's own processes would follow their parents, but some only after a minute.
 """
 
@@ -55,16 +55,17 @@ def processes_of(run_directory: str) -> set[int]:
 
 
 def _belongs(process: Path, run_directory: str) -> bool:
-    """By its environment; or, since changing a process's title overwrites that, by a file it has open."""
+    """By its environment; or, since a process that changes its title (Redis does) overwrites that, by a file
+    it has open or by where it works."""
     try:
         if f"{RUN_VARIABLE}={run_directory}".encode() in (process / "environ").read_bytes().split(b"\0"):
             return True
-        files = list((process / "fd").iterdir())
+        links = [process / "cwd", *(process / "fd").iterdir()]
     except OSError:  # ended while we looked, or another user's
         return False
-    for file in files:
+    for link in links:
         with contextlib.suppress(OSError):
-            if os.readlink(file).startswith(f"{run_directory}/"):
+            if f"{os.readlink(link)}/".startswith(f"{run_directory}/"):
                 return True
     return False
 

@@ -129,13 +129,16 @@ def check_kv_edge(config: ClusterConfig) -> None:
     """Of workers on this machine; those of a cluster that is joined look for themselves.
 
     Raises:
-        ConfigError: KV is to move between GPUs, and there is none here.
+        ConfigError: KV is to move between GPUs, and there is none here, or the backend uses none.
     """
     if config.kv_edge in ("auto", "shm", "gloo") or config.address is not None:
         return
-    from cluster.kv.edges import check_kind, edge_kind  # torch: only who asks for a GPU waits for it
+    from cluster.kv.edges import check_kind, check_memory, edge_kind  # torch: only who wants a GPU waits
 
-    check_kind(edge_kind(config.kv_edge))
+    kind = edge_kind(config.kv_edge)
+    check_kind(kind)
+    if config.backend in ("cpu", "reference"):
+        check_memory(kind, "cpu")
 
 
 def check_model(model: str) -> str:

@@ -93,3 +93,4 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # whose requests take turns with others' while they wait; empty: nobody's in particular
     share: float = 1.0  # of that tenant, beside the others'
     affinity: str = ""  # what requests that belong together have in common; empty: nothing known
+    is_part: bool = False  # of a search: how long it gets says nothing of answers

@@ -292,8 +292,7 @@ class WorkerDriver:
             return
         try:
             stream = await connect(address, self._token, RouterSays)
-            stream.post(Lifeline(link=link))
-            held = await stream.hand_over(self._keep_lifeline)
+            held = await stream.hand_over(Lifeline(link=link), self._keep_lifeline)
         except (OSError, WireError, TimeoutError) as error:
             logger.warning("no lifeline to the router at %s: %s", address, error)
             return

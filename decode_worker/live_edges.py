@@ -180,7 +180,10 @@ class DecodeEdges:
             receive.cancel()
         await asyncio.gather(*edge.receives, return_exceptions=True)
         await asyncio.gather(*edge.scatters)  # local copies: they end, and the core waits for them
-        await edge.receiver.close()
+        try:
+            await edge.receiver.close()
+        except EdgeError as error:  # what hangs can reach staging alone: nothing is scattered any more
+            logger.error("%s", error)
         if edge.broken.done() and not edge.broken.cancelled():
             edge.broken.exception()  # read above or overtaken by the stream's own end
         del self._edges[peer]

@@ -13,7 +13,7 @@ from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edge_limit import EdgeLimit
-from cluster.kv.edges import EdgeKind, check_kind, check_memory, edge_kind, make_receiver
+from cluster.kv.edges import check_kind, check_memory, edge_kind, make_receiver
 from cluster.kv.layout import single_edge
 from cluster.role_config import KV_ADDRESS_BY_ROUTE, WorkerConfig
 from cluster.wire.address import TcpAddress, own_host_towards, parse_address
@@ -38,10 +38,10 @@ async def run(
     kind, limit = edge_kind(config.kv_edge), EdgeLimit(config.max_kv_edges)
     check_kind(kind)
     engine = await asyncio.to_thread(open_engine, config)
-    check_memory(kind, engine.backend.device)
+    check_memory(kind, engine.backend.device.type)
     fingerprint = engine.fingerprint
     geometry = engine.layout.to_geometry()
-    pool = engine.make_pool(shared=kind in (EdgeKind.SHM, EdgeKind.CUDA_IPC))
+    pool = engine.make_pool(shared=kind.in_ds_pool)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
     core = DecodeCore(
         DecodeConfig(

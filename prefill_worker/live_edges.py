@@ -4,6 +4,8 @@
 2. `ToPeer` posts a control message; `SendPiece` moves bytes, one send at a time per edge, then `PieceSent`.
 3. Whatever breaks (stream, sender, handshake) ends the edge once: the sender is closed first, so that
    nothing of it writes any more, then `EdgeDown`. A later `OpenEdge` builds a new one.
+4. A sender that writes in place and does not stop in time may write yet: that worker is not dialed again,
+   since D takes a dial for proof that it has stopped. D keeps the blocks until this process has ended.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class PrefillEdges:
         self._make_sender = make_sender
         self._dispatch = dispatch
         self._edges: dict[Peer, _Edge] = {}
+        self._unstopped: set[Peer] = set()  # whom an older sender may still write to
         self._closing = False
 
     def carry(self, action: Action) -> None:
@@ -106,6 +109,8 @@ class PrefillEdges:
         """The edge from dialing to its end."""
         reason = "closed by the decode worker"
         try:
+            if peer in self._unstopped:
+                raise EdgeError("an older edge has not stopped writing: this worker has to be started again")
             stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
             try:
                 sender = await self._shake_hands(peer, stream)
@@ -115,7 +120,7 @@ class PrefillEdges:
                     await self._serve(peer, stream, sender, edge)
                 finally:
                     edge.stream = None
-                    await sender.close()
+                    await self._stop(peer, sender)
             finally:
                 await stream.close()
         except (EdgeError, WireError, OSError, TimeoutError) as error:
@@ -124,6 +129,12 @@ class PrefillEdges:
         del self._edges[peer]
         if not self._closing:
             self._dispatch(EdgeDown(peer, reason))
+
+    async def _stop(self, peer: Peer, sender: KVSender) -> None:
+        if sender.in_place:
+            self._unstopped.add(peer)
+        await sender.close()
+        self._unstopped.discard(peer)
 
     async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill]) -> KVSender:
         stream.post(self._make_hello(peer))

@@ -33,7 +33,7 @@ async def run(
     kind, limit = edge_kind(config.kv_edge), EdgeLimit(config.max_kv_edges)
     check_kind(kind)
     engine = await asyncio.to_thread(open_engine, config)
-    check_memory(kind, engine.backend.device)
+    check_memory(kind, engine.backend.device.type)
     geometry = engine.layout.to_geometry()
     pool = engine.make_pool(shared=False)
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)

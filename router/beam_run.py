@@ -73,6 +73,12 @@ class BeamRun:
         return self._outcome in BY_CLIENTS
 
     @property
+    def num_computed(self) -> int:
+        """Those that were compared; those that streams were ahead are the cluster's own risk. Answers share
+        what they begin with, so they can have more tokens than that."""
+        return max(self._search.num_computed, sum(len(item.outputs) for item in self._chosen))
+
+    @property
     def last_progress_s(self) -> float:
         return self._last_s
 
@@ -165,6 +171,7 @@ class BeamRun:
                 prompt_logprobs=sampling.prompt_logprobs if is_first else None,
             ),
             deadline_s=deadline_s,
+            is_part=True,
         )
 
     async def _read(self, number: int, stream: RequestStream) -> None:

@@ -35,7 +35,7 @@ class BeamRules:
     width: int
     max_tokens: int
     end_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0  # a shorter hypothesis does not end
+    min_tokens: int = 0  # as of sampling: so many come before one that ends it
     length_penalty: float = 1.0
     early_stopping: bool = False  # over as soon as `width` hypotheses have ended
 
@@ -163,14 +163,14 @@ class BeamSearch:
         grown: list[tuple[_Node, int | None]] = []  # with the stream that went on with the same token
         for beam in self._beams:
             output = self._streams[beam.stream].at(depth)
-            for token_id, logprob in output.top_logprobs[: rules.num_logprobs]:
+            for token_id, logprob in self._continuations(output):
                 if not logprob > -math.inf:
                     continue
                 chosen = TokenOutput(token_id, logprob, output.top_logprobs)
                 node = _Node(beam.node, chosen, beam.cumulative_logprob + logprob)
                 if token_id not in rules.end_ids:
                     grown.append((node, beam.stream if token_id == output.token_id else None))
-                elif depth + 1 >= rules.min_tokens:
+                elif depth >= rules.min_tokens:
                     self._end(node, depth + 1, FinishReason.STOP)
         self.num_computed += len(self._beams)
         self._depth += 1
@@ -182,6 +182,14 @@ class BeamSearch:
             grown = []
         self.is_over = not grown or self._is_decided(grown[0][0])
         return self._drop_all() if self.is_over else self._go_on(grown)
+
+    def _continuations(self, output: TokenOutput) -> Sequence[tuple[int, float]]:
+        """The most probable ones; and what the stream went on with, where it may not end yet and all of them
+        would end it."""
+        best = output.top_logprobs[: self._rules.num_logprobs]
+        if output.logprob is None or any(token_id == output.token_id for token_id, _ in best):
+            return best
+        return (*best, (output.token_id, output.logprob))
 
     def _is_decided(self, best: _Node) -> bool:
         """Whether no beam, of which `best` is the most probable, can change the outcome."""

@@ -164,7 +164,8 @@ class ChatFormat:
         return fields
 
     def _chunk(self, index: int, delta: bytes) -> bytes:
-        return self._frame.choice(index, b'"delta":%b,"logprobs":null,"finish_reason":null' % delta)
+        fields = b'"delta":%b,"logprobs":null,"finish_reason":null' % delta
+        return self._frame.choice(index, fields, obfuscation_field(self._options, len(delta)))
 
     def _parsed(self, index: int, parsed: ParsedText) -> bytes:
         delta: dict[str, Any] = {}

@@ -67,6 +67,11 @@ class Answering(Protocol):
         """When it last brought tokens (or came), on the app's clock."""
         ...
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens that were generated for it so far, whether they are in an answer or not."""
+        ...
+
     async def collect(self) -> list[Choice]:
         """Its choices, whole. Raises what it failed of, or was ended with."""
         ...
@@ -122,6 +127,10 @@ class Generation:
     @property
     def is_clients(self) -> bool:
         return self._outcome in BY_CLIENTS
+
+    @property
+    def num_computed(self) -> int:
+        return self._output.num_tokens
 
     @property
     def last_progress_s(self) -> float:
@@ -261,7 +270,7 @@ def charge_of(generations: Sequence[Answering]) -> int | None:
     usage = total_usage(generations)
     if usage.num_generated_tokens == 0 and not any(item.is_clients for item in generations):
         return None
-    return usage.num_prompt_tokens + usage.num_generated_tokens
+    return usage.num_prompt_tokens + sum(item.num_computed for item in generations)
 
 
 class InFlight:

@@ -115,7 +115,8 @@ class Placing:
 
     def answered(self, live: LiveRequest) -> None:
         """Its answer is complete: what others like it may be expected to need."""
-        self._lengths.add(len(live.spec.token_ids), len(live.output_ids))
+        if not live.spec.is_part:
+            self._lengths.add(len(live.spec.token_ids), len(live.output_ids))
 
     def over(self, live: LiveRequest, now: float) -> None:
         """It wants no place any more; call before its legs let go."""

@@ -1,6 +1,7 @@
 """The HTTP server of a router: bind, serve, stop within a deadline. The one owner of uvicorn.
 
-1. The port is bound before anything else starts, so "in use" is one clear sentence.
+1. The port is bound before anything else starts, so "in use" is one clear sentence. Where routers share it,
+   each listens once it can serve.
 2. uvicorn serves the app until `stop` is set; signals are the launcher's business, not uvicorn's.
 3. Stopping: new requests get 503 at once, or go to the routers that share the port; open ones may finish
    within the grace time, then end with an error (an error event and `[DONE]` where a stream is open); then
@@ -15,6 +16,7 @@ import errno
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import httptools
 import uvicorn
@@ -34,6 +36,37 @@ _CLOSE_WITHIN_S = 2  # for connections to close after that
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._has_started = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._has_started.set()
+
+    async def join_port(self, listener: socket.socket, when: asyncio.Event) -> None:
+        """Listen at a shared address: connections come here too from then on.
+
+        Raises:
+            ConfigError: somebody who does not share it was first.
+        """
+        await when.wait()
+        await self._has_started.wait()
+        config = self.config
+
+        def make_protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(make_protocol, sock=listener, backlog=_BACKLOG)
+        except OSError as error:
+            host, port = listener.getsockname()[:2]
+            raise _cannot_listen(host, port, error) from error
+        self.servers.insert(0, server)
+
     def leave_port(self) -> None:
         """Take no more connections at the first address, and no more requests on those that are open: clients
         come again and reach the routers that share it. What runs goes on."""
@@ -208,8 +241,8 @@ class _Protocol(HttpToolsProtocol):
 
 
 def bind(host: str, port: int, flag: str = "--port", *, is_shared: bool = False) -> socket.socket:
-    """A listening address of our own, or one that others share: each connection is then given to one of them;
-    those of one that ends go to the others. Port 0 takes a free one.
+    """A listening address of our own, or one that others share, where nobody listens yet: each connection is
+    given to one of those who do; those of one that ends go to the others. Port 0 takes a free one.
 
     Raises:
         ConfigError: the address is in use, not ours, or not allowed.
@@ -224,13 +257,18 @@ def bind(host: str, port: int, flag: str = "--port", *, is_shared: bool = False)
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            reason = f"it is in use by another process; choose another with `{flag}`"
-        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from error
-    listener.listen(_BACKLOG)
+        raise _cannot_listen(host, port, error, flag) from error
+    if not is_shared:
+        listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError | OverflowError, flag: str = "--port") -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        reason = f"it is in use by another process; choose another with `{flag}`"
+    return ConfigError(f"cannot listen on {host} port {port}: {reason}")
 
 
 async def serve_http(
@@ -243,7 +281,7 @@ async def serve_http(
     grace_s: float = 30.0,
     max_header_bytes: int = _Protocol.max_head_bytes,
     arrival_s: float = _Protocol.arrival_s,
-    shares_port: bool = False,
+    shares_port_when: asyncio.Event | None = None,
     on_listening: Callable[[str, int], None] | None = None,
     admin: tuple[str, int] | None = None,
     on_admin_listening: Callable[[str, int], None] | None = None,
@@ -252,12 +290,15 @@ async def serve_http(
     them finished by themselves.
 
     `on_listening` gets the address as bound, before the first request can be read. With `admin`, a second
-    (host, port), the private paths (`router.public_side`) are answered there and nowhere else.
+    (host, port), the private paths (`router.public_side`) are answered there and nowhere else. With
+    `shares_port_when` other routers listen at the address too, and this one from that moment on: until it can
+    serve, clients are the others'.
 
     Raises:
         ConfigError: the address cannot be used.
     """
-    listeners = [bind(host, port, is_shared=shares_port)]
+    is_shared = shares_port_when is not None
+    listeners = [bind(host, port, is_shared=is_shared)]
     if admin is not None:
         try:
             listeners.append(bind(*admin, flag="--admin-port"))
@@ -280,15 +321,23 @@ async def serve_http(
         backlog=_BACKLOG,
     )
     server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=listeners))
+    serving = asyncio.create_task(server.serve(sockets=listeners[is_shared:]))
     stopping = asyncio.create_task(stop.wait())
+    waits: set[asyncio.Task[Any]] = {serving, stopping}
+    has_joined = False
     try:
-        if on_listening is not None:
-            on_listening(*listeners[0].getsockname()[:2])
         if on_admin_listening is not None and len(listeners) > 1:
             on_admin_listening(*listeners[1].getsockname()[:2])
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if shares_port and server.started:
+        if shares_port_when is not None:
+            joining = asyncio.create_task(server.join_port(listeners[0], shares_port_when))
+            await asyncio.wait({*waits, joining}, return_when=asyncio.FIRST_COMPLETED)
+            has_joined = joining.done()
+            if not joining.cancel():
+                joining.result()
+        if on_listening is not None:
+            on_listening(*listeners[0].getsockname()[:2])
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if has_joined:
             server.leave_port()
         finished = await in_flight.drain(grace_s, _END_WITHIN_S)
     finally:

@@ -144,7 +144,7 @@ async def run(
             stop=ending,
             grace_s=config.drain_grace_s,
             max_header_bytes=limits.max_header_bytes,
-            shares_port=config.shares_port,
+            shares_port_when=driver.became_ready if config.shares_port else None,
             on_listening=on_listening,
             admin=None if config.admin_port is None else (config.admin_host, config.admin_port),
             on_admin_listening=lambda host, port: logger.info("admin on %s port %d", host, port),

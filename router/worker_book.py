@@ -22,6 +22,7 @@ from cluster.ids import BlockHash, Epoch, RequestId, WorkerId
 from cluster.step_model import StepModel
 from cluster.wire.kv_events import KvEvents
 from cluster.wire.messages import Register, Role, WorkerLoad, WorkerState
+from router.believable import believable
 from router.claims import Backlog, Claim, ClaimBook, Phase, Totals
 from router.config import PolicyConfig
 from router.edge_costs import EdgeCosts
@@ -133,6 +134,7 @@ class WorkerBook:
     def heartbeat(self, worker: WorkerId, state: WorkerState, load: WorkerLoad, now: float) -> bool:
         """Take a heartbeat; True if the worker is found stuck just now."""
         known = self._workers[worker]
+        load = believable(load, known.load)
         has_work = load.queued_prefill_tokens > 0 or (known.register.role is Role.DECODE and load.running > 0)
         if load.steps != known.load.steps or not has_work or known.heartbeat_at is None:
             known.pulse_at = now

@@ -28,6 +28,7 @@ from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.kv_events import DiallerSays, RouterSays
 from cluster.wire.messages import Heartbeat, Lifeline, Refused, Register, Welcome
 from cluster.wire.stream import Stream
+from router.believable import unbelievable
 from router.conductor_io import Event, FromWorker, WorkerGone, WorkerJoined
 from router.registration import refusal
 from router.silence import judge
@@ -45,9 +46,11 @@ class _Link:
     number: int
     register: Register
     last_sign_at: float
+    lifeline: Stream[DiallerSays] | None = None
     watch: asyncio.TimerHandle | None = None
     suspected: bool = False  # silent at the last look; what it sent meanwhile may still be unread
     is_fenced: bool = False  # hung: dead for the conductor
+    is_doubted: bool = False  # it reported what cannot be, and the log says so
 
 
 class WorkerLinks:
@@ -120,6 +123,8 @@ class WorkerLinks:
                 if isinstance(message, Refused):
                     end = f"it refused: {message.reason}"
                     break
+                if isinstance(message, Heartbeat):
+                    _doubt(link, message)
                 self._feed(FromWorker(register.worker, register.epoch, message))
         except WireError as error:
             end = str(error)
@@ -127,11 +132,14 @@ class WorkerLinks:
         finally:
             del self._numbered[link.number]
             self._let_out(link, end)
+            if link.lifeline is not None:  # a host that is lost never ends it
+                link.lifeline.abort()
 
     async def _follow(self, stream: Stream[DiallerSays], lifeline: Lifeline) -> None:
         link = self._numbered.get(lifeline.link)
         if link is None:
             return  # that link ended before
+        link.lifeline = stream
         async for message in stream:
             raise ProtocolError(f"a lifeline carries no {type(message).__name__}")
         await asyncio.sleep(LAST_WORDS_S)
@@ -212,3 +220,13 @@ class WorkerLinks:
         if not isinstance(message, Lifeline):
             self._feed(FromWorker(register.worker, register.epoch, message))
         return not isinstance(message, Heartbeat)
+
+
+def _doubt(link: _Link, beat: Heartbeat) -> None:
+    """Tell once what a worker reports that cannot be."""
+    names = [] if link.is_doubted else unbelievable(beat.load)
+    if names:
+        link.is_doubted = True
+        who = link.register
+        text = "%s epoch %d reports what cannot be (%s): what it said before stands"
+        logger.warning(text, who.worker, who.epoch, ", ".join(names))

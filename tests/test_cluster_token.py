@@ -40,6 +40,17 @@ def test_a_token_that_cannot_be_used_is_one_sentence_without_it(
     assert "short" not in str(caught.value).replace("shorter", "")
 
 
+@pytest.mark.parametrize("content", [b"x" * 4097, None])
+def test_another_file_given_by_mistake_is_not_read_to_its_end(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "token"
+    if content is None:
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="longer than 4096 bytes"):
+        resolve_cluster_token(str(file), {}, None)
+
+
 @pytest.mark.parametrize(
     ("mode", "told"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True), (0o620, True)]
 )

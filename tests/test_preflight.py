@@ -132,6 +132,14 @@ def test_kv_between_gpus_needs_one(monkeypatch: pytest.MonkeyPatch, kind: Any) -
         preflight.check_kv_edge(msgspec.structs.replace(config, address=None))
 
 
+def test_kv_between_gpus_needs_a_backend_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    preflight.check_kv_edge(ClusterConfig(kv_edge="cuda_ipc", backend="triton"))
+    preflight.check_kv_edge(ClusterConfig(kv_edge="cuda_ipc", backend="auto"))
+    with pytest.raises(ConfigError, match="choose a backend that computes on a GPU"):
+        preflight.check_kv_edge(ClusterConfig(kv_edge="cuda_ipc", backend="cpu"))
+
+
 @pytest.mark.parametrize("kind", ["auto", "shm", "gloo"])
 def test_kv_in_memory_of_the_host_needs_no_torch_to_be_checked(kind: str) -> None:
     code = (

@@ -11,27 +11,34 @@ import signal
 import sys
 from pathlib import Path
 
+from bench.arguments import natural, positive
 from bench.chaos.faults import Kind
 from bench.chaos.report import to_json, to_table
 from bench.chaos.run import TWO_AND_TWO, ChaosSettings, run_chaos
+from bench.load.results.files import check_output_with_text, write_atomically
 from bench.machine import cpu_facts
+from cluster.errors import ConfigError
 
 RESULTS = Path(__file__).parents[1] / "results"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
-    parser.add_argument("--streams", type=int, default=200, help="streams to complete, at least")
-    parser.add_argument("--faults", type=int, default=24, help="signals to send")
+    parser.add_argument("--streams", type=positive, default=200, help="streams to complete, at least")
+    parser.add_argument("--faults", type=natural, default=24, help="signals to send")
     names = [kind.value for kind in Kind]
     parser.add_argument("--signals", nargs="+", choices=names, default=names, help="which, in turn (all)")
     parser.add_argument("--seed", type=int, default=1, help="of the requests and the victims")
-    parser.add_argument("--concurrency", type=int, default=8, help="streams at a time")
-    parser.add_argument("--max-tokens", type=int, default=48, help="longest answer")
+    parser.add_argument("--concurrency", type=positive, default=8, help="streams at a time")
+    parser.add_argument("--max-tokens", type=positive, default=48, help="longest answer")
     parser.add_argument("--no-rolling", action="store_true", help="leave the rolling restart out")
     parser.add_argument("--out", type=Path, default=RESULTS / f"chaos-{platform.machine()}.json")
     parser.add_argument("serve", nargs="*", help="options of `baton serve`, after --")
     given = parser.parse_args()
+    try:
+        check_output_with_text(given.out)  # not only when the run is over
+    except ConfigError as error:
+        parser.error(str(error))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is stopped on the way out
     settings = ChaosSettings(
         num_streams=given.streams,
@@ -55,10 +62,9 @@ def main() -> None:
     } | to_json(outcome)
     table = to_table(result)
     print(table)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(given.out, [json.dumps(result, indent=1, ensure_ascii=False).encode(), b"\n"])
     heading = f"$ {result['command']}\n{result['date']}, {os.cpu_count()} cores of {cpu}\n\n"
-    given.out.with_suffix(".txt").write_text(heading + table + "\n")
+    write_atomically(given.out.with_suffix(".txt"), [f"{heading}{table}\n".encode()])
     print(f"\nwritten: {given.out}, and as text {given.out.with_suffix('.txt').name}")
     if outcome.num_equal < outcome.num_streams or not outcome.is_quiet:
         sys.exit(1)

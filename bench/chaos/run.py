@@ -95,14 +95,17 @@ class Load:
             loop.result()
 
     def _go_on(self) -> None:
-        while not self._closing.is_set():
-            with self._lock:
-                index = self._num_started
-                self._num_started += 1
-            path, body = self._bodies[index % len(self._bodies)]
-            answer = read_stream(HOST, self._cluster.port, path, body | {"cache_salt": f"stream-{index}"})
-            with self._lock:
-                self._book(body, answer, self._reference[index % len(self._bodies)])
+        try:
+            while not self._closing.is_set():
+                with self._lock:
+                    index = self._num_started
+                    self._num_started += 1
+                path, body = self._bodies[index % len(self._bodies)]
+                answer = read_stream(HOST, self._cluster.port, path, body | {"cache_salt": f"stream-{index}"})
+                with self._lock:
+                    self._book(body, answer, self._reference[index % len(self._bodies)])
+        finally:
+            self.enough.set()  # if this loop failed, nobody is to wait for its streams: `close` tells
 
     def _book(self, body: dict[str, Any], answer: Answer, expected: Answer) -> None:
         outcome = self._outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +12,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.load.results.files import check_output
+from bench.load.results.files import check_output_with_text
 from bench.simulator.batch import Batch, run
 from bench.simulator.results import header, of_runs, text_of_runs, write
 from bench.simulator.scenario import draw
 from bench.simulator.simulation import Report, Simulation
 from bench.simulator.table import Totals, render
 
+SEEDS = 20
 MAX_SHOWN = 20  # violations printed in full
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -28,8 +30,10 @@ def simulate(
     faults: Annotated[
         bool, typer.Option("--faults/--no-faults", help="inject faults at random messages and steps")
     ] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="number of runs, each with its seed")] = 20,
-    first_seed: Annotated[int, typer.Option(min=0, help="seed of the first run")] = 0,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help=f"number of runs, each with its seed (default: {SEEDS})")
+    ] = None,
+    first_seed: Annotated[int | None, typer.Option(min=0, help="seed of the first run (default: 0)")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="only this seed")] = None,
     requests: Annotated[int, typer.Option(min=1, help="requests per run")] = 500,
     jobs: Annotated[int | None, typer.Option(min=1, help="processes (default: one per core)")] = None,
@@ -50,21 +54,20 @@ def simulate(
     """
     if trace_log and seed is None:
         raise typer.BadParameter("--trace-log needs --seed: one run is enough to read")
-    if seed is not None and trace_log:
-        scenario = draw(seed, num_requests=requests, faults=faults)
-        _finish([Simulation(scenario, typer.echo).run()], faults, requests, is_struck=False)
-        return
+    if seed is not None and (seeds is not None or first_seed is not None):
+        raise typer.BadParameter("--seed is one run: leave --seeds and --first-seed out")
+    if every_moment and not seed is seeds is first_seed is None:
+        raise typer.BadParameter("--every-moment has runs of its own: leave the seeds out")
     if out is not None:
-        check_output(out)
-    first, count = (first_seed, seeds) if seed is None else (seed, 1)
+        check_output_with_text(out)
+    first, count = (first_seed or 0, seeds or SEEDS) if seed is None else (seed, 1)
     batch = Batch(first, count, requests, faults, every_moment)
-    num_workers = (
-        1
-        if seed is not None
-        else min(jobs or len(os.sched_getaffinity(0)), count if not every_moment else 1024)
-    )
+    num_workers = 1 if seed is not None else min(jobs or _num_cores(), count if not every_moment else 1024)
     started = time.perf_counter()
-    reports = _shown(batch, num_workers)
+    if seed is not None and trace_log:
+        reports = [Simulation(draw(seed, num_requests=requests, faults=faults), typer.echo).run()]
+    else:
+        reports = _shown(batch, num_workers)
     if out is not None:
         content = header(_command(batch), time.perf_counter() - started, num_workers)
         totals = _totals(reports)
@@ -76,6 +79,11 @@ def simulate(
         }
         write(out, content, text_of_runs(content, totals))
     _finish(reports, faults, requests, is_struck=every_moment)
+
+
+def _num_cores() -> int:
+    """Those that this process may use, where the system says so."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _command(batch: Batch) -> str:

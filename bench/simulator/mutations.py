@@ -20,13 +20,15 @@ from typing import Final
 
 import msgspec
 
+from bench.arguments import natural, positive
+from bench.load.results.files import check_output_with_text
 from bench.simulator.broken_routers import ROUTER_MUTATIONS
 from bench.simulator.broken_workers import WORKER_MUTATIONS
 from bench.simulator.mutation import Mutation
 from bench.simulator.results import header, made, write
 from bench.simulator.scenario import draw
 from bench.simulator.simulation import Simulation
-from cluster.errors import BatonError
+from cluster.errors import BatonError, ConfigError
 
 MUTATIONS: Final = ROUTER_MUTATIONS + WORKER_MUTATIONS
 DEFAULT_SEEDS = 200
@@ -88,10 +90,10 @@ def find_all(
 def main(arguments: Sequence[str] | None = None) -> int:
     """A table of mutation → seeds needed → rule; 1 if one was not found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--seeds", type=int, default=DEFAULT_SEEDS, help="at most so many per mutation")
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seeds", type=positive, default=DEFAULT_SEEDS, help="at most so many per mutation")
+    parser.add_argument("--first-seed", type=natural, default=0)
     parser.add_argument("--only", help="mutations whose name has this text")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--jobs", type=positive, default=1, help="processes at a time")
     parser.add_argument("--out", type=Path, help="write the result there as JSON, and as text beside it")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -102,6 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     wanted = [mutation for mutation in MUTATIONS if not given.only or given.only in mutation.name]
+    if not wanted:
+        parser.error(f"no mutation has `{given.only}` in its name")
+    if given.out is not None:
+        try:
+            check_output_with_text(given.out)
+        except ConfigError as error:
+            parser.error(str(error))
     started = time.perf_counter()
     lines = [f"{'rule broken':<46} {'seeds':>5}  found as"]
     rows = []

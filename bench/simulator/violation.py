@@ -17,6 +17,7 @@ RULES: Final = {
     "quiet": "nothing is left when all requests have ended",
     "limits": "no tenant gets more than its limits allow, through all routers together",
     "lost": "a request is never left with a worker that is gone",
+    "index": "what a router believes cached is what the worker has",
     "core": "no decision fails",
 }
 

@@ -23,8 +23,8 @@ _LEAST_STEP = 16  # between sizes above it; below they are powers of two
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 32, 48, ..., later apart by an eighth of a power of two, up to `max_num_seqs` or
-    `MOST_ROWS`: from 16 rows on at most 15, or an eighth, are padding."""
+    """1, 2, 4, 8, 16, 32, 48, ..., from 128 on apart by a quarter of the power of two below, up to
+    `max_num_seqs` or `MOST_ROWS`: at most 15 rows are padding up to 128, then less than a fifth."""
     most = min(max_num_seqs, MOST_ROWS)
     sizes = [1]
     while sizes[-1] < most:

@@ -34,12 +34,12 @@ from cluster.engine.gpu_memory import (
     size_pool,
 )
 from cluster.engine.gpu_runner import GpuRunner
-from cluster.engine.graph_capture import CudaCapture, eager, first_line
+from cluster.engine.graph_capture import CudaCapture, eager
 from cluster.engine.load import load_decoder
 from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
 from cluster.engine.weights_file import DATA
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import ConfigError, first_line
 from cluster.ids import BlockId
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import TORCH_DTYPES, KVPool
@@ -85,11 +85,9 @@ class GpuModel:
                 self.prepared, pool, self.backend, self.decoder.max_model_len, decoder=self.decoder
             )
             runner.warm_up()
-        except (BatonError, ValueError):
-            raise
+            graphs = self._make_graphs(pool) if self.most_decode_rows else None
         except RuntimeError as error:
-            raise ConfigError(f"no step can be computed on this GPU: {first_line(error)}") from error
-        graphs = self._make_graphs(pool) if self.most_decode_rows else None
+            raise _cannot_compute(error) from error
         logger.info(
             "model `%s` on %s is warm after %.2f s",
             self.prepared.name,
@@ -158,6 +156,8 @@ def open_on_gpu(
             f"{gib(weights)} of weights in {gib(free)} of free GPU memory ({first_line(error)}): lower "
             "`--prefill-chunk`, `--local-chunk` or `--max-num-seqs`"
         ) from error
+    except RuntimeError as error:
+        raise _cannot_compute(error) from error
     free, total = _free_and_total(backend.device)
     memory = DeviceMemory(total=total, free=free, weights=weights, steps=steps)
     flag = "--decode-kv" if config.role is Role.DECODE else "--prefill-kv"
@@ -171,6 +171,10 @@ def open_on_gpu(
         gib(total),
     )
     return GpuModel(prepared, backend, decoder, num_blocks, most_decode_rows)
+
+
+def _cannot_compute(error: RuntimeError) -> ConfigError:
+    return ConfigError(f"no step can be computed on this GPU: {first_line(error)}")
 
 
 def _measure_steps(

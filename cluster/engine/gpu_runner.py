@@ -2,7 +2,8 @@
 
 1. A plan whose shape was prepared goes by `DecodeGraphs`; chunks, mixed steps and steps that want the
    prompt's log-probabilities go launch by launch. Both give the same bits.
-2. A step ends when the device has: what it wrote can then be read by whoever sends it, on any stream.
+2. A step ends when the device has, a failed one too: what it wrote can then be read by whoever sends it, on
+   any stream, and its blocks can be another's.
 3. Out of memory: the step's requests fail in one sentence, memory that was kept for reuse goes back, and the
    next step runs. A fault of the device ends the process, since no later step could succeed.
 """
@@ -16,9 +17,8 @@ import torch
 
 from cluster.engine.batch import StepOutput, StepPlan
 from cluster.engine.decode_graphs import DecodeGraphs
-from cluster.engine.graph_capture import first_line
 from cluster.engine.runner import ModelRunner
-from cluster.errors import DeviceLost, StepError
+from cluster.errors import DeviceLost, StepError, first_line
 from cluster.sampling import TokenOutput
 
 
@@ -40,9 +40,10 @@ class GpuRunner:
         try:
             return self._decode(plan, await_history) or self._compute(plan, await_history)
         except torch.OutOfMemoryError as error:
+            self._finish_after(error)
             reason = first_line(error)
-        except RuntimeError as error:
-            self._check_device(error)
+        except Exception as error:
+            self._finish_after(error)
             raise
         # The traceback is gone by now, and with it the tensors that its frames held.
         if self._device.type == "cuda":
@@ -73,7 +74,8 @@ class GpuRunner:
             torch.cuda.current_stream(self._device).synchronize()
         return StepOutput(output.outputs, time.perf_counter() - started_s)
 
-    def _check_device(self, error: RuntimeError) -> None:
+    def _finish_after(self, error: Exception) -> None:
+        """What was launched before `error` may still write into blocks that are about to be freed."""
         if self._device.type != "cuda":
             return
         try:

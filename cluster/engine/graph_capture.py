@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from cluster.errors import first_line
+
 Work = Callable[[], None]
 
 
@@ -63,8 +65,3 @@ class CudaCapture:
             raise CaptureError(first_line(error)) from error
         replay: Work = graph.replay
         return replay
-
-
-def first_line(error: BaseException) -> str:
-    """Of its message; torch says much more in the lines after it."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -104,7 +104,7 @@ class WorkerEngine:
         def run(runner: Runner) -> StepModel:
             started_s = time.perf_counter()
             used = pool[:num_blocks]
-            before = used.clone()
+            before = used.to("cpu", copy=True)  # a GPU may have no room for it
             used.zero_()  # whatever memory held before: no step meets a number that is none
             try:
                 found = fit_calibration(measure(runner, Pool(num_blocks, size, self.max_model_len)))

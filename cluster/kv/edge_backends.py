@@ -38,6 +38,7 @@ from cluster.kv.edge_device import finish_stream
 NUM_RANKS = 2
 BREAK_TAG = 0  # no transfer uses it
 NCCL_STALL_TIMEOUT_S = 0.9
+_WAITS_PRIORITY = -2  # of no stream that copies or computes: see `cluster.kv.edge_device`
 _NCCL_MAX_BLOCKS = 4  # thread blocks per group: what a spinning receive takes from the engine, at most
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -124,7 +125,7 @@ class Nccl:
             raise EdgeError(reason)
         self._device = device
         self.stall_timeout_s: float | None = stall_timeout_s
-        self._waits: Any = torch.cuda.Stream(device)
+        self._waits: Any = torch.cuda.Stream(device, priority=_WAITS_PRIORITY)
         self._is_aborted = False
 
     def staging_device(self, pool: torch.device) -> torch.device:

@@ -7,6 +7,10 @@
 3. `finish` sleeps until the edge's copies are done. Then whoever launches a kernel later sees them, in
    whatever process it is.
 
+torch has 32 streams of each priority and hands them out in turn. What copies is of another priority than what
+waits for a peer (`cluster.kv.edge_backends`), and than NCCL's own: an edge whose peer is dead never stands in
+the way of another's copies.
+
 What the device refuses comes out as an `EdgeError`: it ends this edge.
 """
 
@@ -18,7 +22,9 @@ from typing import Any
 
 import torch
 
-from cluster.errors import EdgeError
+from cluster.errors import EdgeError, first_line
+
+_COPIES_PRIORITY = -1  # of streams; lower goes first
 
 
 class CopyQueue:
@@ -26,7 +32,9 @@ class CopyQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = (
+            torch.cuda.Stream(device, priority=_COPIES_PRIORITY) if device.type == "cuda" else None
+        )
 
     @contextmanager
     def order(self) -> Iterator[None]:
@@ -53,8 +61,7 @@ def _told_as_edge_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise EdgeError(f"copying KV on {device} failed: {first_line}") from error
+        raise EdgeError(f"copying KV on {device} failed: {first_line(error)}") from error
 
 
 def finish_stream(stream: Any) -> None:

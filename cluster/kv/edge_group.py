@@ -304,12 +304,20 @@ def _finish(part: PartSent | PartPosted, link: GroupLink, deadline: float) -> No
 
 async def _close(link: GroupLink, threads: list[EdgeThread], timeout_s: float) -> None:
     """Fail what waits, then end the threads, then let go of the link: from a thread of its own, since
-    breaking off blocks for some milliseconds."""
+    breaking off blocks for some milliseconds, and for ever where a group does not let go."""
     helper = EdgeThread(f"kv-edge {link.name} close")
+
+    async def within(job: Callable[[], None]) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await helper.run(job)
+        except TimeoutError:
+            raise EdgeError(f"KV edge {link.name}: not closed within {timeout_s:g} s") from None
+
     try:
-        await helper.run(lambda: link.break_off("closed"))
+        await within(lambda: link.break_off("closed"))
         for thread in threads:
             await thread.join(timeout_s)
-        await helper.run(link.close)
+        await within(link.close)
     finally:
         await helper.join(timeout_s)

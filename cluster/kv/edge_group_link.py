@@ -32,7 +32,7 @@ from typing import Any
 from torch import Tensor
 from torch import distributed as dist
 
-from cluster.errors import EdgeError
+from cluster.errors import EdgeError, first_line
 from cluster.kv.edge import EdgeName
 from cluster.kv.edge_backends import NUM_RANKS, GroupBackend
 from cluster.kv.edge_watch import EdgeWatch
@@ -101,7 +101,7 @@ class GroupLink:
                     master_listen_fd=listener.detach(),
                 )
         except (OSError, RuntimeError) as error:
-            raise EdgeError(f"KV edge {name}: cannot listen on {host}: {_first_line(error)}") from error
+            raise EdgeError(f"KV edge {name}: cannot listen on {host}: {_said(error)}") from error
         prefix = f"{backend.name}/{name}/{nonce}"
         link = cls(name, DECODE_RANK, (host, port), prefix, connect_timeout_s, backend, store)
         return link, {"host": host, "port": port, "nonce": nonce}
@@ -138,9 +138,7 @@ class GroupLink:
             store = dist.PrefixStore(self._prefix, self._store)
             group = self.backend.make_group(store, self._rank, host, self._connect_timeout_s)
         except (OSError, RuntimeError) as error:
-            raise self.failure(
-                f"no connection to the {self._peer_role} worker: {_first_line(error)}"
-            ) from error
+            raise self.failure(f"no connection to the {self._peer_role} worker: {_said(error)}") from error
         with self._lock:
             if self._broken is not None:
                 raise EdgeError(self._broken)
@@ -187,7 +185,7 @@ class GroupLink:
                 self.backend.break_off(group, self._peer_rank)
             except RuntimeError as error:
                 raise EdgeError(
-                    f"KV edge {self.name}: its transfers cannot be aborted: {_first_line(error)}"
+                    f"KV edge {self.name}: its transfers cannot be aborted: {_said(error)}"
                 ) from error
         elif self._rank == DECODE_RANK and self._store is not None:
             self._stop_waiting_for_dial()
@@ -239,12 +237,10 @@ class GroupLink:
             )
             client.set(f"{self._prefix}/{_DIALLED}", "no")
         except RuntimeError as error:
-            raise EdgeError(
-                f"KV edge {self.name}: its store does not answer: {_first_line(error)}"
-            ) from error
+            raise EdgeError(f"KV edge {self.name}: its store does not answer: {_said(error)}") from error
 
     def _explain(self, error: RuntimeError) -> str:
-        text = _first_line(error)
+        text = _said(error)
         if "Timed out waiting" in text:
             return self._too_late()
         if not self._is_connected:  # NCCL finds out only now whether it can work between these two
@@ -269,6 +265,6 @@ class GroupLink:
             return EdgeError(self._broken)
 
 
-def _first_line(error: BaseException) -> str:
-    """Groups and stores explain in paragraphs, after the place in their source."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rsplit("third_party/", 1)[-1][:200]
+def _said(error: BaseException) -> str:
+    """Groups and stores put the place in their source before it."""
+    return first_line(error).rsplit("third_party/", 1)[-1]

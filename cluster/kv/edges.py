@@ -6,12 +6,12 @@
 - `cuda_ipc`: one host with GPUs; P writes into D's pool, which is shared GPU memory.
 - `nccl`: GPUs of any two hosts; as `gloo`, between GPU memories.
 
-D makes its pool with `make_pool` for the kind it offers and P its own with `make_source_pool`; D makes one
-receiver per peer with `make_receiver` at `EdgeHello`, and answers with the receiver's endpoint; P makes its
-sender from that answer.
+D makes one receiver per peer with `make_receiver` at `EdgeHello`, and answers with the receiver's endpoint; P
+makes its sender from that answer.
 
-Where a worker keeps its KV is its engine's choice: `check_kind` and `check_memory` say before anything is
-allocated whether edges of a kind can work with it.
+Where a worker keeps its KV is its engine's choice, and so the engine makes the pool: `check_kind` and
+`check_memory` say before that whether edges of a kind can work with it. `make_pool` (D's) and
+`make_source_pool` (P's) are for edges without an engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import os
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-
-import torch
 
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_copy import BlockRegion
@@ -57,6 +55,11 @@ class EdgeKind(Enum):
         """Whether both pools lie in GPU memory."""
         return self in (EdgeKind.CUDA_IPC, EdgeKind.NCCL)
 
+    @property
+    def in_ds_pool(self) -> bool:
+        """Whether P writes into D's pool from another process, so that D's has to be shared."""
+        return self in (EdgeKind.SHM, EdgeKind.CUDA_IPC)
+
 
 def edge_kind(name: str) -> EdgeKind:
     """The kind called `name`.
@@ -88,13 +91,13 @@ def check_kind(kind: EdgeKind) -> None:
         raise ConfigError(f"--kv-edge nccl: {reason}")
 
 
-def check_memory(kind: EdgeKind, device: torch.device) -> None:
-    """Whether edges of this kind can reach the KV of an engine that keeps it on `device`.
+def check_memory(kind: EdgeKind, device_type: str) -> None:
+    """Whether edges of this kind can reach the KV of an engine that keeps it on a device of this type.
 
     Raises:
         ConfigError: it moves KV between GPUs, and this KV lies elsewhere.
     """
-    if kind.on_gpu and device.type != "cuda":
+    if kind.on_gpu and device_type != "cuda":
         raise ConfigError(
             f"--kv-edge {kind.value} moves KV between GPUs, and this worker's backend keeps it in memory of "
             "the host: choose a backend that computes on a GPU, or `--kv-edge shm` or `gloo`"
@@ -107,14 +110,10 @@ def make_pool(kind: EdgeKind, layout: KVLayout) -> KVPool:
     Raises:
         ConfigError: there is not so much memory, or no GPU for a kind that needs one.
     """
-    match kind:
-        case EdgeKind.SHM:
-            return KVPool.shared(layout)
-        case EdgeKind.CUDA_IPC:
-            check_kind(kind)
-            return shared_device_pool(layout, current_device())
-        case _:
-            return make_source_pool(kind, layout)
+    if not kind.in_ds_pool:
+        return make_source_pool(kind, layout)
+    check_kind(kind)
+    return shared_device_pool(layout, current_device()) if kind.on_gpu else KVPool.shared(layout)
 
 
 def make_source_pool(kind: EdgeKind, layout: KVLayout) -> KVPool:

@@ -27,12 +27,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cluster.errors import ConfigError, EdgeError
+from cluster.errors import ConfigError, EdgeError, first_line
 from cluster.kv.layout import KVLayout
+from cluster.kv.memory import GIB
 from cluster.kv.pool import HEADER_BYTES, TORCH_DTYPES, KVPool, check_header, pool_header
 from cluster.wire.messages import KVGeometry
-
-GIB = 2**30
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -90,7 +89,7 @@ def shared_device_pool(layout: KVLayout, device: torch.device, num_scratch_block
         exported = buffer.untyped_storage()._share_cuda_()
     except RuntimeError as error:
         raise ConfigError(
-            f"the KV pool's GPU memory cannot be shared ({_first_line(error)}): use `--kv-edge nccl`, or "
+            f"the KV pool's GPU memory cannot be shared ({first_line(error)}): use `--kv-edge nccl`, or "
             "unset `expandable_segments` in PYTORCH_CUDA_ALLOC_CONF"
         ) from error
     handle = CudaIpcHandle(_uuid(exported[0]), *exported[1:])
@@ -129,21 +128,23 @@ def attach_device_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> 
         )
     index = _index_of(handle.device)
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(
-            index,
-            handle.memory,
-            handle.size_bytes,
-            handle.offset_bytes,
-            handle.counter,
-            handle.counter_offset,
-            handle.event,
-            handle.event_required,
-        )
-        buffer = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
-        header = bytes(buffer[:HEADER_BYTES].cpu().tolist())
+        # On a stream of its own: the caller, an event loop, does not wait for the step that is running.
+        with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):
+            storage = torch.UntypedStorage._new_shared_cuda(
+                index,
+                handle.memory,
+                handle.size_bytes,
+                handle.offset_bytes,
+                handle.counter,
+                handle.counter_offset,
+                handle.event,
+                handle.event_required,
+            )
+            buffer = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+            header = bytes(buffer[:HEADER_BYTES].cpu().tolist())
     except RuntimeError as error:
         raise EdgeError(
-            f"the KV pool on GPU {handle.device} cannot be mapped ({_first_line(error)}): the worker is "
+            f"the KV pool on GPU {handle.device} cannot be mapped ({first_line(error)}): the worker is "
             "gone, or runs as another user or in another container; `--kv-edge nccl` works there"
         ) from error
     check_header(header, f"the memory mapped on GPU {handle.device}", nonce, geometry)
@@ -192,7 +193,3 @@ def _index_of(uuid: str) -> int:
             "`--kv-edge nccl` works there"
         )
     return seen.index(uuid)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -31,7 +31,15 @@ CLOSE_TIMEOUT_S: Final = 2.0
 _READ_BYTES: Final = 256 << 10
 
 M = TypeVar("M")
-K = TypeVar("K")
+
+
+class Kept(Protocol):
+    """What holds a descriptor of its own of a connection that was handed over."""
+
+    def close(self) -> None: ...
+
+
+K = TypeVar("K", bound=Kept)
 
 
 class Stream(Generic[M]):
@@ -161,24 +169,27 @@ class Stream(Generic[M]):
         except (TimeoutError, OSError):  # the peer takes no more: what it did not read is lost with it
             self._writer.transport.abort()
 
-    async def hand_over(self, keep: Callable[[int], K | None]) -> K | None:
-        """Write out what was posted and let `keep` have a file descriptor of the connection, which goes on;
-        this object is closed. What `keep` returns; None: it does not want it, and the connection ends.
+    async def hand_over(self, last: msgspec.Struct, keep: Callable[[int], K | None]) -> K | None:
+        """Let `keep` have a file descriptor of the connection, which goes on; this object is closed. `last`
+        is said only once the descriptor is kept. What `keep` returns; None: it does not want it, and the
+        connection ends with nothing said.
 
         Raises:
-            WireError: the stream is closed, or the peer does not read.
+            WireError: the stream is closed, or the peer does not read; what was kept is closed.
         """
         if self.is_closed:
             raise self._error or WireError(f"stream to {self.peer} is closed")
-        self._writer.transport.set_write_buffer_limits(0)  # a drain waits for the last byte
-        self._flush()
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._writer.drain()
             descriptor = os.dup(self._writer.get_extra_info("socket").fileno())
             kept = keep(descriptor)
             if kept is None:
                 os.close(descriptor)
+                return None
+            try:
+                await self._say_last(last)
+            except BaseException:
+                kept.close()
+                raise
             return kept
         except TimeoutError as error:
             raise WireError(f"{self.peer} did not read for {CLOSE_TIMEOUT_S:g} s") from error
@@ -186,6 +197,13 @@ class Stream(Generic[M]):
             raise WireError(f"stream to {self.peer} broke: {error}") from error
         finally:
             self.abort()
+
+    async def _say_last(self, last: msgspec.Struct) -> None:
+        self._writer.transport.set_write_buffer_limits(0)  # a drain waits for the last byte
+        self.post(last)
+        self._flush()
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await self._writer.drain()
 
     def abort(self) -> None:
         """Close at once; what was posted and not sent is lost."""

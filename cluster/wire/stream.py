@@ -1,7 +1,8 @@
 """Dial and accept: the asyncio driver of the handshake. What comes out are `Stream`s.
 
 1. `connect` dials, or a `Listener` accepts.
-2. Both run the handshake within a deadline; not a byte of a message is read before it is done.
+2. Both run the handshake within a deadline; not a byte of a message is read before it is done. When too many
+   are pending, a newcomer takes the place of the oldest: who only holds connections open keeps nobody out.
 3. The dialler gets its `Stream`; the listener runs `on_stream` for each, in a task of its own, and closes the
    stream when that returns.
 """
@@ -92,7 +93,7 @@ class Listener:
         self._max_frame_bytes = max_frame_bytes
         self._max_pending_bytes = max_pending_bytes
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_handshakes = 0
+        self._handshakes: dict[asyncio.StreamWriter, None] = {}  # pending, oldest first
         self._server: asyncio.Server | None = None
         self._socket_file: tuple[str, int] | None = None  # path and inode of the unix socket we made
         self.address = ""  # where to dial: the real port when port 0 was asked
@@ -156,10 +157,12 @@ class Listener:
             self._tasks.discard(task)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if self._num_handshakes >= MAX_PENDING_HANDSHAKES:
-            logger.warning("connection refused: %d handshakes are pending", self._num_handshakes)
-            return False
-        self._num_handshakes += 1
+        if len(self._handshakes) >= MAX_PENDING_HANDSHAKES:
+            logger.warning("%d handshakes are pending: the oldest makes room", len(self._handshakes))
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.transport.abort()
+        self._handshakes[writer] = None
         try:
             _set_nodelay(writer)
             async with asyncio.timeout(self._handshake_timeout_s):
@@ -175,7 +178,7 @@ class Listener:
         else:
             return True
         finally:
-            self._num_handshakes -= 1
+            self._handshakes.pop(writer, None)  # gone if it made room
         return False
 
 

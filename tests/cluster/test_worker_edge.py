@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.config import ClusterConfig, WorkerConfig
+from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.launch_plan import ENTRIES
 from cluster.role_by_hand import ByHand, config_by_hand
+from cluster.role_config import WorkerConfig
 from cluster.role_process import load_entry
 
 ROLES = pytest.mark.parametrize("role", ["prefill", "decode"])

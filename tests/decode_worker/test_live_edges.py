@@ -11,24 +11,15 @@ from cluster.ids import Epoch, WorkerId
 from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edge_local import InPlaceReceiver
 from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
-from cluster.wire.messages import KVGeometry, Refused
+from cluster.wire.messages import Refused
 from cluster.wire.stream import Stream, connect
 from cluster.worker_io import EdgeDown, EdgeUp, Event, Peer, WriterGone
 from decode_worker.live_edges import DecodeEdges
+from tests.support.small_geometry import GEOMETRY
 
 TOKEN = b"k" * 32
 ME = Peer(WorkerId("decode-0"), Epoch(2))
 P = Peer(WorkerId("prefill-0"), Epoch(1))
-GEOMETRY = KVGeometry(
-    first_layer=0,
-    num_layers=1,
-    first_head=0,
-    num_heads=1,
-    head_dim=8,
-    block_size=4,
-    num_blocks=8,
-    dtype="float32",
-)
 
 
 class Decode:
@@ -133,5 +124,32 @@ async def test_a_dial_for_which_no_receiver_can_be_made_is_told_why(tmp_path: Pa
             assert "this worker holds 16 edges" in answer.reason
             await stream.close()
         assert decode.events == []
+    finally:
+        await decode.edges.close()
+
+
+class Hanging(InPlaceReceiver):
+    """Its connection does not let go."""
+
+    async def close(self) -> None:
+        raise EdgeError("thread `kv-edge p/d` did not end within 15 s")
+
+
+class Stuck(Decode):
+    def _receiver(self, hello: EdgeHello) -> KVReceiver:
+        return Hanging(EdgeName(hello.worker, hello.epoch, ME.worker, ME.epoch), {})
+
+
+async def test_an_edge_that_cannot_be_closed_is_down_all_the_same(tmp_path: Path) -> None:
+    """Its requests learn of it, and the next dial finds no older edge to wait for."""
+    decode = Stuck()
+    address = await decode.edges.start(f"unix:{tmp_path}/kv")
+    try:
+        first, _ = await dial(address, ME)
+        await first.close()
+        assert [type(event) for event in await decode.heard(2)] == [EdgeUp, EdgeDown]
+        second, welcome = await dial(address, ME)
+        assert isinstance(welcome, EdgeWelcome)
+        await second.close()
     finally:
         await decode.edges.close()

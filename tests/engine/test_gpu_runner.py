@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cluster.engine.batch import Row, SampleSpec, StepPlan
+from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine.decode_graphs import DecodeGraphs
 from cluster.engine.decode_inputs import DecodeInputs
 from cluster.engine.gpu_runner import GpuRunner
@@ -25,7 +26,7 @@ from cluster.engine.graph_capture import CaptureError, CudaCapture, Work
 from cluster.engine.model_spec import Dtype
 from cluster.engine.prepare import prepare_model
 from cluster.engine.runner import ModelRunner
-from cluster.errors import StepError
+from cluster.errors import DeviceLost, StepError
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
 from kernels.reference import ReferenceBackend
@@ -121,9 +122,9 @@ class World:
         self.runner = GpuRunner(self.plain, graphs, backend.device)
         write = inputs.write
 
-        def counted(*arguments: Any) -> None:
+        def counted(rows: Any, num_rows: int) -> None:
             self.num_written += 1
-            write(*arguments)
+            write(rows, num_rows)
 
         inputs.write = counted  # type: ignore[method-assign]
 
@@ -287,6 +288,42 @@ def test_out_of_memory_fails_one_step_in_one_sentence(
     assert "\n" not in str(error.value)
     world.step(one)
     assert alone.has(GREEDY, one)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), StepError),
+        (RuntimeError("no kernel"), RuntimeError),
+        (ValueError("a grammar"), ValueError),
+    ],
+)
+def test_a_step_that_fails_ends_when_the_device_has(
+    error: Exception, told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are freed then, and an edge may write into them on another stream."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    class Failing:
+        def run(self, plan: StepPlan) -> StepOutput:
+            raise error
+
+    runner: Any = Failing()
+    with pytest.raises(told):
+        GpuRunner(runner, None, torch.device("cuda", 0)).run(StepPlan(()))
+    assert waited == [torch.device("cuda", 0)]
+
+
+def test_a_device_that_faulted_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fault)
+    runner: Any = SimpleNamespace(run=fault)
+    with pytest.raises(DeviceLost, match="cannot use it again: CUDA error: an illegal memory access was enc"):
+        GpuRunner(runner, None, torch.device("cuda", 0)).run(StepPlan(()))
 
 
 def test_a_plan_that_cannot_be_computed_is_refused_as_ever(prepared: Any, backend: Any) -> None:

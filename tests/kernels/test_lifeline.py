@@ -148,6 +148,19 @@ def test_the_process_keeps_no_file_of_it(pair: tuple[socket.socket, socket.socke
     assert set(os.listdir("/proc/self/fd")) - before == set()
 
 
+def test_a_process_goes_on_with_the_library_it_began_with(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not compiled anew when a link breaks, though the sources are others by then."""
+    held(pair[0]).close()
+
+    def compile_anew() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("kernels.cpu.lifeline.load_library", compile_anew)
+    held(pair[1]).close()
+
+
 def test_files_of_the_process_are_untouched(pair: tuple[socket.socket, socket.socket]) -> None:
     """Those of other ends stay open while a lifeline is held, and close when the process closes them."""
     _, there = pair

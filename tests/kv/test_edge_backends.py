@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -21,6 +22,8 @@ from cluster.errors import ConfigError, EdgeError
 from cluster.ids import BlockId
 from cluster.kv import edge_backends
 from cluster.kv.edge_backends import Nccl, settle_nccl, why_no_nccl
+from cluster.kv.edge_device import CopyQueue
+from cluster.kv.edge_group import _close
 from cluster.kv.edge_group_parts import TRAILER_BYTES
 from cluster.kv.edges import EdgeKind, check_kind, check_memory, make_pool, make_source_pool
 from cluster.kv.layout import KVLayout
@@ -59,7 +62,7 @@ def test_a_setting_that_ends_the_process_with_its_peer_is_refused(
     """Before anything starts, and again when an edge is made."""
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
     sentence = f"TORCH_NCCL_ASYNC_ERROR_HANDLING={value} ends this process when one peer dies"
     for error, use in (
@@ -90,8 +93,8 @@ def test_without_a_gpu_its_kinds_are_refused(kind: EdgeKind, make: Any) -> None:
 def test_kv_in_memory_of_the_host_moves_over_what_moves_such(kind: EdgeKind) -> None:
     refused = pytest.raises(ConfigError, match=f"--kv-edge {kind.value} moves KV between GPUs")
     with refused if kind.on_gpu else nullcontext():
-        check_memory(kind, torch.device("cpu"))
-    check_memory(kind, torch.device("cuda", 0))  # over gloo it is staged in memory of the host
+        check_memory(kind, "cpu")
+    check_memory(kind, "cuda")  # over gloo it is staged in memory of the host
 
 
 class FakeGroup:
@@ -116,7 +119,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeGroup, raising=False)
     for name in ("Stream", "device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     monkeypatch.setattr(edge_backends, "finish_stream", lambda stream: None)
     for name in NCCL_SETTINGS:
         monkeypatch.setenv(name, "")  # so that what is set in its place goes with the test
@@ -159,6 +162,30 @@ def test_an_aborted_transfer_looks_done_and_is_not_taken_for_it(nccl: Nccl) -> N
     nccl.break_off(group, 1)
     assert group.is_aborted
     assert not nccl.wait(work, 1.0)
+
+
+def test_what_waits_for_a_peer_shares_no_stream_with_what_copies(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch deals 32 streams of a priority out in turn; NCCL takes those of priority 0."""
+    priorities: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority=0: priorities.append(priority))
+    CopyQueue(torch.device("cuda", 0))
+    Nccl(torch.device("cuda", 0))
+    assert len({0, *priorities}) == 3
+
+
+@pytest.mark.parametrize("method", ["break_off", "close"])
+async def test_a_group_that_does_not_let_go_fails_the_closing_in_time(method: str) -> None:
+    let_go = threading.Event()
+    link: Any = SimpleNamespace(name="p/d", break_off=lambda reason: None, close=lambda: None)
+    setattr(link, method, lambda *_: let_go.wait(60))
+    try:
+        with pytest.raises(EdgeError, match=r"within 0\.2 s"):
+            async with asyncio.timeout(30):
+                await _close(link, [], 0.2)
+    finally:
+        let_go.set()
 
 
 @pytest.fixture

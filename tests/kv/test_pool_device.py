@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import msgspec
@@ -71,22 +73,32 @@ def test_endpoints_that_cannot_be_are_refused_before_anything_is_mapped(
 
 def test_a_gpu_is_found_by_its_name_not_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer's GPU 0 is this process's GPU 1; opening it fails here, and is told as the peer's loss."""
-    opened = []
+    opened: list[object] = []
+    entered: list[object] = []
+
+    @contextmanager
+    def enter(what: object) -> Iterator[None]:
+        entered.append(what)
+        yield
+        entered.pop()
 
     def open_handle(*arguments: object) -> None:
-        opened.append(arguments)
+        opened.append((*arguments, list(entered)))
         raise RuntimeError("CUDA error: invalid resource handle\nmore lines")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{[0, 1][index]}")
     )
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"stream of {index}")
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_handle)
     endpoint: dict[str, str | int] = {"pid": 1, "nonce": "00" * 16, "ipc": HANDLE.to_text()}
     with pytest.raises(EdgeError, match=r"cannot be mapped \(CUDA error: invalid resource handle\)"):
         attach_device_pool(endpoint, GEOMETRY)
     expected = (HANDLE.memory, NEEDED, 512, b"/torch_1", 0, HANDLE.event, True)
-    assert opened == [(1, *expected)]
+    assert opened == [(1, *expected, [1, "stream of 1"])]  # not where the engine's steps are
 
 
 def test_the_header_tells_whose_memory_it_is() -> None:

@@ -40,11 +40,15 @@ def simple_search(model: Model, rules: BeamRules) -> Found:
     for length in range(1, rules.max_tokens + 1):
         grown = []
         for prefix, total in beams:
-            for token, logprob in model(prefix)[: 2 * rules.width]:
+            all_tokens = model(prefix)
+            looked_at = all_tokens[: 2 * rules.width]
+            if length <= rules.min_tokens and all(token in rules.end_ids for token, _ in looked_at):
+                looked_at = [item for item in all_tokens if item[0] not in rules.end_ids][:1]
+            for token, logprob in looked_at:
                 path, cumulative = (*prefix, token), total + logprob
                 if token not in rules.end_ids:
                     grown.append((path, cumulative))
-                elif length >= rules.min_tokens:
+                elif length > rules.min_tokens:
                     ended.append((path, FinishReason.STOP, rules.score(cumulative, length)))
         beams = sorted(grown, key=lambda item: -item[1])[: rules.width]
         if rules.early_stopping and len(ended) >= rules.width and length < rules.max_tokens:
@@ -100,7 +104,7 @@ class Streams:
         prefix, outputs = fork.prefix, []
         for _ in range(fork.max_tokens):
             best = self._model(prefix)
-            may_end = len(prefix) + 1 >= self._rules.min_tokens
+            may_end = len(prefix) >= self._rules.min_tokens
             token, logprob = next(item for item in best if may_end or item[0] not in self._rules.end_ids)
             outputs.append(TokenOutput(token, logprob, tuple(best[: self._rules.num_logprobs])))
             prefix = (*prefix, token)
@@ -202,3 +206,17 @@ def test_a_token_without_a_probability_is_no_candidate() -> None:
     search.start()
     assert search.take(0, outputs) == [Drop(0)]
     assert [[output.token_id for output in item.outputs] for item in search.outcome()] == [[1]]
+
+
+def test_a_beam_that_may_not_end_yet_goes_on_though_all_its_best_tokens_would_end_it() -> None:
+    """Models with several ends of text, and `min_tokens`: the stream chose the best token that is none."""
+    search = BeamSearch(BeamRules(width=1, max_tokens=2, end_ids=frozenset({0, 1}), min_tokens=1))
+    search.start()
+    ends = ((0, -0.1), (1, -2.5))
+    assert search.take(0, [TokenOutput(7, -5.0, ends)]) == []
+    assert not search.is_over
+    search.take(0, [TokenOutput(0, -0.1, ends)])
+    [found] = search.outcome()
+    assert [output.token_id for output in found.outputs] == [7, 0]
+    assert found.reason is FinishReason.STOP
+    assert found.score == pytest.approx(-5.1 / 2)

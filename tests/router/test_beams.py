@@ -10,15 +10,22 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.clock import MonotonicClock
 from cluster.errors import Overloaded, WorkerLost
+from cluster.ids import RequestId
+from cluster.metrics import new_metrics
 from cluster.request import RequestSpec
-from cluster.sampling import FinishReason
-from router.beam_search import BeamRules
+from cluster.sampling import FinishReason, SamplingParams
+from router.beam_run import BeamRun
+from router.beam_search import BeamRules, Hypothesis
+from router.generation import charge_of
 from router.limits import GatewayLimits
+from router.output import Piece
+from router.reply import Choice, ChoicePlan
 from tests.router.test_beam_search import simple_search
 from tests.support.byte_tokenizer import EOS
 from tests.support.gateway import RunningGateway, check_error, running_gateway
-from tests.support.scripted_cluster import Script
+from tests.support.scripted_cluster import Script, ScriptedCluster
 from tests.support.sse import CHAT, TEXT
 
 LETTERS = (*b"abcdefghijklmnopqrstuvwxyz", EOS)
@@ -76,6 +83,7 @@ def test_forks_start_from_what_a_beam_has(beams: RunningGateway) -> None:
     assert all(spec.token_ids[: len(PROMPT)] == PROMPT for spec in specs)
     assert [len(spec.token_ids) for spec in specs] == sorted(len(spec.token_ids) for spec in specs)
     for spec in specs:
+        assert spec.is_part
         assert spec.sampling.temperature == 0
         assert spec.sampling.num_logprobs == 6
         assert len(spec.token_ids) + spec.sampling.max_tokens == len(PROMPT) + 12
@@ -187,3 +195,25 @@ def test_a_client_that_leaves_ends_all_beams(beams: RunningGateway) -> None:
     assert {stream.aborted for stream in beams.cluster.streams} >= {"client left"}
     beams.cluster.script = Script()
     beams.check_alive()
+
+
+async def test_a_search_is_charged_for_the_beams_that_were_given_up_too() -> None:
+    """As all candidates of `best_of` are; the usage is that of its answers."""
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, eos_token_ids=(EOS,), num_logprobs=6)
+    spec = RequestSpec(request=RequestId("search"), token_ids=PROMPT, sampling=sampling)
+    rules = BeamRules(width=3, max_tokens=60, end_ids=frozenset({EOS}), length_penalty=-1.0)
+    intake = ScriptedCluster(Script(model=letters))
+    shown: list[Hypothesis] = []
+
+    def show(place: int, hypothesis: Hypothesis, _: object) -> Choice:
+        shown.append(hypothesis)
+        return Choice(ChoicePlan(place, PROMPT), Piece("", (), hypothesis.reason))
+
+    run = BeamRun(
+        intake, spec, rules, show, arrived_s=0.0, clock=MonotonicClock(), metrics=new_metrics("1", "m")
+    )
+    assert len(await run.collect()) == 3
+    run.close()
+    num_answered = sum(len(hypothesis.outputs) for hypothesis in shown)
+    assert run.usage().num_generated_tokens == num_answered < run.num_computed <= 3 * 60
+    assert charge_of([run]) == len(PROMPT) + run.num_computed

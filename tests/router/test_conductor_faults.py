@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from cluster.errors import DeadlineExceeded, NotReady, WorkerLost
 from cluster.ids import Attempt, Epoch, LeaseId, RequestId, WorkerId
 from cluster.request import LifecycleEvent, RequestState
+from cluster.step_model import StepModel
 from cluster.wire.messages import (
     Abort,
     AttemptFailed,
@@ -22,6 +24,7 @@ from cluster.wire.messages import (
     WorkerLoad,
     WorkerState,
 )
+from router.believable import FIGURES, unbelievable
 from router.conductor_io import FromWorker, Send, WorkerGone, WorkerJoined
 from router.config import ConductorConfig
 from router.delivery import StaleReason
@@ -150,6 +153,34 @@ def test_those_that_only_wait_hear_of_it_too() -> None:
     world.kill("d0")
     assert client.error is not None
     assert world.conductor.quiet()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 1e300])
+@pytest.mark.parametrize("name", [*FIGURES, *StepModel.__struct_fields__])
+def test_a_worker_that_mismeasures_harms_nobody(name: str, value: float) -> None:
+    """What it reports cannot be: every request goes on, and what it said before stands."""
+    world = World()
+    world.prefill("p0")
+    for decode in ("d0", "d1"):
+        world.decode(decode)
+    first = world.submit(make_spec("first", max_tokens=6))
+    if name in FIGURES:
+        wrong = WorkerLoad(steps=1, **{name: value})  # type: ignore[arg-type]
+    else:
+        model = StepModel(1e-3, 9e-3, 2e-4, 1e-7, 1e-8)
+        wrong = WorkerLoad(steps=1, step_model=msgspec.structs.replace(model, **{name: value}))
+    assert unbelievable(wrong)
+    for worker in ("p0", "d0", "d1"):
+        beat = Heartbeat(state=WorkerState.READY, load=wrong)
+        world.feed(FromWorker(WorkerId(worker), Epoch(1), beat))
+        load = world.conductor.workers.state(WorkerId(worker))[2]
+        assert load.steps == 1
+        assert unbelievable(load) == []
+    later = [world.submit(make_spec(f"later-{index}", max_tokens=3)) for index in range(3)]
+    world.run()
+    for client in (first, *later):
+        world.assert_served(client)
+    world.assert_quiet()
 
 
 def test_other_requests_do_not_notice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from cluster.errors import (
@@ -725,3 +726,17 @@ def test_lost_error_type_is_only_for_lost_workers() -> None:
     world.work(WorkerId("d0"))
     world.kill("d0")
     assert isinstance(client.error, WorkerLost)
+
+
+def test_only_whole_answers_tell_how_long_answers_are() -> None:
+    """Streams of a beam search end when no beam is on them."""
+    world = World()
+    world.decode("d0")
+    lengths = world.conductor._placing._lengths
+    before = lengths.mean
+    for is_part in (True, False):
+        spec = msgspec.structs.replace(make_spec(f"part-{is_part}", max_tokens=3), is_part=is_part)
+        client = world.submit(spec)
+        world.run()
+        world.assert_served(client)
+        assert (lengths.mean == before) is is_part

@@ -11,6 +11,7 @@ from router.reply import OBFUSCATION_BYTES
 from tests.support.gateway import RunningGateway
 from tests.support.scripted_cluster import Script
 from tests.support.sse import CHAT, TEXT
+from tests.support.tools import ADD
 
 WORDS = (b"a", b"\xe4\xb8\x96\xe7\x95\x8c", b"a word or two", b'"\\"', b"x" * 40)
 OPTIONS: dict[str, Any] = {"stream": True, "max_tokens": 100}
@@ -46,6 +47,18 @@ def test_what_pads_is_never_the_same(gateway: RunningGateway) -> None:
     padding = [json.loads(line[6:]).get("obfuscation") for line in deltas(raw)]
     shown = [one for one in padding if one]
     assert len(shown) == len(set(shown)) == 8
+
+
+def test_text_that_was_held_back_until_the_end_is_padded_too(gateway: RunningGateway) -> None:
+    """It could have become the call of a tool."""
+    gateway.cluster.script = Script(b"so <tool_c")
+    raw = gateway.chat(**OPTIONS, tools=[ADD], stream_options={"include_obfuscation": True}).content
+    chunks = [json.loads(line[6:]) for line in deltas(raw)]
+    shown = [(chunk["choices"][0]["delta"]["content"], "obfuscation" in chunk) for chunk in chunks]
+    assert shown[0] == ("", False)  # the role
+    assert "".join(text for text, _ in shown) == "so <tool_c"
+    assert len(shown[-1][0]) > 1
+    assert all(is_padded for _, is_padded in shown[1:])
 
 
 def test_spaces_between_special_tokens(gateway: RunningGateway) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -406,6 +407,19 @@ async def test_streams_that_do_not_register_are_closed(router: Router) -> None:
     await router.until(lambda: len(router.driver.links) == 0)
 
 
+async def test_what_a_worker_mismeasures_is_told_once(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await router.host.start(DECODE)
+    for _ in range(3):
+        worker.post(Heartbeat(state=WorkerState.READY, load=WorkerLoad(decode_step_s=math.nan, steps=7)))
+    await router.until(lambda: router.driver.cluster().workers[0].load.steps == 7)
+    told = [record.getMessage() for record in caplog.records if "cannot be" in record.getMessage()]
+    assert len(told) == 1
+    assert "(decode_step_s)" in told[0]
+    assert router.driver.cluster().workers[0].load.decode_step_s == 0.0
+
+
 async def lifeline_of(router: Router, link: int) -> Stream[RouterSays]:
     stream = await connect(router.host.address, TOKEN, RouterSays)
     stream.post(Lifeline(link=link))
@@ -437,6 +451,15 @@ async def test_a_lifeline_of_a_link_that_is_gone_ends_nobody(router: Router) -> 
     await asyncio.sleep(3 * LAST_WORDS_S)
     assert len(router.driver.links) == 1
     assert not again.gone.is_set()
+
+
+async def test_a_lifeline_does_not_outlive_its_link(router: Router) -> None:
+    """A host that is lost ends neither of its streams."""
+    decode = await router.host.start(DECODE)
+    lifeline = await lifeline_of(router, decode.link)
+    await asyncio.sleep(HEARTBEAT_S)  # it has been read
+    await decode.kill()
+    assert await asyncio.wait_for(anext(lifeline, None), 5.0) is None
 
 
 async def test_a_lifeline_carries_nothing_else(router: Router) -> None:

@@ -23,7 +23,9 @@ from cluster.ids import RouterId
 from cluster.request_config import RequestConfig
 from cluster.role_config import RouterConfig, dump_config, load_config
 from cluster.wire.messages import Role
-from router.server import bind
+from router.asgi import Receive, Scope, Send
+from router.generation import InFlight
+from router.server import bind, serve_http
 from tests.router.conductor_peers import make_register
 from tests.router.service_peers import Host, LiveWorker
 from tests.router.test_service_process import START_S, expected_text, free_port, write_config
@@ -233,6 +235,7 @@ def test_b132_a_server_that_leaves_a_shared_port_finishes_what_runs(tokenizer_di
             lines = response.iter_lines()
             seen = _text(next(lines))
             with bind("127.0.0.1", gateway.port, is_shared=True) as other:
+                other.listen()
                 other.settimeout(10.0)
                 gateway.stop()
                 deadline = time.monotonic() + 10.0
@@ -251,8 +254,69 @@ async def test_only_those_that_share_a_port_can_have_it_twice(shares: bool) -> N
     port = first.getsockname()[1]
     try:
         if shares:
+            first.listen()
             bind("127.0.0.1", port, is_shared=True).close()
         with pytest.raises(ConfigError, match="in use"):
             bind("127.0.0.1", port)
     finally:
         first.close()
+
+
+async def test_a_router_that_shares_a_port_listens_once_it_can_serve() -> None:
+    """Until then all clients reach the others."""
+    can_serve, stop, listening = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    with bind("127.0.0.1", 0, is_shared=True) as other:
+        other.listen()
+        port = other.getsockname()[1]
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        serving = asyncio.create_task(
+            serve_http(
+                app,
+                InFlight(),
+                "127.0.0.1",
+                port,
+                stop=stop,
+                shares_port_when=can_serve,
+                on_listening=lambda host, port: listening.set(),
+            )
+        )
+        for _ in range(8):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            other.settimeout(10.0)
+            accepted, _ = await asyncio.to_thread(other.accept)
+            accepted.close()
+            writer.close()
+        assert not listening.is_set()
+        other.close()
+        can_serve.set()
+        async with asyncio.timeout(10):
+            await listening.wait()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 204")
+            writer.close()
+            stop.set()
+            assert await serving
+
+
+async def test_a_shared_port_that_somebody_took_alone_is_one_sentence() -> None:
+    can_serve = asyncio.Event()
+    with bind("127.0.0.1", 0, is_shared=True) as ours:
+        port = ours.getsockname()[1]
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+        serving = asyncio.create_task(
+            serve_http(app, InFlight(), "127.0.0.1", port, stop=asyncio.Event(), shares_port_when=can_serve)
+        )
+        await asyncio.sleep(0)
+        ours.close()
+        with bind("127.0.0.1", port):
+            can_serve.set()
+            async with asyncio.timeout(10):
+                with pytest.raises(ConfigError, match="in use"):
+                    await serving

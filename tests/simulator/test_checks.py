@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +21,7 @@ from bench.simulator.verdict import Outcome, judge, judge_deadline, judge_lifecy
 from bench.simulator.violation import RULES, Violation
 from cluster.engine.batch import Row, SampleSpec, StepPlan
 from cluster.errors import ContextLengthExceeded, DeadlineExceeded, WorkerLost
-from cluster.ids import Attempt, BlockId, RequestId
+from cluster.ids import Attempt, BlockHash, BlockId, RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece
 from cluster.request import LifecycleEvent, RequestSpec
@@ -244,6 +246,21 @@ def test_what_is_left_at_the_end_is_seen() -> None:
     assert inspection.left_on_worker(decode) is not None
     assert inspection.left_on_router(simulation.site.routers[0]) is not None
     seen("I6", lambda: inspection.check_empty(decode) if decode.blocks.allocate(1) else None)
+
+
+def test_a_router_that_believes_cached_what_is_not_is_seen() -> None:
+    simulation, prefill, _, _ = busy_cluster(in_place=False)
+    router = simulation.site.routers[0]
+    view = router.conductor.workers.view()
+    view.prefix.store(view.rows[prefill.worker], [BlockHash(b"h" * 16)])
+    seen("index", lambda: inspection.check_index(router, prefill))
+
+
+def test_every_rule_that_is_checked_has_its_sentence() -> None:
+    sources = Path(inspection.__file__).parent.glob("*.py")
+    named = {rule for path in sources for rule in re.findall(r'Violation\(\s*"(\w+)"', path.read_text())}
+    assert len(named) > 10
+    assert named <= RULES.keys()
 
 
 def test_a_worker_that_leaks_makes_the_run_fail(monkeypatch: pytest.MonkeyPatch) -> None:

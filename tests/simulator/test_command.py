@@ -16,6 +16,7 @@ from bench.simulator.mutations import MUTATIONS
 from bench.simulator.simulation import Report
 from bench.simulator.table import Totals, render
 from cluster.cli import app as baton
+from cluster.errors import ConfigError
 from decode_worker.core import DecodeCore
 
 runner = CliRunner()
@@ -119,6 +120,55 @@ def test_a_rule_that_is_not_missed_ends_the_mutation_check_with_1(
 
 def test_a_log_needs_a_seed() -> None:
     assert runner.invoke(app, ["--trace-log"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--seed", "3", "--seeds", "10"],
+        ["--seed", "3", "--first-seed", "10"],
+        ["--seed", "3", "--every-moment"],
+        ["--seeds", "3", "--every-moment"],
+        ["--seeds", "0"],
+        ["--seed", "-1"],
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options: list[str]) -> None:
+    assert runner.invoke(app, [*options, "--requests", "5"]).exit_code == 2
+
+
+def test_a_run_with_its_log_is_written_too(tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    options = ["--seed", "3", "--requests", "5", "--trace-log", "--out", str(out)]
+    assert runner.invoke(app, options).exit_code == 0
+    assert json.loads(out.read_text())["first_seed"] == 3
+
+
+def test_the_text_never_takes_the_place_of_the_result(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["--seeds", "1", "--requests", "5", "--out", str(tmp_path / "runs.txt")])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ConfigError)
+    assert "choose another ending" in str(result.exception)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--only", "no such rule"], "no mutation has `no such rule` in its name"),
+        (["--seeds", "0"], "must be at least 1, not 0"),
+        (["--first-seed", "-1"], "must be at least 0, not -1"),
+        (["--jobs", "0"], "must be at least 1, not 0"),
+        (["--out", "/dev/null/found.json"], "Cannot write"),
+    ],
+)
+def test_a_mutation_check_that_would_check_nothing_is_refused(
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        mutations.main(given)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_two_processes_run_the_same_runs_as_one() -> None:

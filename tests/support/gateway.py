@@ -108,6 +108,8 @@ def running_gateway(
             parts.update(app=app, stop=stop, port=port, loop=asyncio.get_running_loop())
             listening.set()
 
+        can_serve = asyncio.Event()
+        can_serve.set()
         await serve_http(
             app,
             app.state.in_flight,
@@ -116,7 +118,7 @@ def running_gateway(
             stop=stop,
             grace_s=grace_s,
             max_header_bytes=(limits or GatewayLimits()).max_header_bytes,
-            shares_port=shares_port,
+            shares_port_when=can_serve if shares_port else None,
             arrival_s=arrival_s,
             on_listening=on_listening,
         )

@@ -115,7 +115,7 @@ class ScriptedStream(LiveStream):
     def _modelled(self, model: Model, output_ids: Sequence[int]) -> TokenOutput:
         sampling = self.spec.sampling
         best = model((*self.spec.token_ids, *output_ids))
-        too_early = len(output_ids) + 1 < sampling.min_tokens
+        too_early = len(output_ids) < sampling.min_tokens
         masked = {*sampling.eos_token_ids, *sampling.stop_token_ids} if too_early else set()
         token_id, logprob = next(item for item in best if item[0] not in masked)
         scores = self._prompt_scores() if not output_ids else ()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from cluster.errors import ProtocolError
+from cluster.wire import kv_events
 from cluster.wire import kv_messages as kv
 from cluster.wire import messages as m
 from cluster.wire.codec import PREFIX_BYTES, FrameDecoder, encode
@@ -27,8 +28,8 @@ from cluster.wire.messages import PROTOCOL_VERSION
 from cluster.wire.stream import listen
 
 DIRECTIONS: dict[str, Any] = {
-    "router-to-worker": m.RouterToWorker,
-    "worker-to-router": m.WorkerToRouter,
+    "router-to-worker": kv_events.RouterSays,
+    "worker-to-router": kv_events.DiallerSays,
     "prefill-to-decode": kv.PrefillToDecode,
     "decode-to-prefill": kv.DecodeToPrefill,
 }
@@ -53,6 +54,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.floats(allow_nan=False)
         case inspect.StrType():
             return st.text(max_size=20)
+        case inspect.BytesType():
+            return st.binary(max_size=20)
         case inspect.BoolType():
             return st.booleans()
         case inspect.NoneType():
@@ -160,6 +163,8 @@ def _smallest(kind: inspect.Type) -> Any:
             return 0.5
         case inspect.StrType():
             return "text"
+        case inspect.BytesType():
+            return b"bytes"
         case inspect.BoolType():
             return True
     return None

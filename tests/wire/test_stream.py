@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from cluster.errors import AuthenticationError, ConfigError, ProtocolError, WireError
-from cluster.ids import LeaseId
+from cluster.ids import Attempt, LeaseId, RequestId
 from cluster.wire.address import parse_address
-from cluster.wire.codec import encode
+from cluster.wire.codec import MAX_FRAME_BYTES, encode
 from cluster.wire.handshake import FRAME_BYTES, DiallerHandshake
-from cluster.wire.messages import Drain, Drained, Refused, RenewLeases, RouterToWorker, WorkerToRouter
-from cluster.wire.stream import Listener, Stream, connect, listen
+from cluster.wire.messages import Abort, Drain, Drained, Refused, RenewLeases, RouterToWorker, WorkerToRouter
+from cluster.wire.stream import MAX_PENDING_HANDSHAKES, Listener, Stream, connect, listen
 
 TOKEN = b"k" * 32
 Serve = Callable[..., Awaitable[Listener]]
@@ -255,6 +255,21 @@ async def test_b150_slow_handshake_is_cut_at_its_deadline(serve: Serve) -> None:
     await assert_alive(listener.address)
 
 
+async def test_connections_held_open_without_a_handshake_keep_nobody_out(serve: Serve) -> None:
+    listener = await serve(echo_count)
+    held = [await dial_raw(listener.address) for _ in range(MAX_PENDING_HANDSHAKES)]
+    for _, writer in held:
+        writer.write(DiallerHandshake(TOKEN).start()[:10])
+    await assert_alive(listener.address)
+    async with asyncio.timeout(2):
+        assert await held[0][0].read() == b""  # it made room
+    async with asyncio.timeout(2):
+        held[-1][1].write(DiallerHandshake(TOKEN).start()[10:])
+        assert len(await held[-1][0].readexactly(FRAME_BYTES)) == FRAME_BYTES  # the others go on
+    for _, writer in held:
+        writer.close()
+
+
 async def test_wrong_token_is_refused(serve: Serve) -> None:
     listener = await serve(echo_count)
     with pytest.raises(AuthenticationError, match="does not know the cluster token"):
@@ -378,21 +393,20 @@ async def test_a_connection_that_was_handed_over_goes_on_without_the_stream(serv
 
     listener = await serve(note)
     stream = await connect(listener.address, TOKEN, RouterToWorker)
-    stream.post(Drained())
-    descriptor = await stream.hand_over(lambda descriptor: descriptor)
-    assert descriptor is not None
+    kept = await stream.hand_over(Drained(), lambda descriptor: socket.socket(fileno=descriptor))
+    assert kept is not None
     assert stream.is_closed
     async with asyncio.timeout(5):
         assert await received.get() == Drained()
-    os.write(descriptor, encode(Drained()))
+    kept.sendall(encode(Drained()))
     async with asyncio.timeout(5):
         assert await received.get() == Drained()
-    os.close(descriptor)
+    kept.close()
     async with asyncio.timeout(5):
         assert await received.get() == "ended"
 
 
-async def test_a_connection_that_nobody_takes_over_ends(serve: Serve) -> None:
+async def test_a_connection_that_nobody_takes_over_ends_with_nothing_said(serve: Serve) -> None:
     ended = asyncio.Event()
 
     async def wait(stream: Stream[Any]) -> None:
@@ -402,7 +416,27 @@ async def test_a_connection_that_nobody_takes_over_ends(serve: Serve) -> None:
 
     listener = await serve(wait)
     stream = await connect(listener.address, TOKEN, RouterToWorker)
-    assert await stream.hand_over(lambda descriptor: None) is None
+    assert await stream.hand_over(Drained(), lambda descriptor: None) is None
     await asyncio.wait_for(ended.wait(), 5)
     with pytest.raises(WireError, match="is closed"):
-        await stream.hand_over(lambda descriptor: descriptor)
+        await stream.hand_over(Drained(), lambda descriptor: None)
+
+
+async def test_what_was_kept_is_closed_if_the_last_word_cannot_be_said(serve: Serve) -> None:
+    async def wait(stream: Stream[Any]) -> None:
+        async for _ in stream:
+            raise AssertionError
+
+    listener = await serve(wait)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    kept: list[socket.socket] = []
+
+    def keep(descriptor: int) -> socket.socket:
+        kept.append(socket.socket(fileno=descriptor))
+        return kept[0]
+
+    too_long = Abort(request=RequestId("r"), attempt=Attempt(1), reason="x" * MAX_FRAME_BYTES)
+    with pytest.raises(ProtocolError, match="over the frame limit"):
+        await stream.hand_over(too_long, keep)
+    assert kept[0].fileno() == -1
+    assert stream.is_closed

@@ -33,6 +33,19 @@ def check_output(path: Path) -> None:
         _remove(temporary)
 
 
+def check_output_with_text(path: Path) -> None:
+    """`check_output` for a result at `path` and the same as text beside it, with the ending `.txt`.
+
+    Raises:
+        ConfigError: one of them cannot be written, or the text would take the result's place.
+    """
+    beside = path.with_suffix(".txt")
+    if beside == path:
+        raise ConfigError(f"`{path}` is where the result's text goes; choose another ending, such as .json")
+    check_output(path)
+    check_output(beside)
+
+
 def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     """Write beside `path`, then rename: a reader sees the old file or the whole new one.
 

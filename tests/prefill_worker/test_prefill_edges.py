@@ -1,0 +1,93 @@
+"""KV streams over real sockets: what a dial promises to the decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import EdgeError
+from cluster.ids import BlockId, Epoch, WorkerId
+from cluster.kv.edge import KVSender, Piece
+from cluster.wire.kv_messages import EdgeHello, EdgeWelcome, PrefillToDecode
+from cluster.wire.stream import Stream, listen
+from cluster.worker_io import CloseEdge, EdgeDown, EdgeUp, Event, OpenEdge, Peer
+from prefill_worker.live_edges import PrefillEdges
+from tests.support.small_geometry import GEOMETRY
+
+TOKEN = b"k" * 32
+D = Peer(WorkerId("decode-0"), Epoch(1))
+
+
+class Sender:
+    """Moves nothing; with `hangs`, it does not stop."""
+
+    def __init__(self, *, in_place: bool, hangs: bool) -> None:
+        self.in_place, self._hangs = in_place, hangs
+
+    async def ready(self) -> None:
+        return
+
+    async def send(self, piece: Piece, source: Sequence[BlockId], target: Sequence[BlockId]) -> int:
+        raise AssertionError("nothing is sent")
+
+    async def close(self) -> None:
+        if self._hangs:
+            raise EdgeError("thread `kv-edge p/d` did not end within 15 s")
+
+
+@pytest.mark.parametrize(
+    ("in_place", "hangs", "num_dials"), [(True, True, 1), (True, False, 2), (False, True, 2)]
+)
+async def test_whoever_may_still_be_written_to_is_not_dialed_again(
+    tmp_path: Path, in_place: bool, hangs: bool, num_dials: int
+) -> None:
+    """D takes a dial of this process for proof that its older writer has stopped."""
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    dials: list[EdgeHello] = []
+
+    async def welcome(stream: Stream[PrefillToDecode]) -> None:
+        async for message in stream:
+            assert isinstance(message, EdgeHello)
+            dials.append(message)
+            stream.post(EdgeWelcome(worker=D.worker, epoch=D.epoch, geometry=GEOMETRY, endpoint={}))
+
+    async def make_sender(welcome: EdgeWelcome) -> KVSender:
+        return Sender(in_place=in_place, hangs=hangs)
+
+    def hello_to(peer: Peer) -> EdgeHello:
+        return EdgeHello(
+            worker=WorkerId("prefill-0"),
+            epoch=Epoch(1),
+            decode_worker=peer.worker,
+            decode_epoch=peer.epoch,
+            pid=os.getpid(),
+            fingerprint="f",
+            kind="shm",
+            geometry=GEOMETRY,
+        )
+
+    listener = await listen(f"unix:{tmp_path}/kv", TOKEN, PrefillToDecode, welcome)
+    edges = PrefillEdges(
+        make_hello=hello_to, token=TOKEN, make_sender=make_sender, dispatch=events.put_nowait
+    )
+    try:
+        async with asyncio.timeout(20):
+            edges.carry(OpenEdge(D, listener.address))
+            assert await events.get() == EdgeUp(D, in_place=in_place)
+            edges.carry(CloseEdge(D, "over"))
+            assert isinstance(await events.get(), EdgeDown)
+            edges.carry(OpenEdge(D, listener.address))
+            again = await events.get()
+            assert again == (
+                EdgeUp(D, in_place=in_place)
+                if num_dials == 2
+                else EdgeDown(D, "an older edge has not stopped writing: this worker has to be started again")
+            )
+            assert len(dials) == num_dials
+    finally:
+        await edges.close()
+        await listener.close()
