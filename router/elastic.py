@@ -34,20 +34,21 @@ hold it. Overload demotes, on the worker (`cluster.slo_schedule`), rather than r
 still runs, at the rate that such prompts get there (`_backlog_s`). It is rejected only when that would take
 longer than `max_wait_s` everywhere, with the time after which the backlog will have drained enough.
 
-Bounds: O(workers) in a few vector operations; no state, no clock.
+Bounds: O(workers), one by one or in a few vector operations (`router.choosing`); no state, no clock.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 import numpy as np
 
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
-from router.choosing import NONE, are_all, is_any, lowest, near, oldest, oldest_of, only
-from router.fleet import Column, Flags, Fleet
+from router.choosing import NONE, Figure, Figures, Pool, pool_of
+from router.fleet import Column, Flags, Fleet, Worker
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
 
@@ -98,254 +99,303 @@ class TurnAway(msgspec.Struct, frozen=True):
 
 
 class _Waits(msgspec.Struct, frozen=True):
-    """Per worker, seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a
-    prompt that is in time there; `lacks_kv`: the prompt's KV has no room yet."""
+    """Seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a prompt that is
+    in time there, infinite where it may not be computed; `lacks_kv`: the prompt's KV has no room yet."""
 
-    own_s: Column
-    ttft_s: Column
-    lacks_kv: Flags | None  # None: nobody
-    mine_s: Column
-    start_s: Column | float
+    own_s: Figure
+    ttft_s: Figure
+    lacks_kv: Figure
+    mine_s: Figure
+    start_s: Figure
+
+
+_NEVER = _Waits(math.inf, math.inf, False, math.inf, math.inf)
+_TTFT_S = attrgetter("ttft_s")
+_CAN_SEND = attrgetter("can_send")
 
 
 def place(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Place | TurnAway:
     """See the module."""
-    decodes = fleet.can_decode if ask.may_decode is None else ask.may_decode
     able = ask.may_prefill
     if able is None:
         able = fleet.can_prefill & (fleet.kv_tokens >= ask.num_tokens + 1)
-    able = able & (fleet.can_send | decodes)
-    if not is_any(able):
-        return TurnAway(None)
-    unable = ~able
-    waits = _predict(fleet, ask, targets, settings)
-    ttft_s = waits.ttft_s
-    np.copyto(ttft_s, np.inf, where=unable)
-    soonest_s = lowest(ttft_s)
-    first_s = ttft_s
-    if soonest_s > targets.ttft_s:
-        first_s = np.maximum(_backlog_s(fleet, waits, targets, settings), targets.ttft_s)
-        np.copyto(first_s, np.inf, where=unable)
-        if (least_s := lowest(first_s)) > ask.max_wait_s:
-            return TurnAway(least_s - ask.max_wait_s)
-    wait_s = min(soonest_s, targets.ttft_s)
-    step_s = None
-    if not are_all(fleet.can_send):  # some decode what they compute: how long their steps would be
-        step_s = _decode_step_s(fleet, ask, _staying(ask, wait_s))
-    decode_s = _decode_s(fleet, ask)
-    prefill = _choose_prefill(fleet, ask, ttft_s, waits, step_s, decode_s, targets, settings)
-    decode = choose_decode(fleet, ask, prefill, targets, settings, wait_s, step_s, decode_s)
-    return Place(prefill, decode, float(first_s[prefill]))
+    decision = _Decision(fleet, ask, targets, settings)
+    return decision.place(able)
 
 
-def _choose_prefill(
-    fleet: Fleet,
-    ask: Ask,
-    ttft_s: Column,
-    waits: _Waits,
-    step_s: Column | None,
-    decode_s: Column,
-    targets: Targets,
-    settings: ElasticSettings,
+def choose_decode(
+    fleet: Fleet, ask: Ask, prefill: int, targets: Targets, settings: ElasticSettings, wait_s: float
 ) -> int:
-    """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
-    in_time = ttft_s <= settings.early * targets.ttft_s
-    if waits.lacks_kv is not None:
-        in_time &= ~waits.lacks_kv
-    if not is_any(in_time):
-        return oldest(ttft_s, fleet, settings.tie, ask.near_prefill)
-    if step_s is not None:
-        good = step_s <= min(targets.tpot_s, targets.gap_s) * settings.safety * settings.local_bonus
-        good |= fleet.can_send
-        good &= in_time
-        in_time = good if is_any(good) else in_time
-    if (alone := only(in_time)) != NONE:
-        return alone
-    cost = waits.own_s / decode_s
-    np.multiply(cost, settings.prefill_only_worth, out=cost, where=~fleet.can_decode)
-    np.copyto(cost, np.inf, where=~in_time)
-    return oldest_of(near(cost, settings.near), ttft_s, fleet, settings.tie, ask.near_prefill)
-
-
-def _decode_s(fleet: Fleet, ask: Ask) -> Column:
-    """Seconds of one token of it in a step, per worker."""
-    seconds: Column = fleet.per_context_s * ask.num_tokens
-    seconds += fleet.per_token_s
-    return seconds
-
-
-def _own_s(fleet: Fleet, ask: Ask) -> Column:
-    """Seconds of its uncached tokens, per worker."""
-    if ask.cached is None:
-        each_s: Column = fleet.per_attention_s * ((ask.num_tokens + 1) / 2)
-        each_s += fleet.per_token_s
-        each_s *= ask.num_tokens
-        return each_s
-    keys = ask.cached + (ask.num_tokens + 1)
-    keys /= 2  # on average, of an uncached token
-    keys *= fleet.per_attention_s
-    keys += fleet.per_token_s
-    keys *= ask.num_tokens - ask.cached
-    return keys
-
-
-def _predict(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> _Waits:
-    """Written in place, one operation a line: most of the time of a decision is spent here."""
-    step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
-    own_s = _own_s(fleet, ask)
-    mine_s = fleet.work_s + own_s
-    staying = np.minimum(mine_s, min(targets.ttft_s, ask.life_s / 2))  # then 1 - that / life
-    staying /= -ask.life_s
-    staying += 1
-    reading_s = fleet.context * staying
-    reading_s += ask.num_tokens
-    reading_s *= fleet.per_context_s
-    reading_s += fleet.fixed_s
-    share = fleet.rows * staying  # then 1 - the load of decode / step
-    share += 1
-    share *= fleet.per_token_s
-    reading_s += fleet.queued_load_s
-    share += reading_s
-    share /= -step_s
-    share += 1
-    reading_s += fleet.floor_s
-    is_full = reading_s > step_s
-    if is_any(is_full):
-        share[is_full] = 0.0
-    share *= fleet.on_time_share
-    np.maximum(share, settings.min_share, out=share)
-    start_s: Column | float = step_s / 2
-    if lowest(fleet.rows) == 0:
-        is_idle = (fleet.rows + fleet.queued_load_s) == 0
-        np.copyto(share, 0.95 * fleet.on_time_share, where=is_idle)
-        start_s = np.where(is_idle, fleet.fixed_s + fleet.floor_s, start_s)
-    held = fleet.kv_used + fleet.kv_promised
-    lacking = held - fleet.kv_tokens
-    is_lacking: Flags = lacking > -(ask.num_tokens + 1)
-    lacks_kv: Flags | None = None
-    if is_any(is_lacking):  # what is held goes within the life of a row, or with the prompts before this one
-        lacks_kv = is_lacking & (held > 0)
-        lacking += ask.num_tokens + 1
-        hold_s = np.where(fleet.can_decode, min(ask.life_s, _LONG_S), fleet.work_s)
-        start_s = start_s + np.where(lacks_kv, hold_s * lacking / np.maximum(held, 1.0), 0.0)
-    ttft_s = mine_s / share
-    ttft_s += start_s
-    return _Waits(own_s, ttft_s, lacks_kv, mine_s, start_s)
-
-
-def _backlog_s(fleet: Fleet, waits: _Waits, targets: Targets, settings: ElasticSettings) -> Column:
-    """Per worker, seconds until the first token of a prompt that is not in time there: behind all that waits.
-
-    As the worker's scheduler works (`cluster.slo_schedule`): of a step, rows with a target leave
-
-        left = 1 - (fixed + per_token * rows + per_context * context) / step
-
-    and rows that yield, half of those coming among them by then, take no more than 1 - `LATE_SHARE` of it
-    from these prompts, which have `AGED_SHARE` in any case. Prompts on time that come later take from it,
-    but for `OVERDUE_SHARE`: nobody knows how many. A worker that measured a higher rate is believed; where
-    it was lower, the mean of both is taken.
-    """
-    step_s = min(targets.tpot_s, targets.gap_s) * settings.safety
-    left = 1 - (fleet.fixed_s + fleet.per_token_s * fleet.rows + fleet.per_context_s * fleet.context) / step_s
-    yielding = (fleet.yield_s + fleet.coming_rows * fleet.per_token_s / 2) / step_s
-    rate = left - np.minimum(yielding, (1 - LATE_SHARE) * left)
-    lately = np.minimum(rate, np.maximum(fleet.late_rate, OVERDUE_SHARE * left))
-    np.copyto(rate, (rate + lately) / 2, where=fleet.late_rate > 0)
-    np.maximum(rate, fleet.late_rate, out=rate)
-    np.maximum(rate, AGED_SHARE, out=rate)
-    seconds: Column = (waits.mine_s + fleet.late_s) / rate + waits.start_s
-    return seconds
+    """The worker where a prompt that worker `prefill` will have computed in `wait_s` should decode."""
+    return _Decision(fleet, ask, targets, settings).choose_decode(prefill, wait_s)
 
 
 def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Column:
     """Per worker, in the order of the fleet."""
-    return _predict(fleet, ask, targets, settings).ttft_s
+    decision = _Decision(fleet, ask, targets, settings)
+    pool = decision.pool
+    everyone = pool.column(np.ones(fleet.num_workers, dtype=np.bool_))
+    waits = pool.map(decision.waits, pool.workers, everyone, pool.column(ask.cached))
+    return np.array(pool.map(_TTFT_S, waits))
 
 
-def _staying(ask: Ask, wait_s: float) -> float:
-    """Share of the rows that will still decode after so long."""
-    return max(0.5, 1 - wait_s / ask.life_s)
+class _Decision:
+    """One request's. The formulas are written for figures of a worker or of all (`router.choosing`)."""
 
+    def __init__(self, fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> None:
+        self.pool: Pool = pool_of(fleet)
+        self.fleet = fleet
+        self.ask = ask
+        self.targets = targets
+        self.settings = settings
+        self.limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety  # of a step
+        self.decodes = self.pool.column(fleet.can_decode if ask.may_decode is None else ask.may_decode)
 
-def _decode_step_s(fleet: Fleet, ask: Ask, staying: float) -> Column:
-    """A step of each worker with this request, and all that is on its way there, in the batch."""
-    step_s = fleet.rows * staying
-    step_s += fleet.coming_rows
-    step_s += 1
-    step_s *= fleet.per_token_s
-    np.maximum(step_s, fleet.floor_s, out=step_s)
-    step_s += fleet.fixed_s
-    reading_s = fleet.context * staying
-    reading_s += fleet.coming_context
-    reading_s += ask.num_tokens
-    reading_s *= fleet.per_context_s
-    step_s += reading_s
-    return step_s
+    def place(self, may_prefill: Flags) -> Place | TurnAway:
+        pool, ask, targets, workers = self.pool, self.ask, self.targets, self.pool.workers
+        able = pool.map(self.may_compute, workers, pool.column(may_prefill), self.decodes)
+        if not pool.any(able):
+            return TurnAway(None)
+        waits = pool.map(self.waits, workers, able, pool.column(ask.cached))
+        first_s = ttft_s = pool.map(_TTFT_S, waits)
+        soonest_s = pool.lowest(ttft_s)
+        if soonest_s > targets.ttft_s:
+            first_s = pool.map(self.late_s, workers, able, waits)
+            if (least_s := pool.lowest(first_s)) > ask.max_wait_s:
+                return TurnAway(least_s - ask.max_wait_s)
+        wait_s = min(soonest_s, targets.ttft_s)
+        step_s = None
+        if not pool.all(
+            pool.map(_CAN_SEND, workers)
+        ):  # some decode what they compute: how long would steps be
+            step_s = pool.map(self.step_s, workers, self.decodes, pool.same(self.staying(wait_s)))
+        decode_s = pool.map(self.decode_s, workers)
+        prefill = self._choose_prefill(ttft_s, waits, step_s, decode_s)
+        decode = self.choose_decode(prefill, wait_s, step_s, decode_s)
+        return Place(prefill, decode, float(first_s[prefill]))
 
+    def _choose_prefill(
+        self, ttft_s: Figures, waits: Figures, step_s: Figures | None, decode_s: Figures
+    ) -> int:
+        """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
+        pool, settings, workers = self.pool, self.settings, self.pool.workers
+        in_time = pool.map(self.is_in_time, waits)
+        if not pool.any(in_time):
+            rows = pool.near(ttft_s, settings.tie)
+            return pool.oldest_of(rows, ttft_s, settings.tie, self.ask.near_prefill)
+        if step_s is not None:
+            good = pool.map(self.is_good, workers, in_time, step_s)
+            in_time = good if pool.any(good) else in_time
+        if (alone := pool.only(in_time)) != NONE:
+            return alone
+        cost = pool.map(self.prefill_cost, workers, in_time, waits, decode_s)
+        rows = pool.near(cost, settings.near)
+        return pool.oldest_of(rows, ttft_s, settings.tie, self.ask.near_prefill)
 
-def choose_decode(
-    fleet: Fleet,
-    ask: Ask,
-    prefill: int,
-    targets: Targets,
-    settings: ElasticSettings,
-    wait_s: float,
-    step_s: Column | None = None,
-    decode_s: Column | None = None,
-) -> int:
-    """The worker where a prompt that worker `prefill` will have computed in `wait_s` should decode. `step_s`,
-    `decode_s`: as `_decode_step_s` and `_decode_s`, if they are known."""
-    if not fleet.can_send[prefill]:
-        return prefill
-    decodes = fleet.can_decode if ask.may_decode is None else ask.may_decode
-    step_limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety
-    staying = _staying(ask, wait_s)
-    if decodes[prefill] and _is_best_where_computed(fleet, ask, prefill, step_limit_s, staying, settings):
-        return prefill
-    if (alone := only(decodes)) not in (NONE, prefill):
-        return alone
-    if step_s is None:
-        step_s = _decode_step_s(fleet, ask, staying)
-    room = fleet.kv_tokens * (1 - settings.kv_headroom)
-    room -= fleet.kv_used
-    room -= fleet.kv_promised
-    fits = room >= ask.num_tokens + ask.expected_output
-    fits[prefill] = True  # it has the prompt's KV already
-    can = fits & decodes
-    moving = ask.num_tokens if ask.cached is None else ask.num_tokens - ask.cached
-    moving_s = fleet.exposed_s(prefill, moving * ask.kv_bytes_per_token, settings.handoff_s)
-    if math.isfinite(targets.gap_s):
-        local = step_s[prefill] <= targets.gap_s * settings.safety and can[prefill]
-        can &= step_s + moving_s <= targets.gap_s * settings.safety
-        can[prefill] = local
-    spread_s = step_s + (moving_s + step_limit_s) / max(1.0, 0.5 * ask.expected_output)
-    good = can & (spread_s <= settings.far_fill * step_limit_s)
-    good[prefill] = can[prefill] and step_s[prefill] <= step_limit_s * settings.local_bonus
-    if not is_any(good):
-        if not is_any(can):
-            can = decodes
-        over_s = np.where(can, step_s, np.inf)
-        best = oldest(over_s, fleet, settings.tie, ask.near_decode)
-        is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
-        return prefill if is_near else best
-    cost = (_decode_s(fleet, ask) if decode_s is None else decode_s) / fleet.per_token_s
-    np.copyto(cost, np.inf, where=~good)
-    if cost[prefill] <= lowest(cost) * (1 + settings.near):
-        return prefill
-    taken_s = settings.kv_worth * step_limit_s * moving / np.maximum(fleet.kv_tokens, 1.0)
-    return oldest_of(near(cost, settings.near), spread_s + taken_s, fleet, settings.tie, ask.near_decode)
+    def choose_decode(
+        self, prefill: int, wait_s: float, step_s: Figures | None = None, decode_s: Figures | None = None
+    ) -> int:
+        """`step_s`, `decode_s`: of every worker, if they are known."""
+        pool, ask, settings, workers = self.pool, self.ask, self.settings, self.pool.workers
+        at = pool.worker(prefill)
+        if not at.can_send:
+            return prefill
+        decodes, limit_s, staying = self.decodes, self.limit_s, self.staying(wait_s)
+        if decodes[prefill] and self._is_best_where_computed(at, staying):
+            return prefill
+        if (alone := pool.only(decodes)) not in (NONE, prefill):
+            return alone
+        if step_s is None:
+            step_s = pool.map(self.step_s, workers, decodes, pool.same(staying))
+        moving = ask.num_tokens if ask.cached is None else ask.num_tokens - ask.cached
+        moving_s = pool.column(
+            self.fleet.exposed_s(prefill, moving * ask.kv_bytes_per_token, settings.handoff_s)
+        )
+        can = pool.map(self.can_decode, workers, decodes, step_s, moving_s)
+        can[prefill] = decodes[prefill] and (  # it has the prompt's KV already
+            math.isinf(self.targets.gap_s) or step_s[prefill] <= self.targets.gap_s * settings.safety
+        )
+        spread_s = pool.map(self.spread_s, step_s, moving_s)
+        good = pool.map(self.has_room, can, spread_s)
+        good[prefill] = can[prefill] and step_s[prefill] <= limit_s * settings.local_bonus
+        if not pool.any(good):
+            if not pool.any(can):
+                can = decodes
+            over_s = pool.map(self.masked, step_s, can)
+            rows = pool.near(over_s, settings.tie)
+            best = pool.oldest_of(rows, over_s, settings.tie, ask.near_decode)
+            is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
+            return prefill if is_near else best
+        if decode_s is None:
+            decode_s = pool.map(self.decode_s, workers)
+        cost = pool.map(self.decode_cost, workers, good, decode_s)
+        if cost[prefill] <= pool.lowest(cost) * (1 + settings.near):
+            return prefill
+        taken_s = pool.map(self.with_kv_taken, workers, spread_s, pool.column(ask.cached))
+        return pool.oldest_of(pool.near(cost, settings.near), taken_s, settings.tie, ask.near_decode)
 
+    def _is_best_where_computed(self, at: Worker, staying: float) -> bool:
+        """No other worker is cheaper by more than `near`, and this one has room within the target: what the
+        whole comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
+        num_tokens, settings = self.ask.num_tokens, self.settings
+        least = 1 + self.fleet.least_reading() * num_tokens
+        if 1 + at.reading * num_tokens > least * (1 + settings.near):
+            return False
+        return bool(self.step_s(at, True, staying) <= self.limit_s * settings.local_bonus)
 
-def _is_best_where_computed(
-    fleet: Fleet, ask: Ask, at: int, limit_s: float, staying: float, settings: ElasticSettings
-) -> bool:
-    """No other worker is cheaper by more than `near`, and this one has room within the target: what the whole
-    comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
-    least = 1 + fleet.least_reading() * ask.num_tokens
-    if 1 + float(fleet.reading[at]) * ask.num_tokens > least * (1 + settings.near):
-        return False
-    rows = float(fleet.rows[at]) * staying + float(fleet.coming_rows[at]) + 1
-    context = float(fleet.context[at]) * staying + float(fleet.coming_context[at]) + ask.num_tokens
-    busy_s = max(float(fleet.floor_s[at]), float(fleet.per_token_s[at]) * rows)
-    step_s = float(fleet.fixed_s[at]) + busy_s + float(fleet.per_context_s[at]) * context
-    return step_s <= limit_s * settings.local_bonus
+    # ---- formulas
+
+    def may_compute(self, worker: Figure, able: Figure, decodes: Figure) -> Figure:
+        """For somebody: it hands over, or goes on itself."""
+        return able & (worker.can_send | decodes)
+
+    def waits(self, worker: Figure, able: Figure, cached: Figure) -> _Waits:
+        """One operation a line, in place where it is an array: most of the time of a decision goes here."""
+        pool, ask, settings, limit_s = self.pool, self.ask, self.settings, self.limit_s
+        if pool.is_out(able):
+            return _NEVER
+        own_s = self.own_s(worker, cached)
+        mine_s = worker.work_s + own_s
+        staying = pool.at_most(mine_s, min(self.targets.ttft_s, ask.life_s / 2))  # then 1 - that / life
+        staying /= -ask.life_s
+        staying += 1
+        reading_s = worker.context * staying
+        reading_s += ask.num_tokens
+        reading_s *= worker.per_context_s
+        reading_s += worker.fixed_s
+        share = worker.rows * staying  # then 1 - the load of decode / step
+        share += 1
+        share *= worker.per_token_s
+        reading_s += worker.queued_load_s
+        share += reading_s
+        share /= -limit_s
+        share += 1
+        reading_s += worker.floor_s
+        share = pool.instead(share, reading_s > limit_s, 0.0)
+        share *= worker.on_time_share
+        share = pool.at_least(share, settings.min_share)
+        start_s: Figure = limit_s / 2
+        is_idle = worker.rows + worker.queued_load_s == 0
+        if pool.is_some(is_idle):
+            share = pool.instead(share, is_idle, 0.95 * worker.on_time_share)
+            start_s = pool.instead(start_s, is_idle, worker.fixed_s + worker.floor_s)
+        held = worker.kv_used + worker.kv_promised
+        lacking = held - worker.kv_tokens
+        lacks_kv: Figure = lacking > -(ask.num_tokens + 1)
+        if pool.is_some(lacks_kv):  # what is held goes within the life of a row, or with the prompts before
+            lacks_kv = lacks_kv & (held > 0)
+            lacking += ask.num_tokens + 1
+            hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
+            start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
+        ttft_s = mine_s / share
+        ttft_s += start_s
+        return _Waits(own_s, pool.instead(ttft_s, able ^ True, math.inf), lacks_kv, mine_s, start_s)
+
+    def own_s(self, worker: Figure, cached: Figure) -> Figure:
+        """Seconds of its uncached tokens."""
+        num_tokens = self.ask.num_tokens
+        if cached is None:
+            each_s = worker.per_attention_s * ((num_tokens + 1) / 2)
+            each_s += worker.per_token_s
+            each_s *= num_tokens
+            return each_s
+        keys = cached + (num_tokens + 1)
+        keys /= 2  # on average, of an uncached token
+        keys *= worker.per_attention_s
+        keys += worker.per_token_s
+        keys *= num_tokens - cached
+        return keys
+
+    def late_s(self, worker: Figure, able: Figure, waits: Figure) -> Figure:
+        """Seconds until the first token of a prompt that is not in time there: behind all that waits.
+
+        As the worker's scheduler works (`cluster.slo_schedule`): of a step, rows with a target leave
+
+            left = 1 - (fixed + per_token * rows + per_context * context) / step
+
+        and rows that yield, half of those coming among them by then, take no more than 1 - `LATE_SHARE` of it
+        from these prompts, which have `AGED_SHARE` in any case. Prompts on time that come later take from it,
+        but for `OVERDUE_SHARE`: nobody knows how many. A worker that measured a higher rate is believed;
+        where it was lower, the mean of both is taken.
+        """
+        pool, limit_s = self.pool, self.limit_s
+        if pool.is_out(able):
+            return math.inf
+        load_s = worker.fixed_s + worker.per_token_s * worker.rows + worker.per_context_s * worker.context
+        left = 1 - load_s / limit_s
+        yielding = (worker.yield_s + worker.coming_rows * worker.per_token_s / 2) / limit_s
+        rate = left - pool.at_most(yielding, (1 - LATE_SHARE) * left)
+        lately = pool.at_most(rate, pool.at_least(worker.late_rate, OVERDUE_SHARE * left))
+        rate = pool.instead(rate, worker.late_rate > 0, (rate + lately) / 2)
+        rate = pool.at_least(pool.at_least(rate, worker.late_rate), AGED_SHARE)
+        seconds = (waits.mine_s + worker.late_s) / rate + waits.start_s
+        return pool.instead(pool.at_least(seconds, self.targets.ttft_s), able ^ True, math.inf)
+
+    def staying(self, wait_s: float) -> float:
+        """Share of the rows that will still decode after so long."""
+        return max(0.5, 1 - wait_s / self.ask.life_s)
+
+    def step_s(self, worker: Figure, decodes: Figure, staying: float) -> Figure:
+        """A step with this request, and all that is on its way there, in the batch."""
+        pool = self.pool
+        if pool.is_out(decodes):
+            return math.inf
+        step_s = worker.rows * staying
+        step_s += worker.coming_rows
+        step_s += 1
+        step_s *= worker.per_token_s
+        step_s = pool.at_least(step_s, worker.floor_s)
+        step_s += worker.fixed_s
+        reading_s = worker.context * staying
+        reading_s += worker.coming_context
+        reading_s += self.ask.num_tokens
+        reading_s *= worker.per_context_s
+        step_s += reading_s
+        return step_s
+
+    def decode_s(self, worker: Figure) -> Figure:
+        """Seconds of one token of it in a step."""
+        seconds = worker.per_context_s * self.ask.num_tokens
+        seconds += worker.per_token_s
+        return seconds
+
+    def is_in_time(self, waits: Figure) -> Figure:
+        return (waits.ttft_s <= self.settings.early * self.targets.ttft_s) & (waits.lacks_kv ^ True)
+
+    def is_good(self, worker: Figure, in_time: Figure, step_s: Figure) -> Figure:
+        """It may decode what it computes, or need not."""
+        good = step_s <= self.limit_s * self.settings.local_bonus
+        return in_time & (good | worker.can_send)
+
+    def prefill_cost(self, worker: Figure, in_time: Figure, waits: Figure, decode_s: Figure) -> Figure:
+        cost = waits.own_s / decode_s
+        cost = self.pool.instead(cost, worker.can_decode ^ True, cost * self.settings.prefill_only_worth)
+        return self.pool.instead(cost, in_time ^ True, math.inf)
+
+    def can_decode(self, worker: Figure, decodes: Figure, step_s: Figure, moving_s: Figure) -> Figure:
+        """It has room for the KV, and the hand-off fits into a gap."""
+        room = worker.kv_tokens * (1 - self.settings.kv_headroom)
+        room -= worker.kv_used
+        room -= worker.kv_promised
+        can = decodes & (room >= self.ask.num_tokens + self.ask.expected_output)
+        return can & (step_s + moving_s <= self.targets.gap_s * self.settings.safety)
+
+    def spread_s(self, step_s: Figure, moving_s: Figure) -> Figure:
+        """A step, with the hand-off spread over the answer."""
+        return step_s + (moving_s + self.limit_s) / max(1.0, 0.5 * self.ask.expected_output)
+
+    def has_room(self, can: Figure, spread_s: Figure) -> Figure:
+        """For a row computed elsewhere, within the target."""
+        return can & (spread_s <= self.settings.far_fill * self.limit_s)
+
+    def decode_cost(self, worker: Figure, good: Figure, decode_s: Figure) -> Figure:
+        return self.masked(decode_s / worker.per_token_s, good)
+
+    def with_kv_taken(self, worker: Figure, spread_s: Figure, cached: Figure) -> Figure:
+        moving = self.ask.num_tokens if cached is None else self.ask.num_tokens - cached
+        share = self.settings.kv_worth * self.limit_s * moving / self.pool.at_least(worker.kv_tokens, 1.0)
+        return spread_s + share
+
+    def masked(self, figure: Figure, flag: Figure) -> Figure:
+        """Where the flag is not set: never the least."""
+        return self.pool.instead(figure, flag ^ True, math.inf)

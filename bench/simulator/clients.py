@@ -51,7 +51,7 @@ class Workload:
         self._num_drawn = 0
         self._num_ended = 0
         length = site.scenario.max_prompt_tokens
-        self._heads = [[self._token() for _ in range(length)] for _ in range(3)]
+        self._heads = [self._tokens(length) for _ in range(3)]
         self.outcomes: Counter[Outcome] = Counter()
         self.touched: Counter[tuple[str, Outcome]] = Counter()  # (fault, outcome) |-> requests it hit
 
@@ -70,7 +70,7 @@ class Workload:
         else:
             prompt = rng.choice(self._heads)[: rng.choice([0, 0, rng.randrange(longest)])]
         room = longest - len(prompt)
-        prompt = prompt + [self._token() for _ in range(rng.randint(1, min(room, 16)) if room > 0 else 0)]
+        prompt = prompt + self._tokens(rng.randint(1, min(room, 16)) if room > 0 else 0)
         sampling = SamplingParams(
             max_tokens=rng.randint(1, scenario.max_new_tokens),
             seed=rng.randrange(3),
@@ -110,8 +110,14 @@ class Workload:
         if self._num_ended >= self._site.scenario.num_requests:
             self._on_all_ended()
 
-    def _token(self) -> int:
-        return self._rng.randrange(VOCABULARY)
+    def _tokens(self, count: int) -> list[int]:
+        """Any of the vocabulary, all as likely."""
+        draw, num_bits = self._rng.getrandbits, VOCABULARY.bit_length()
+        tokens: list[int] = []
+        while len(tokens) < count:
+            if (token := draw(num_bits)) < VOCABULARY:
+                tokens.append(token)
+        return tokens
 
 
 class Client:

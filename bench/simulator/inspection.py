@@ -41,15 +41,19 @@ def check_write(decode: DecodeProcess, piece: Piece, block_ids: Sequence[BlockId
     if not decode.is_alive:
         return  # its memory is nobody's any more
     lease = decode.core._leases.get((piece.request, piece.attempt))
-    where = f"{decode}: a late write of {piece} to blocks {list(block_ids)}"
     if lease is None:
-        raise Violation("I2", f"{where}: D has released them")
+        raise Violation("I2", f"{_late_write(decode, piece, block_ids)}: D has released them")
     own = lease.sequence.block_ids[piece.first_block : piece.first_block + piece.num_blocks]
-    if list(block_ids) != list(own):
-        raise Violation("I1", f"{where}: the attempt's are {list(own)}")
+    if list(block_ids) != own:
+        raise Violation("I1", f"{_late_write(decode, piece, block_ids)}: the attempt's are {own}")
     for block_id in block_ids:
         if (count := references(decode.blocks, block_id)) != 1:
+            where = _late_write(decode, piece, block_ids)
             raise Violation("I1", f"{where}: block {block_id} has {count} holders")
+
+
+def _late_write(decode: DecodeProcess, piece: Piece, block_ids: Sequence[BlockId]) -> str:
+    return f"{decode}: a late write of {piece} to blocks {list(block_ids)}"
 
 
 def check_books(worker: WorkerProcess) -> None:

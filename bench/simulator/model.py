@@ -19,7 +19,7 @@ from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.ids import BlockId, RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.request import RequestSpec
-from cluster.sampling import FinishReason, TokenOutput, finish_reason
+from cluster.sampling import FinishReason, TokenOutput, finish_reason_at
 
 VOCABULARY: Final = 50
 EOS: Final = 0
@@ -53,21 +53,20 @@ class Oracle:
         self.kv: list[int] = []
         self.outputs: list[TokenOutput] = []
         self.sampled: set[tuple[int, int]] = set()  # (attempt, tokens before) of what workers sampled
+        tokens, kv, outputs = self.tokens, self.kv, self.outputs
         value = root(spec.cache_salt)
         for token in spec.token_ids:
             value = chain(value, token)
-            self.tokens.append(token)
-            self.kv.append(value)
-        output_ids: list[int] = []
+            tokens.append(token)
+            kv.append(value)
         reason: FinishReason | None = None
         while reason is None:
             output = sample(value, spec.sampling.seed)
-            self.outputs.append(output)
-            output_ids.append(output.token_id)
+            outputs.append(output)
             value = chain(value, output.token_id)
-            self.tokens.append(output.token_id)
-            self.kv.append(value)
-            reason = finish_reason(spec.sampling, output_ids)
+            tokens.append(output.token_id)
+            kv.append(value)
+            reason = finish_reason_at(spec.sampling, output.token_id, len(outputs))
         self.finish = reason
         self._blocks: list[list[int]] = []
 
