@@ -220,8 +220,9 @@ class SloScheduler(Generic[P]):
                     break
         if oldest is None or step.has(oldest):
             self._aged_at = now
-        self.planned_late_s = None if oldest is None else self._late_s(step.chunks, on_time)
-        return StepPlan(step.chunks, step.num_yielding)
+        chunks = step.chunks
+        self.planned_late_s = None if oldest is None else self._late_s(chunks, on_time)
+        return StepPlan(chunks, step.num_yielding)
 
     def _not_on_time(self) -> Iterable[P]:
         return chain(self._late, self._demoted, self._batch)

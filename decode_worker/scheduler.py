@@ -148,7 +148,12 @@ class DecodeScheduler:
         if not self._all:
             return None
         self._resume(now)
-        decoding = [sequence for sequence in tuple(self._decoding) if self._has_room(sequence)]
+        size = self._blocks.block_size
+        decoding = [
+            sequence
+            for sequence in tuple(self._decoding)
+            if len(sequence.token_ids) <= len(sequence.block_ids) * size or self._has_room(sequence)
+        ]
         chunks: list[tuple[WaitingPrompt, int]] = []
         if self._prefilling or any(sequence.pace.yields for sequence in decoding):
             pacer = self.pacer

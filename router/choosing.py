@@ -30,6 +30,11 @@ def is_any(flags: Flags) -> bool:
     return 1 in flags.tobytes()
 
 
+def are_all(flags: Flags) -> bool:
+    """As `flags.all()`."""
+    return 0 not in flags.tobytes()
+
+
 def highest(column: Column) -> float:
     """As `column.max()`."""
     return column.item(column.argmax())
@@ -40,7 +45,8 @@ class Few:
 
     at_most = staticmethod(min)
     at_least = staticmethod(max)
-    is_some = staticmethod(bool)  # of a formula's flag: whether it is set for any of those it is about
+    is_some = staticmethod(bool)  # whether a formula's flag is set for any of those it is about
+    is_every = staticmethod(bool)  # whether it is for all of them
     any = staticmethod(any)
     all = staticmethod(all)
     lowest = staticmethod(min)
@@ -103,7 +109,9 @@ class Many:
     at_most = staticmethod(np.minimum)
     at_least = staticmethod(np.maximum)
     is_some = staticmethod(is_any)
+    is_every = staticmethod(are_all)
     any = staticmethod(is_any)
+    all = staticmethod(are_all)
 
     def __init__(self, fleet: Fleet) -> None:
         self.workers = fleet
@@ -130,10 +138,6 @@ class Many:
     @staticmethod
     def is_out(flags: Figure) -> bool:
         return False
-
-    @staticmethod
-    def all(flags: Flags) -> bool:
-        return 0 not in flags.tobytes()
 
     @staticmethod
     def lowest(column: Column) -> float:

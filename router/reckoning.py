@@ -82,12 +82,32 @@ class Formulas:
         return able & (worker.can_send | decodes)
 
     def waits(self, worker: Figure, able: Figure, cached: Figure) -> Waits:
-        """One operation a line, in place where it is an array: most of the time of a decision goes here."""
-        pool, ask, settings, limit_s = self.pool, self.ask, self.settings, self.limit_s
+        """Most of the time of a decision goes here."""
+        pool, ask = self.pool, self.ask
         if pool.is_out(able):
             return _NEVER
         own_s = self.own_s(worker, cached)
         mine_s = worker.work_s + own_s
+        is_idle = worker.rows + worker.queued_load_s == 0
+        share, start_s = 0.95 * worker.on_time_share, worker.fixed_s + worker.floor_s
+        if not pool.is_every(is_idle):
+            share = pool.instead(self._share(worker, mine_s), is_idle, share)
+            start_s = pool.instead(self.limit_s / 2, is_idle, start_s)
+        held = worker.kv_used + worker.kv_promised
+        lacking = held - worker.kv_tokens
+        lacks_kv: Figure = lacking > -(ask.num_tokens + 1)
+        if pool.is_some(lacks_kv):  # what is held goes within the life of a row, or with the prompts before
+            lacks_kv = lacks_kv & (held > 0)
+            lacking += ask.num_tokens + 1
+            hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
+            start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
+        ttft_s = mine_s / share
+        ttft_s += start_s
+        return Waits(own_s, pool.instead(ttft_s, able ^ True, math.inf), lacks_kv, mine_s, start_s)
+
+    def _share(self, worker: Figure, mine_s: Figure) -> Figure:
+        """Of a step, what decode leaves to prompts on time, once all that is queued decodes."""
+        pool, ask, limit_s = self.pool, self.ask, self.limit_s
         staying = pool.at_most(mine_s, min(self.targets.ttft_s, ask.life_s / 2))  # then 1 - that / life
         staying /= -ask.life_s
         staying += 1
@@ -105,23 +125,7 @@ class Formulas:
         reading_s += worker.floor_s
         share = pool.instead(share, reading_s > limit_s, 0.0)
         share *= worker.on_time_share
-        share = pool.at_least(share, settings.min_share)
-        start_s: Figure = limit_s / 2
-        is_idle = worker.rows + worker.queued_load_s == 0
-        if pool.is_some(is_idle):
-            share = pool.instead(share, is_idle, 0.95 * worker.on_time_share)
-            start_s = pool.instead(start_s, is_idle, worker.fixed_s + worker.floor_s)
-        held = worker.kv_used + worker.kv_promised
-        lacking = held - worker.kv_tokens
-        lacks_kv: Figure = lacking > -(ask.num_tokens + 1)
-        if pool.is_some(lacks_kv):  # what is held goes within the life of a row, or with the prompts before
-            lacks_kv = lacks_kv & (held > 0)
-            lacking += ask.num_tokens + 1
-            hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
-            start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
-        ttft_s = mine_s / share
-        ttft_s += start_s
-        return Waits(own_s, pool.instead(ttft_s, able ^ True, math.inf), lacks_kv, mine_s, start_s)
+        return pool.at_least(share, self.settings.min_share)
 
     def own_s(self, worker: Figure, cached: Figure) -> Figure:
         """Seconds of its uncached tokens."""

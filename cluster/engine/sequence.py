@@ -20,7 +20,7 @@ from cluster.engine.pace import Pace, unpromised
 from cluster.errors import InvalidRequest
 from cluster.ids import Attempt, BlockId, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
-from cluster.sampling import FinishReason, SamplingParams, finish_reason
+from cluster.sampling import FinishReason, SamplingParams, finish_reason_at
 
 MAX_TOKEN_ID = 2**32 - 1
 
@@ -177,11 +177,11 @@ class Sequence:
         """Add a generated token; why generation ends with it, or None."""
         self.token_ids.append(token_id)
         self.output_ids.append(token_id)
-        return finish_reason(self.sampling, self.output_ids)
+        return finish_reason_at(self.sampling, token_id, len(self.output_ids))
 
     def finish_reason_of(self, token_id: int) -> FinishReason | None:
         """Why generation would end with this token, or None; the sequence does not change."""
-        return finish_reason(self.sampling, [*self.output_ids, token_id])
+        return finish_reason_at(self.sampling, token_id, len(self.output_ids) + 1)
 
     def publish(self, blocks: BlockManager) -> None:
         """Enter the full blocks whose KV is computed into the prefix cache; cheap when repeated."""
