@@ -16,11 +16,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from router.fleet import Column, Flags, Fleet, Worker
 
 NONE: Final = -1  # no row
-FEW: Final = 12  # workers up to which each by itself is faster
+FEW: Final = 10  # workers up to which each by itself is faster
+Rows = NDArray[np.intp]  # numbers of some workers, rising
 Figure = Any  # a number of one worker, or the column of all; a flag, or the flags of all
 Figures = Any  # a column
 
@@ -149,10 +151,11 @@ class Many:
         return as_bytes.index(1) if as_bytes.count(1) == 1 else NONE
 
     @staticmethod
-    def near(cost: Column, share: float) -> Any:
-        return (cost <= cost.item(cost.argmin()) * (1 + share)).nonzero()[0]
+    def near(cost: Column, share: float) -> Rows:
+        rows: Rows = (cost <= cost.item(cost.argmin()) * (1 + share)).nonzero()[0]
+        return rows
 
-    def oldest_of(self, rows: Any, score: Column, share: float, preferred: int) -> int:
+    def oldest_of(self, rows: Rows, score: Column, share: float, preferred: int) -> int:
         best = rows[self.near(score[rows], share)]
         if preferred != NONE and preferred in best:
             return preferred

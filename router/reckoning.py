@@ -214,6 +214,8 @@ class Formulas:
         room -= worker.kv_used
         room -= worker.kv_promised
         can = decodes & (room >= self.ask.num_tokens + self.ask.expected_output)
+        if math.isinf(self.targets.gap_s):
+            return can
         return can & (step_s + moving_s <= self.targets.gap_s * self.settings.safety)
 
     def spread_s(self, step_s: Figure, moving_s: Figure) -> Figure:
