@@ -51,9 +51,7 @@ class EventQueue:
         """Run up to this time; True if `stop` ended it before."""
         heap, pop = self._heap, heapq.heappop
         self._is_stopped = False
-        while heap:
-            if heap[0][0] > until_s:
-                break
+        while heap and heap[0][0] <= until_s:
             time_s, _, call, args = pop(heap)
             if time_s > self.now:
                 self.now = time_s

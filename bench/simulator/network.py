@@ -61,6 +61,7 @@ class Endpoint:
         self._network = network
         self._queue = network.queue
         self._random = network.rng.random
+        self._note = network.note
         self._decoder = network.decoder(decode_type)
         self._delay_s = delay_s
         self._factor = 1.0
@@ -192,7 +193,7 @@ class Endpoint:
         if message is _END:
             assert self.handler is not None, "an end that nobody serves"
             self._shut()
-            self._network.note(self.process, "end of stream", None)
+            self._note(self.process, "end of stream", None)
             self.handler.on_closed()
         elif serial < self._lost_from:
             self._hand_over(serial, message)
@@ -200,7 +201,7 @@ class Endpoint:
     def _hand_over(self, serial: int, message: Any) -> None:
         assert self.handler is not None, "a message for an end that nobody serves"
         self._num_arrived = serial + 1
-        self._network.note(self.process, type(message).__name__, message)
+        self._note(self.process, type(message).__name__, message)
         self.handler.on_message(message)
 
     def _shut(self) -> None:
