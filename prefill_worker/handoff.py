@@ -56,6 +56,8 @@ class HandoffState(Enum):
     CLOSING = auto()
     CLOSED = auto()
 
+    __hash__ = object.__hash__  # an enum's own is Python; `TRANSITIONS` is asked at every move
+
 
 _S = HandoffState
 TRANSITIONS: dict[HandoffState, frozenset[HandoffState]] = {

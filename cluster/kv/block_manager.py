@@ -72,11 +72,12 @@ class BlockManager:
         are not so many. Referenced blocks are never evicted."""
         if num_blocks < 0:
             raise ValueError(f"num_blocks must not be negative: {num_blocks}")
-        if num_blocks > self.num_available:
-            return None
         allocator = self._allocator
-        while allocator.num_free < num_blocks:
-            self._free_idle(self._prefix.evict())
+        if num_blocks > (num_free := allocator.num_free):
+            if num_blocks > num_free + self._prefix.num_parked:
+                return None
+            while allocator.num_free < num_blocks:
+                self._free_idle(self._prefix.evict())
         taken = [block_id for _ in range(num_blocks) if (block_id := allocator.take()) is not None]
         assert len(taken) == num_blocks, "so many were available"
         return taken

@@ -195,7 +195,7 @@ class PrefixIndex:
                 or node.parent.children.get(block_id) is not node
             ):
                 raise BlockError(f"block {block_id} has lost its parent")
-            if any(child.parent is not node for child in node.children.values()):
+            if node.children and any(child.parent is not node for child in node.children.values()):
                 raise BlockError(f"block {block_id} has a child that is not its own")
         if not self._parked.keys() <= self._by_block.keys():
             raise BlockError("a parked block is not published")
