@@ -84,9 +84,11 @@ def check_books(worker: WorkerProcess) -> None:
     for sequence in sequences:
         owners.update(sequence.block_ids)
         writable.update(sequence.block_ids[sequence.num_computed // size :])
-    for block_id, count in enumerate(worker.blocks._allocator._references):
-        if count != (held := owners.get(BlockId(block_id), 0)):
-            raise Violation("I6", f"{worker}: block {block_id}: {count} references, {held} owners")
+    counts = worker.blocks._allocator._references
+    if any(counts[block_id] != held for block_id, held in owners.items()) or sum(counts) != owners.total():
+        for block_id, count in enumerate(counts):
+            if count != (held := owners.get(BlockId(block_id), 0)):
+                raise Violation("I6", f"{worker}: block {block_id}: {count} references, {held} owners")
     shared = [block_id for block_id in writable if owners[block_id] > 1]
     if shared:
         raise Violation("I1", f"{worker}: blocks {shared} are writable and have several owners")

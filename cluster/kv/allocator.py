@@ -117,5 +117,5 @@ class BlockAllocator:
         idle = {BlockId(block) for block, (count, is_free) in states if count == 0 and not is_free}
         if len(idle_blocks) != len(idle) or idle != set(idle_blocks):
             raise BlockError(f"idle blocks disagree: {sorted(idle ^ set(idle_blocks))}")
-        if any(count < 0 for count in self._references):
+        if min(self._references) < 0:
             raise BlockError("a reference count is negative")
