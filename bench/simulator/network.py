@@ -153,7 +153,7 @@ class Endpoint:
         if at < self._last_at:
             at = self._last_at
         self._last_at = at
-        queue.at(at, self._arrive, serial, message)
+        queue.push(at, self._arrive, (serial, message))
         if self._num_to_double and not isinstance(message, (_End, *_HANDSHAKE)):
             self._send_twice(message)
 
