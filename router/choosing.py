@@ -25,6 +25,7 @@ FEW: Final = 10  # workers up to which each by itself is faster
 Rows = NDArray[np.intp]  # numbers of some workers, rising
 Figure = Any  # a number of one worker, or the column of all; a flag, or the flags of all
 Figures = Any  # a column
+Chosen = Any  # row numbers, rising: a list of them, or an array
 
 
 def is_any(flags: Flags) -> bool:
@@ -87,12 +88,12 @@ class Few:
         return flags.index(True) if flags.count(True) == 1 else NONE
 
     @staticmethod
-    def near(cost: Figures, share: float) -> list[int]:
+    def near(cost: Figures, share: float) -> Chosen:
         """Rows whose cost is within this share of the least."""
         most = min(cost) * (1 + share)
         return [row for row, each in enumerate(cost) if each <= most]
 
-    def oldest_of(self, rows: list[int], score: Figures, share: float, preferred: int) -> int:
+    def oldest_of(self, rows: Chosen, score: Figures, share: float, preferred: int) -> int:
         """Of these rows, and of those whose score is within this share of the least: the preferred one, else
         the one that was placed on longest ago."""
         most = min([score[row] for row in rows]) * (1 + share)
@@ -151,11 +152,10 @@ class Many:
         return as_bytes.index(1) if as_bytes.count(1) == 1 else NONE
 
     @staticmethod
-    def near(cost: Column, share: float) -> Rows:
-        rows: Rows = (cost <= cost.item(cost.argmin()) * (1 + share)).nonzero()[0]
-        return rows
+    def near(cost: Column, share: float) -> Chosen:
+        return (cost <= cost.item(cost.argmin()) * (1 + share)).nonzero()[0]
 
-    def oldest_of(self, rows: Rows, score: Column, share: float, preferred: int) -> int:
+    def oldest_of(self, rows: Chosen, score: Column, share: float, preferred: int) -> int:
         best = rows[self.near(score[rows], share)]
         if preferred != NONE and preferred in best:
             return preferred
