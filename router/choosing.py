@@ -152,8 +152,9 @@ class Many:
         return as_bytes.index(1) if as_bytes.count(1) == 1 else NONE
 
     @staticmethod
-    def near(cost: Column, share: float) -> Chosen:
-        return (cost <= cost.item(cost.argmin()) * (1 + share)).nonzero()[0]
+    def near(cost: Column, share: float) -> Rows:
+        rows: Rows = (cost <= cost.item(cost.argmin()) * (1 + share)).nonzero()[0]
+        return rows
 
     def oldest_of(self, rows: Chosen, score: Column, share: float, preferred: int) -> int:
         best = rows[self.near(score[rows], share)]
