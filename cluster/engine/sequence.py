@@ -47,6 +47,7 @@ class Sequence:
         "attempt",
         "block_ids",
         "cache_salt",
+        "key",
         "num_cached",
         "num_computed",
         "num_initial",
@@ -82,6 +83,7 @@ class Sequence:
         self.router = router
         self.request = request
         self.attempt = attempt
+        self.key: SequenceKey = (request, attempt)
         self.token_ids = list(token_ids)  # prompt and outputs
         self.output_ids = self.token_ids[num_prompt_tokens:]
         self.num_prompt_tokens = num_prompt_tokens  # the client's prompt: outputs start here
@@ -96,10 +98,6 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens found in the cache by the first `reserve`
         self.sample = SampleSpec(sampling, self.token_ids[:num_prompt_tokens], self.output_ids)
-
-    @property
-    def key(self) -> SequenceKey:
-        return self.request, self.attempt
 
     @property
     def num_tokens(self) -> int:
