@@ -204,10 +204,10 @@ def _non_negative(gram: _Array, moment: _Array) -> list[float]:
         if len(kept) == len(size):
             found = np.linalg.solve(square, target)
         else:
-            found = np.linalg.solve(square[kept][:, kept], target[kept])
+            found = np.linalg.solve(square.take(kept, 0).take(kept, 1), target.take(kept))
         worst = int(found.argmin())
         if found.item(worst) >= 0:
-            for index, value in zip(kept, (found / size[kept]).tolist(), strict=True):
+            for index, value in zip(kept, (found / size.take(kept)).tolist(), strict=True):
                 result[index] = value
             break
         del kept[worst]

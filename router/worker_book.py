@@ -305,8 +305,11 @@ class WorkerBook:
         num_blocks = foreign.blocks + totals.blocks
         rows = foreign.rows + totals.rows - load.yielding_rows
         context = foreign.context + totals.context - load.yielding_context
-        fleet.work_s[row] = known.work.value(_work_s(totals, model))
-        fleet.queued_load_s[row] = known.queued_load.value(_load_s(totals, model))
+        if totals.new_tokens or totals.queued_rows or known.work.foreign or known.queued_load.foreign:
+            fleet.work_s[row] = known.work.value(_work_s(totals, model))
+            fleet.queued_load_s[row] = known.queued_load.value(_load_s(totals, model))
+        else:  # no prompt waits there
+            fleet.work_s[row] = fleet.queued_load_s[row] = 0.0
         fleet.rows[row] = rows if rows > 0 else 0
         fleet.context[row] = context if context > 0 else 0
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
