@@ -121,7 +121,7 @@ def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
 
 
 def main() -> None:
-    """A worker process. Garbage is collected between runs: within one there is little, and none in modules."""
+    """A worker process. Garbage is collected between runs: within one there is little, in modules none."""
     parser = argparse.ArgumentParser()
     parser.add_argument("given")
     batch = msgspec.json.decode(parser.parse_args().given, type=Batch)
