@@ -159,8 +159,8 @@ class Fleet:
 
     def workers(self) -> list[Worker]:
         """All rows, as of now."""
-        columns = (*self._floats.tolist(), *self._flags.tolist())
-        return list(map(Worker, *columns))
+        rows = zip(self._floats.T.tolist(), self._flags.T.tolist(), strict=True)
+        return [Worker(*floats, *flags) for floats, flags in rows]
 
     def copy(self) -> Fleet:
         """A recorded view: what it says does not change any more."""
