@@ -46,13 +46,10 @@ def highest(column: Column) -> float:
 class Few:
     """Each worker by itself."""
 
-    at_most = staticmethod(min)
-    at_least = staticmethod(max)
-    is_some = staticmethod(bool)  # whether a formula's flag is set for any of those it is about
-    is_every = staticmethod(bool)  # whether it is for all of them
-    any = staticmethod(any)
-    all = staticmethod(all)
-    lowest = staticmethod(min)
+    at_most: Callable[[Figure, Figure], Figure] = min
+    at_least: Callable[[Figure, Figure], Figure] = max
+    is_some: Callable[[Figure], bool] = bool  # a formula's flag is set for any of those it is about
+    is_every: Callable[[Figure], bool] = bool  # it is for all of them
 
     def __init__(self, fleet: Fleet) -> None:
         self.workers = fleet.workers()
@@ -83,9 +80,25 @@ class Few:
         return not flag
 
     @staticmethod
+    def any(flags: Figures) -> bool:
+        return True in flags
+
+    @staticmethod
+    def all(flags: Figures) -> bool:
+        return False not in flags
+
+    @staticmethod
+    def lowest(column: Figures) -> float:
+        least: float = min(column)
+        return least
+
+    @staticmethod
     def only(flags: Figures) -> int:
         """The one row that is set; `NONE` if there are others, or none."""
-        return flags.index(True) if flags.count(True) == 1 else NONE
+        if flags.count(True) != 1:
+            return NONE
+        row: int = flags.index(True)
+        return row
 
     @staticmethod
     def near(cost: Figures, share: float) -> Chosen:
@@ -97,7 +110,7 @@ class Few:
         """Of these rows, and of those whose score is within this share of the least: the preferred one, else
         the one that was placed on longest ago."""
         most = min([score[row] for row in rows]) * (1 + share)
-        best = [row for row in rows if score[row] <= most]
+        best: list[int] = [row for row in rows if score[row] <= most]
         if preferred in best:
             return preferred
         return min(best, key=self._last_placed)
@@ -109,12 +122,12 @@ class Few:
 class Many:
     """All workers at once; methods as those of `Few`."""
 
-    at_most = staticmethod(np.minimum)
-    at_least = staticmethod(np.maximum)
-    is_some = staticmethod(is_any)
-    is_every = staticmethod(are_all)
-    any = staticmethod(is_any)
-    all = staticmethod(are_all)
+    at_most: Callable[[Figure, Figure], Figure] = np.minimum
+    at_least: Callable[[Figure, Figure], Figure] = np.maximum
+    is_some: Callable[[Flags], bool] = staticmethod(is_any)
+    is_every: Callable[[Flags], bool] = staticmethod(are_all)
+    any: Callable[[Flags], bool] = staticmethod(is_any)
+    all: Callable[[Flags], bool] = staticmethod(are_all)
 
     def __init__(self, fleet: Fleet) -> None:
         self.workers = fleet
