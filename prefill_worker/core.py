@@ -115,9 +115,13 @@ class PrefillCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; the returned actions are to be carried out in order."""
         actions = self._apply(event, now)
-        actions += self._run(now)
+        if not self._scheduler.busy:
+            plan = self._scheduler.plan(now)
+            if plan is not None:
+                actions.append(RunStep(plan))
         actions += self._attempts.begin_pieces(self._config.max_pieces_in_flight, now)
-        actions += self._announce_drained()
+        if self._drain is not None:
+            actions += self._announce_drained(self._drain)
         self._transfers.note_sent(actions)
         return actions
 
@@ -288,18 +292,10 @@ class PrefillCore:
                 actions += self._attempts.fail(attempt, "draining", "this prefill worker is leaving", now)
         return actions + self._transfers.tick(now)
 
-    # ---- what follows every event
-
-    def _run(self, now: float) -> list[Action]:
-        if self._scheduler.busy:
+    def _announce_drained(self, drain: _Drain) -> list[Action]:
+        if drain.announced or self._attempts:
             return []
-        plan = self._scheduler.plan(now)
-        return [] if plan is None else [RunStep(plan)]
-
-    def _announce_drained(self) -> list[Action]:
-        if self._drain is None or self._drain.announced or self._attempts:
-            return []
-        self._drain.announced = True
+        drain.announced = True
         return [ToRouter(router, Drained()) for router in sorted(self._routers)]
 
     def _stale(self) -> list[Action]:

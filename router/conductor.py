@@ -37,9 +37,13 @@ from cluster.request import LifecycleEvent, RequestState
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.kv_events import KvEvents, KvResync, WorkerSays
 from cluster.wire.messages import (
+    AttemptFailed,
+    Committed,
     Drained,
+    FirstToken,
     Grant,
     Heartbeat,
+    Nack,
     Refused,
     Register,
     RenewLeases,
@@ -169,9 +173,11 @@ class Conductor:
 
     def _on_message(self, worker: WorkerId, message: WorkerSays, now: float) -> None:
         match message:
-            case Tokens(rows=rows):
-                for row in rows:
+            case Tokens():
+                for row in message.rows:
                     self._take(worker, row, now)
+            case FirstToken() | Committed() | Grant() | Nack() | AttemptFailed():
+                self._take(worker, message, now)
             case Heartbeat(state=state, load=load):
                 self._on_heartbeat(worker, state, load, now)
             case KvEvents():
@@ -179,8 +185,6 @@ class Conductor:
                     self._emit(Send(worker, KvResync()))
             case Register() | Drained() | Refused():
                 pass  # membership is the driver's
-            case _:
-                self._take(worker, message, now)
 
     def _take(self, worker: WorkerId, message: AttemptMessage, now: float) -> None:
         """A message about an attempt, and what becomes of its request."""
@@ -192,10 +196,10 @@ class Conductor:
                 self._emit(Send(worker, give_back(message)))
             return
         match verdict:
-            case Progress(wait_s, outputs, finish):
-                self._requests.wait(live, now + wait_s)
-                if outputs:
-                    self._deliver(live, outputs, finish, now)
+            case Progress():
+                self._requests.wait(live, now + verdict.wait_s)
+                if verdict.outputs:
+                    self._deliver(live, verdict.outputs, verdict.finish, now)
             case NotTaken():
                 self._placing.place(live, now)
             case Broken(cause, culprit, detail, retryable=True):

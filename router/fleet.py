@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +37,35 @@ class EdgeRow:
 
     base_s: Column
     byte_s: Column
+
+
+class Worker(msgspec.Struct, frozen=True, gc=False):
+    """One worker's entries, by the names and in the order of the columns."""
+
+    fixed_s: float
+    floor_s: float
+    per_token_s: float
+    per_context_s: float
+    per_attention_s: float
+    reading: float
+    kv_tokens: float
+    bytes_s: float
+    work_s: float
+    late_s: float
+    queued_load_s: float
+    rows: float
+    context: float
+    coming_rows: float
+    coming_context: float
+    kv_used: float
+    kv_promised: float
+    last_placed: float
+    yield_s: float
+    late_rate: float
+    on_time_share: float
+    can_prefill: bool
+    can_decode: bool
+    can_send: bool
 
 
 class Fleet:
@@ -122,6 +152,15 @@ class Fleet:
         else:
             exposed = edge.base_s + num_bytes * edge.byte_s
         return exposed
+
+    def worker(self, row: int) -> Worker:
+        """As of now."""
+        return Worker(*self._floats[:, row].tolist(), *self._flags[:, row].tolist())
+
+    def workers(self) -> list[Worker]:
+        """All rows, as of now."""
+        rows = zip(self._floats.T.tolist(), self._flags.T.tolist(), strict=True)
+        return [Worker(*floats, *flags) for floats, flags in rows]
 
     def copy(self) -> Fleet:
         """A recorded view: what it says does not change any more."""
