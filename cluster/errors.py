@@ -22,6 +22,7 @@
     ├── StepError              a step could not be computed: its requests fail, the worker goes on
     ├── DeviceLost             the device computes no more for this process: the worker ends
     └── EdgeError              a KV transfer failed; the attempt fails closed
+        └── EdgeUnfit            this kind of edge cannot join these two workers; another kind may
 """
 
 from __future__ import annotations
@@ -154,6 +155,10 @@ class ProtocolError(WireError):
 
 class EdgeError(BatonError):
     """A KV edge broke or refused; no token may be computed from what it carried."""
+
+
+class EdgeUnfit(EdgeError):
+    """A KV edge of this kind cannot join these two workers, whatever is tried again; another kind may."""
 
 
 class StepError(BatonError):

@@ -12,6 +12,7 @@ from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
+from cluster.kv.edge_fallback import accepted
 from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edges import check_kind, check_memory, edge_kind, make_receiver
 from cluster.kv.layout import single_edge
@@ -65,6 +66,8 @@ async def run(
         join_timeout_s=config.join_timeout_s,
     )
 
+    kinds = [one.value for one in accepted(kind)]
+
     def check_hello(hello: EdgeHello) -> str | None:
         if hello.geometry.dtype != geometry.dtype:
             return (
@@ -73,7 +76,7 @@ async def run(
             )
         if hello.fingerprint != fingerprint:
             return "it runs another model, dtype, backend or instruction set: bits would differ"
-        if hello.kind != config.kv_edge:
+        if hello.kind not in kinds:
             return f"it speaks the KV edge `{hello.kind}`, this worker `{config.kv_edge}`"
         try:
             single_edge(hello.geometry, geometry)
@@ -95,7 +98,8 @@ async def run(
 
     def receiver_for(hello: EdgeHello) -> KVReceiver:
         name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
-        return make_receiver(kind, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit)
+        spoken = edge_kind(hello.kind)
+        return make_receiver(spoken, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit)
 
     edges = DecodeEdges(
         make_welcome=make_welcome,

@@ -1,6 +1,7 @@
 """P's live KV side: one stream and one sender per decode worker it ships to.
 
 1. `OpenEdge`: dial D's KV address, `EdgeHello`, `EdgeWelcome`; build the sender from its endpoint; `EdgeUp`.
+   If no edge of that kind can join the two, it is dialled again at once, and the hello names another kind.
 2. `ToPeer` posts a control message; `SendPiece` moves bytes, one send at a time per edge, then `PieceSent`.
 3. Whatever breaks (stream, sender, handshake) ends the edge once: the sender is closed first, so that
    nothing of it writes any more, then `EdgeDown`. A later `OpenEdge` builds a new one.
@@ -15,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from cluster.errors import EdgeError, ProtocolError, WireError
+from cluster.errors import EdgeError, EdgeUnfit, ProtocolError, WireError
 from cluster.kv.edge import KVSender
 from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
 from cluster.wire.messages import Refused
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 MakeSender = Callable[[EdgeWelcome], Awaitable[KVSender]]
 
 HANDSHAKE_TIMEOUT_S = 10.0
+_TOO_LATE = f"the edge did not come up within {HANDSHAKE_TIMEOUT_S:g} s"
 
 
 @dataclass(slots=True)
@@ -61,7 +63,10 @@ class PrefillEdges:
         token: bytes,
         make_sender: MakeSender,
         dispatch: Callable[[Event], None],
+        judge: Callable[[Peer, EdgeError], EdgeError] = lambda _, error: error,
     ) -> None:
+        """`judge` says what a failed handshake means: `EdgeUnfit` if it is to be tried again at once."""
+        self._judge = judge
         self._make_hello = make_hello
         self._token = token
         self._make_sender = make_sender
@@ -107,28 +112,45 @@ class PrefillEdges:
 
     async def _live(self, peer: Peer, address: str, edge: _Edge) -> None:
         """The edge from dialing to its end."""
-        reason = "closed by the decode worker"
-        try:
-            if peer in self._unstopped:
-                raise EdgeError("an older edge has not stopped writing: this worker has to be started again")
-            stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
+        reason: str | None = None
+        while reason is None:
             try:
-                sender = await self._shake_hands(peer, stream)
-                try:
-                    edge.stream = stream
-                    self._dispatch(EdgeUp(peer, in_place=sender.in_place))
-                    await self._serve(peer, stream, sender, edge)
-                finally:
-                    edge.stream = None
-                    await self._stop(peer, sender)
-            finally:
-                await stream.close()
-        except (EdgeError, WireError, OSError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
-            logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
+                await self._dial(peer, address, edge)
+                reason = "closed by the decode worker"
+            except EdgeUnfit as error:  # the next dial is another kind, and there are only so many
+                logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, error)
+            except (EdgeError, WireError, OSError, TimeoutError) as error:
+                reason = str(error) or type(error).__name__
+                logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
         del self._edges[peer]
         if not self._closing:
             self._dispatch(EdgeDown(peer, reason))
+
+    async def _dial(self, peer: Peer, address: str, edge: _Edge) -> None:
+        """The edge as one kind; returns when D closes it.
+
+        Raises:
+            EdgeUnfit: it cannot be of this kind; nothing was sent over it.
+            EdgeError, WireError, OSError, TimeoutError: it is lost.
+        """
+        if peer in self._unstopped:
+            raise EdgeError("an older edge has not stopped writing: this worker has to be started again")
+        stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
+        try:
+            try:
+                sender = await self._shake_hands(peer, stream)
+            except (EdgeError, TimeoutError) as error:
+                told = error if isinstance(error, EdgeError) else EdgeError(_TOO_LATE)
+                raise self._judge(peer, told) from error
+            try:
+                edge.stream = stream
+                self._dispatch(EdgeUp(peer, in_place=sender.in_place))
+                await self._serve(peer, stream, sender, edge)
+            finally:
+                edge.stream = None
+                await self._stop(peer, sender)
+        finally:
+            await stream.close()
 
     async def _stop(self, peer: Peer, sender: KVSender) -> None:
         if sender.in_place:

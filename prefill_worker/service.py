@@ -9,8 +9,10 @@ from collections.abc import Callable
 from cluster.clock import MonotonicClock
 from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
+from cluster.ids import Epoch, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
+from cluster.kv.edge_fallback import KindBook, accepted
 from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edges import check_kind, check_memory, edge_kind, make_sender
 from cluster.role_config import WorkerConfig
@@ -58,6 +60,11 @@ async def run(
         join_timeout_s=config.join_timeout_s,
     )
 
+    kinds = KindBook(accepted(kind))
+
+    def edge_to(decode: WorkerId, epoch: Epoch) -> EdgeName:
+        return EdgeName(config.worker, config.epoch, decode, epoch)
+
     def hello_to(peer: Peer) -> EdgeHello:
         return EdgeHello(
             worker=config.worker,
@@ -66,15 +73,16 @@ async def run(
             decode_epoch=peer.epoch,
             pid=os.getpid(),
             fingerprint=engine.fingerprint,
-            kind=config.kv_edge,
+            kind=kinds.kind_of(edge_to(*peer)).value,
             geometry=geometry,
         )
 
     async def sender_for(welcome: EdgeWelcome) -> KVSender:
+        name = edge_to(welcome.worker, welcome.epoch)
         sender = make_sender(
-            kind,
+            kinds.kind_of(name),
             pool,
-            name=EdgeName(config.worker, config.epoch, welcome.worker, welcome.epoch),
+            name=name,
             peer=welcome.geometry,
             endpoint=welcome.endpoint,
             limit=limit,
@@ -87,7 +95,11 @@ async def run(
         return sender
 
     edges = PrefillEdges(
-        make_hello=hello_to, token=config.token, make_sender=sender_for, dispatch=driver.dispatch
+        make_hello=hello_to,
+        token=config.token,
+        make_sender=sender_for,
+        dispatch=driver.dispatch,
+        judge=lambda peer, error: kinds.failed(edge_to(*peer), error),
     )
     register = Register(
         worker=config.worker,

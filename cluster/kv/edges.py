@@ -3,7 +3,8 @@
 - `local`: P and D share a process.
 - `shm`: one host; P writes into D's pool, which is shared memory.
 - `gloo`: any two hosts; torch.distributed, through staging on both sides.
-- `cuda_ipc`: one host with GPUs; P writes into D's pool, which is shared GPU memory.
+- `cuda_ipc`: one host with GPUs; P writes into D's pool, which is shared GPU memory. Where P's GPU cannot
+  reach it, the two fall back to another kind (`cluster.kv.edge_fallback`).
 - `nccl`: GPUs of any two hosts; as `gloo`, between GPU memories.
 
 D makes one receiver per peer with `make_receiver` at `EdgeHello`, and answers with the receiver's endpoint; P
@@ -176,6 +177,7 @@ def make_sender(
     before use.
 
     Raises:
+        EdgeUnfit: D's pool is out of P's reach for an edge of this kind.
         EdgeError: the layouts do not match, there are too many edges, the endpoint is wrong, or D is gone.
     """
     edge = edge or single_edge(pool.layout.to_geometry(), peer)
@@ -190,7 +192,8 @@ def make_sender(
         case EdgeKind.SHM:
             return shm_sender(name, pool, peer, endpoint, edge, config)
         case EdgeKind.CUDA_IPC:
-            return shm_sender(name, pool, peer, endpoint, edge, config, attach_device_pool)
+            attach = partial(attach_device_pool, device=pool.tensor.device)
+            return shm_sender(name, pool, peer, endpoint, edge, config, attach)
         case EdgeKind.GLOO | EdgeKind.NCCL:
             release = _take(kind, limit, name)
             try:
