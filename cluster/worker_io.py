@@ -160,10 +160,11 @@ class RunStep(msgspec.Struct, frozen=True):
 
 class OpenEdge(msgspec.Struct, frozen=True):
     """P only: dial this decode worker, unless a dial or an edge is up. Answered by `EdgeUp`/`EdgeDown`.
-    The same peer may be dialled again after `EdgeDown`."""
+    The same peer may be dialled again after `EdgeDown`. `warm`: no request needs it yet."""
 
     peer: Peer
     address: str
+    warm: bool = False
 
 
 class CloseEdge(msgspec.Struct, frozen=True):

@@ -184,6 +184,16 @@ class DecodeCore:
     def state(self) -> WorkerState:
         return WorkerState.READY if self._drain is None else WorkerState.DRAINING
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is here to be computed or to come, and more is welcome."""
+        return (
+            self._drain is None
+            and self._scheduler.num_sequences == 0
+            and self._leases.num_live == 0
+            and not self._scheduler.busy
+        )
+
     def quiet(self) -> bool:
         """Nothing is held, awaited or in flight."""
         return (

@@ -71,8 +71,10 @@ class DecodeEdges:
         make_receiver: MakeReceiver,
         token: bytes,
         dispatch: Callable[[Event], None],
+        is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         """`me`: this worker and its epoch; `check_hello` returns why a peer is refused, or None."""
+        self._is_busy = is_busy
         self._me = me
         self._make_welcome = make_welcome
         self._check_hello = check_hello
@@ -138,6 +140,9 @@ class DecodeEdges:
         if reason is not None:
             logger.warning("refused a KV edge from `%s`: %s", hello.worker, reason)
             await stream.send(Refused(reason=reason))
+            return
+        if hello.warm and self._is_busy():
+            await stream.send(Refused(reason="it is busy, and no request needs this edge yet"))
             return
         await self._end_older(peer)
         try:

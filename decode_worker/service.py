@@ -108,6 +108,7 @@ async def run(
         make_receiver=receiver_for,
         token=config.token,
         dispatch=driver.dispatch,
+        is_busy=lambda: not core.idle,
     )
     try:
         await driver.loaded()

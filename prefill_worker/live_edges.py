@@ -16,6 +16,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.errors import EdgeError, EdgeUnfit, ProtocolError, WireError
 from cluster.kv.edge import KVSender
 from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
@@ -43,12 +45,17 @@ HANDSHAKE_TIMEOUT_S = 10.0
 _TOO_LATE = f"the edge did not come up within {HANDSHAKE_TIMEOUT_S:g} s"
 
 
+class _NotNow(EdgeError):
+    """An edge that nobody needs yet is refused: that says nothing of its kind."""
+
+
 @dataclass(slots=True)
 class _Edge:
     """One dialed decode worker. `sends` is what its task works off; `broken` ends it from outside."""
 
     sends: asyncio.Queue[SendPiece]
     broken: asyncio.Future[None]
+    is_warm: bool  # no request needs it yet
     task: asyncio.Task[None] | None = None
     stream: Stream[DecodeToPrefill] | None = None
 
@@ -78,9 +85,9 @@ class PrefillEdges:
     def carry(self, action: Action) -> None:
         """Start what the core decided; the outcome comes back as an event, never synchronously."""
         match action:
-            case OpenEdge(peer, address):
+            case OpenEdge(peer, address, warm):
                 if peer not in self._edges and not self._closing:
-                    edge = _Edge(asyncio.Queue(), asyncio.get_running_loop().create_future())
+                    edge = _Edge(asyncio.Queue(), asyncio.get_running_loop().create_future(), warm)
                     self._edges[peer] = edge
                     edge.task = asyncio.create_task(self._live(peer, address, edge))
             case CloseEdge(peer, reason):
@@ -121,7 +128,8 @@ class PrefillEdges:
                 logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, error)
             except (EdgeError, WireError, OSError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
-                logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
+                level = logging.INFO if edge.is_warm else logging.WARNING
+                logger.log(level, "KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
         del self._edges[peer]
         if not self._closing:
             self._dispatch(EdgeDown(peer, reason))
@@ -138,12 +146,14 @@ class PrefillEdges:
         stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
         try:
             try:
-                sender = await self._shake_hands(peer, stream)
+                sender = await self._shake_hands(peer, stream, edge.is_warm)
+            except _NotNow:
+                raise
             except (EdgeError, TimeoutError) as error:
                 told = error if isinstance(error, EdgeError) else EdgeError(_TOO_LATE)
                 raise self._judge(peer, told) from error
             try:
-                edge.stream = stream
+                edge.stream, edge.is_warm = stream, False
                 self._dispatch(EdgeUp(peer, in_place=sender.in_place))
                 await self._serve(peer, stream, sender, edge)
             finally:
@@ -158,12 +168,13 @@ class PrefillEdges:
         await sender.close()
         self._unstopped.discard(peer)
 
-    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill]) -> KVSender:
-        stream.post(self._make_hello(peer))
+    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill], is_warm: bool) -> KVSender:
+        stream.post(msgspec.structs.replace(self._make_hello(peer), warm=is_warm))
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             welcome = await anext(aiter(stream), None)
             if isinstance(welcome, Refused):
-                raise EdgeError(f"refused by the decode worker: {welcome.reason}")
+                refusal = _NotNow if is_warm else EdgeError
+                raise refusal(f"refused by the decode worker: {welcome.reason}")
             if not isinstance(welcome, EdgeWelcome):
                 raise ProtocolError(f"expected EdgeWelcome, got {type(welcome).__name__}")
             if (welcome.worker, welcome.epoch) != (peer.worker, peer.epoch):

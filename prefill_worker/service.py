@@ -44,6 +44,8 @@ async def run(
             block_bytes=engine.layout.bytes_per_block,
             max_step_tokens=config.max_chunk_tokens,
             targets=default_targets(config),
+            worker=config.worker,
+            warm_edges=config.max_kv_edges,
         ),
         blocks,
     )
@@ -111,6 +113,7 @@ async def run(
         max_model_len=engine.max_model_len,
         max_num_seqs=config.max_num_seqs,
         geometry=geometry,
+        warm_edges=config.max_kv_edges,
     )
     try:
         await driver.loaded()

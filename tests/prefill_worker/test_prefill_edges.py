@@ -135,3 +135,39 @@ async def test_an_edge_that_is_unfit_is_dialed_again_at_once_as_another_kind(tmp
     finally:
         await edges.close()
         await listener.close()
+
+
+async def test_a_refusal_of_what_nobody_needs_yet_says_nothing_of_its_kind(tmp_path: Path) -> None:
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    dials: list[tuple[str, bool]] = []
+
+    async def refuse(stream: Stream[PrefillToDecode]) -> None:
+        async for message in stream:
+            assert isinstance(message, EdgeHello)
+            dials.append((message.kind, message.warm))
+            stream.post(Refused(reason="it is busy"))
+
+    async def make_sender(welcome: EdgeWelcome) -> KVSender:
+        raise AssertionError("it was refused")
+
+    def judge(peer: Peer, error: EdgeError) -> EdgeError:
+        dials.append(("judged", False))
+        return error
+
+    listener = await listen(f"unix:{tmp_path}/kv", TOKEN, PrefillToDecode, refuse)
+    edges = PrefillEdges(
+        make_hello=lambda peer: hello(peer, "nccl"),
+        token=TOKEN,
+        make_sender=make_sender,
+        dispatch=events.put_nowait,
+        judge=judge,
+    )
+    try:
+        async with asyncio.timeout(20):
+            for warm in (True, False):
+                edges.carry(OpenEdge(D, listener.address, warm))
+                assert await events.get() == EdgeDown(D, "refused by the decode worker: it is busy")
+            assert dials == [("nccl", True), ("nccl", False), ("judged", False)]
+    finally:
+        await edges.close()
+        await listener.close()
