@@ -103,6 +103,14 @@ class PieceScattered(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class ScatterFailed(msgspec.Struct, frozen=True):
+    """D only: `Scatter` is over, and nobody knows what the blocks hold. Its edge goes down, too."""
+
+    peer: Peer
+    piece: Piece
+    reason: str
+
+
 class StepDone(msgspec.Struct, frozen=True):
     output: StepOutput
 
@@ -134,6 +142,7 @@ Event = (
     | ReceivePosted
     | PieceStaged
     | PieceScattered
+    | ScatterFailed
     | StepDone
     | StepFailed
     | Calibrated
@@ -192,7 +201,8 @@ class PostReceive(msgspec.Struct, frozen=True):
 
 
 class Scatter(msgspec.Struct, frozen=True):
-    """D only: answered by `PieceScattered`, always, even after `EdgeDown`: it is a local copy."""
+    """D only: answered by `PieceScattered` or `ScatterFailed`, always, even after `EdgeDown`: it is a local
+    copy."""
 
     peer: Peer
     staged: Staged

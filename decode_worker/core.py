@@ -67,6 +67,7 @@ from cluster.worker_io import (
     ReceivePosted,
     RouterLost,
     RunStep,
+    ScatterFailed,
     StepDone,
     StepFailed,
     Tick,
@@ -225,6 +226,8 @@ class DecodeCore:
                 return self._intake.staged(peer, staged)
             case PieceScattered(peer, piece, num_bytes):
                 return self._intake.scattered(peer, piece, num_bytes, now)
+            case ScatterFailed(peer, piece, reason):
+                return self._intake.scatter_failed(peer, piece, reason)
             case EdgeUp(peer, in_place):
                 return self._intake.edge_up(peer, in_place)
             case EdgeDown(peer):

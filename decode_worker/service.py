@@ -109,6 +109,7 @@ async def run(
         token=config.token,
         dispatch=driver.dispatch,
         is_busy=lambda: not core.idle,
+        on_device_lost=driver.device_lost,
     )
     try:
         await driver.loaded()

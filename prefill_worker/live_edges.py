@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.errors import EdgeError, EdgeUnfit, ProtocolError, WireError
+from cluster.errors import EdgeDeviceLost, EdgeError, EdgeUnfit, ProtocolError, WireError
 from cluster.kv.edge import KVSender
 from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
 from cluster.wire.messages import Refused
@@ -71,9 +71,10 @@ class PrefillEdges:
         make_sender: MakeSender,
         dispatch: Callable[[Event], None],
         judge: Callable[[Peer, EdgeError], EdgeError] = lambda _, error: error,
+        on_device_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`judge` says what a failed handshake means: `EdgeUnfit` if it is to be tried again at once."""
-        self._judge = judge
+        self._judge, self._on_device_lost = judge, on_device_lost
         self._make_hello = make_hello
         self._token = token
         self._make_sender = make_sender
@@ -130,6 +131,8 @@ class PrefillEdges:
                 reason = str(error) or type(error).__name__
                 level = logging.INFO if edge.is_warm else logging.WARNING
                 logger.log(level, "KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
+                if isinstance(error, EdgeDeviceLost):
+                    self._on_device_lost(reason)
         del self._edges[peer]
         if not self._closing:
             self._dispatch(EdgeDown(peer, reason))

@@ -102,6 +102,7 @@ async def run(
         make_sender=sender_for,
         dispatch=driver.dispatch,
         judge=lambda peer, error: kinds.failed(edge_to(*peer), error),
+        on_device_lost=driver.device_lost,
     )
     register = Register(
         worker=config.worker,

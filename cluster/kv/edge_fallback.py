@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from cluster.errors import EdgeError, EdgeUnfit
+from cluster.errors import EdgeDeviceLost, EdgeError, EdgeUnfit
 from cluster.kv.edge import EdgeName
 from cluster.kv.edges import EdgeKind
 
@@ -43,6 +43,8 @@ class KindBook:
     def failed(self, name: EdgeName, error: EdgeError) -> EdgeError:
         """What the failure to build the edge means: `EdgeUnfit` if it is to be dialled again at once, as
         another kind; otherwise it is lost."""
+        if isinstance(error, EdgeDeviceLost):
+            return error
         tried = self._tried.get(name, 0)
         may_fall_back = isinstance(error, EdgeUnfit) or tried > 0
         if not may_fall_back or tried + 1 >= len(self._kinds):

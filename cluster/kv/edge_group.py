@@ -120,7 +120,8 @@ class GroupSender:
                 if not self._link.backend.follows_streams:
                     self._queue.finish()
                 data = self._slots.bytes_of(slot, len(part))
-                on_the_way.append(PartSent(self._link, data, trailer_of(piece, part), tags))
+                room, trailer = self._slots.trailers[slot], trailer_of(piece, part)
+                on_the_way.append(PartSent(self._link, data, room, trailer, tags))
         while on_the_way:
             _finish(on_the_way.pop(0), self._link, deadline)
         return piece.num_blocks * self._source.block_bytes
@@ -266,7 +267,8 @@ class GroupReceiver:
         parts = cut(piece.num_blocks, self._ring.blocks_per_slot)
         for slot, part in zip(receive.claim.slots, parts, strict=True):
             data, expected = self._slots.bytes_of(slot, len(part)), trailer_of(piece, part)
-            receive.posted.append(PartPosted(self._link, data, expected, tags, self._queue))
+            room = self._slots.trailers[slot]
+            receive.posted.append(PartPosted(self._link, data, room, expected, tags, self._queue))
 
     def _wait(self, receive: _Receive) -> None:
         while receive.posted:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import ConfigError, EdgeError, EdgeUnfit, first_line
+from cluster.kv.edge_device import copy_stream
 from cluster.kv.layout import KVLayout
 from cluster.kv.memory import GIB
 from cluster.kv.pool import HEADER_BYTES, TORCH_DTYPES, KVPool, check_header, pool_header
@@ -133,8 +134,8 @@ def attach_device_pool(endpoint: dict[str, str | int], geometry: KVGeometry, dev
     index = device.index or 0
     try:
         _check_reach(index, handle.device)
-        # On a stream of its own: the caller, an event loop, does not wait for the step that is running.
-        with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):
+        # The caller, an event loop, waits neither for the step that is running nor for another edge's peer.
+        with torch.cuda.device(index), torch.cuda.stream(copy_stream(device)):
             storage = torch.UntypedStorage._new_shared_cuda(
                 index,
                 handle.memory,

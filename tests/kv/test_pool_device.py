@@ -108,7 +108,7 @@ def test_a_pool_is_mapped_on_this_processs_own_gpu_wherever_it_lies(
     )
     monkeypatch.setattr(torch.cuda, "device", enter)
     monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"stream of {index}")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: f"stream of {device.index}")
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_handle)
     endpoint: dict[str, str | int] = {"pid": 1, "nonce": "00" * 16, "ipc": HANDLE.to_text()}
     said = "cannot be mapped .CUDA error: invalid resource handle." if is_opened else "no peer access"
