@@ -43,6 +43,7 @@ async def run(
     fingerprint = engine.fingerprint
     geometry = engine.layout.to_geometry()
     pool = engine.make_pool(shared=kind.in_ds_pool)
+    mover = await asyncio.to_thread(engine.make_mover, pool.whole) if kind.on_gpu else None
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
     core = DecodeCore(
         DecodeConfig(
@@ -99,7 +100,9 @@ async def run(
     def receiver_for(hello: EdgeHello) -> KVReceiver:
         name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
         spoken = edge_kind(hello.kind)
-        return make_receiver(spoken, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit)
+        return make_receiver(
+            spoken, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit, mover=mover
+        )
 
     edges = DecodeEdges(
         make_welcome=make_welcome,

@@ -38,6 +38,7 @@ async def run(
     check_memory(kind, engine.backend.device.type)
     geometry = engine.layout.to_geometry()
     pool = engine.make_pool(shared=False)
+    mover = await asyncio.to_thread(engine.make_mover, pool.whole) if kind.on_gpu else None
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)
     core = PrefillCore(
         PrefillConfig(
@@ -88,6 +89,7 @@ async def run(
             peer=welcome.geometry,
             endpoint=welcome.endpoint,
             limit=limit,
+            mover=mover,
         )
         try:
             await sender.ready()

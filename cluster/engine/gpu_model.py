@@ -42,6 +42,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.engine.weights_file import DATA
 from cluster.errors import ConfigError, first_line
 from cluster.ids import BlockId
+from cluster.kv.block_copy import Mover
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import TORCH_DTYPES, KVPool
 from cluster.kv.pool_device import device_pool, shared_device_pool
@@ -70,6 +71,14 @@ class GpuModel:
         """
         make = shared_device_pool if shared else device_pool
         return make(layout, self.backend.device, NUM_SCRATCH_BLOCKS)
+
+    def make_mover(self, pool: Tensor) -> Mover:
+        """For edges that stage KV on this GPU; `pool` as for `make_runner`. Compiles its kernel."""
+        from cluster.engine.block_mover import BlockMover  # needs triton
+
+        mover = BlockMover()
+        mover.prepare(pool, pool.shape[0] - NUM_SCRATCH_BLOCKS)
+        return mover
 
     def make_runner(self, pool: Tensor) -> Runner:
         """`pool`: the whole of what `make_pool` made; its first block is written to.

@@ -23,7 +23,7 @@ from enum import Enum
 from functools import partial
 
 from cluster.errors import ConfigError, EdgeError
-from cluster.kv.block_copy import BlockRegion
+from cluster.kv.block_copy import BlockRegion, Mover
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender
 from cluster.kv.edge_backends import Gloo, GroupBackend, Nccl, why_no_nccl
 from cluster.kv.edge_group import GroupReceiver, GroupSender
@@ -133,11 +133,13 @@ def make_receiver(
     edge: LayoutEdge | None = None,
     config: EdgeConfig | None = None,
     limit: EdgeLimit | None = None,
+    mover: Mover | None = None,
 ) -> KVReceiver:
     """D's end towards the prefill worker of geometry `peer`. Needs a running event loop.
 
     `host` is where a network edge listens: an address that P can reach. `edge` is what it carries, from
-    `cluster.kv.layout.intersect`; None when both groups have one rank. `limit`: counts the NCCL edges.
+    `cluster.kv.layout.intersect`; None when both groups have one rank. `limit`: counts the NCCL edges;
+    `mover`: of blocks between the pool and staging beside it.
 
     Raises:
         EdgeError: the layouts do not match, there are too many edges, or it cannot listen.
@@ -153,7 +155,7 @@ def make_receiver(
             region = BlockRegion.of_pool(pool.tensor, pool.layout, edge)
             release = _take(kind, limit, name)
             try:
-                return GroupReceiver(name, region, host, config, _backend(kind, region), release)
+                return GroupReceiver(name, region, host, config, _backend(kind, region), release, mover)
             except BaseException:
                 release()
                 raise
@@ -170,11 +172,12 @@ def make_sender(
     config: EdgeConfig | None = None,
     target: KVPool | None = None,
     limit: EdgeLimit | None = None,
+    mover: Mover | None = None,
 ) -> KVSender:
     """P's end, from `pool` to the decode worker of geometry `peer` that answered with `endpoint`.
 
-    `target` is D's pool, for `local` only. `edge`, `limit` as in `make_receiver`. `await sender.ready()`
-    before use.
+    `target` is D's pool, for `local` only. `edge`, `limit`, `mover` as in `make_receiver`. `await
+    sender.ready()` before use.
 
     Raises:
         EdgeUnfit: D's pool is out of P's reach for an edge of this kind.
@@ -197,7 +200,7 @@ def make_sender(
         case EdgeKind.GLOO | EdgeKind.NCCL:
             release = _take(kind, limit, name)
             try:
-                return GroupSender(name, source, endpoint, config, _backend(kind, source), release)
+                return GroupSender(name, source, endpoint, config, _backend(kind, source), release, mover)
             except BaseException:
                 release()
                 raise
