@@ -145,7 +145,10 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     max_kv_edges: Annotated[
         AtLeastOne,
-        Meta(description="nccl edges that a worker holds at once; each takes some 100 MB of its GPU"),
+        Meta(
+            description="nccl edges that a worker holds at once, each of some 100 MB of its GPU; edges of "
+            "any kind are made before requests need them up to so many"
+        ),
     ] = 16
     slo_ttft_ms: Annotated[
         float, Meta(gt=0, description="time to the first token that a request is promised unless it asks")

@@ -130,6 +130,7 @@ class PrefillEdges:
             except (EdgeError, WireError, OSError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
                 level = logging.INFO if edge.is_warm else logging.WARNING
+                level = logging.DEBUG if isinstance(error, _NotNow) else level  # once a minute, for ever
                 logger.log(level, "KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
                 if isinstance(error, EdgeDeviceLost):
                     self._on_device_lost(reason)

@@ -21,12 +21,12 @@ from cluster.wire.messages import DecodePartner, Partners
 from cluster.worker_io import Peer
 
 RETRY_S = 1.0  # doubles with each failure
-MAX_RETRY_S = 64.0
+MAX_DOUBLINGS = 6  # a worker that is always busy is asked about once a minute, for as long as it lives
 
 
 @dataclass(slots=True)
 class _Tries:
-    num_failed: int = 0
+    num_doublings: int = 0
     next_s: float = 0.0
 
 
@@ -66,8 +66,8 @@ class Warming:
         """An edge broke or did not come up."""
         if any(peer == wanted for wanted, _ in self._wanted):
             tries = self._tries.setdefault(peer, _Tries())
-            tries.next_s = now + min(MAX_RETRY_S, RETRY_S * 2.0**tries.num_failed)
-            tries.num_failed += 1
+            tries.next_s = now + RETRY_S * 2**tries.num_doublings
+            tries.num_doublings = min(tries.num_doublings + 1, MAX_DOUBLINGS)
 
     def _choose(self) -> None:
         """From what all routers say: of a worker's epochs the latest is the one that lives."""

@@ -21,7 +21,7 @@ from cluster.worker_io import (
     Tick,
 )
 from prefill_worker.core import PrefillConfig, PrefillCore
-from prefill_worker.warming import MAX_RETRY_S, RETRY_S, chosen
+from prefill_worker.warming import MAX_DOUBLINGS, RETRY_S, chosen
 from tests.support.worker_messages import ROUTER, D, only, plan_of, prefill, step_done, to_peer, to_router
 
 ME = WorkerId("prefill-0")
@@ -130,7 +130,7 @@ def test_a_dial_that_fails_is_repeated_for_an_attempt_that_waits_for_it() -> Non
 def test_what_does_not_come_up_is_tried_again_after_growing_delays() -> None:
     one, now, delays = warm_core(), 0.0, []
     one.handle(partners(D1), now)
-    for _ in range(9):
+    for _ in range(1100):  # a day of it: no number grows out of bounds
         assert dials(one.handle(EdgeDown(D1, "it is busy"), now)) == []
         due = one.next_deadline()
         assert due is not None
@@ -138,7 +138,7 @@ def test_what_does_not_come_up_is_tried_again_after_growing_delays() -> None:
         delays.append(due - now)
         now = due
         assert dials(one.handle(Tick(), now)) == [OpenEdge(D1, "unix:/decode-1", warm=True)]
-    assert delays == [min(RETRY_S * 2.0**count, MAX_RETRY_S) for count in range(9)]
+    assert delays == [RETRY_S * 2 ** min(count, MAX_DOUBLINGS) for count in range(1100)]
 
 
 def test_one_that_does_not_come_up_keeps_no_other_waiting() -> None:
