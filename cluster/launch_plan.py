@@ -258,6 +258,8 @@ def worker_config(
     """In its first epoch. `num_threads` compute threads, and what `core_share` says beside them;
     `gpu_sharers`: workers on its GPU."""
     is_decode = role is Role.DECODE
+    kv_bytes = config.decode_kv_bytes if is_decode else config.prefill_kv_bytes
+    has_equal_part = config.gpu_memory_share is None and kv_bytes is None  # what was asked for wins
     is_one_host = site.router_host is None
     kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
     return WorkerConfig(
@@ -287,9 +289,9 @@ def worker_config(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_chunk_tokens=config.local_chunk if is_decode else config.prefill_chunk,
-        kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
+        kv_bytes=kv_bytes,
         gpu_memory_share=config.gpu_memory_share or DEFAULT_GPU_MEMORY_SHARE,
-        gpu_sharers=gpu_sharers if config.gpu_memory_share is None else 1,
+        gpu_sharers=gpu_sharers if has_equal_part else 1,
         kv_edge=choose_edge(config, is_one_host),
         max_kv_edges=config.max_kv_edges,
     )

@@ -201,6 +201,8 @@ def test_each_worker_sees_a_gpu_of_its_own_and_shared_ones_have_equal_parts() ->
     assert [own.gpu_sharers for _, own in three] == [2, 1, 2]
     asked = workers_of(ClusterConfig(backend="triton", decode=2, gpu_memory_share=0.3), site)
     assert [(own.gpu_sharers, own.gpu_memory_share) for _, own in asked] == [(1, 0.3)] * 3  # it wins
+    sized = workers_of(ClusterConfig(backend="triton", decode=2, decode_kv_bytes=1 << 33), site)
+    assert [(own.gpu_sharers, own.kv_bytes) for _, own in sized] == [(2, None), (1, 1 << 33), (1, 1 << 33)]
     assert [spec.num_gpus for spec, _ in (*two, *three)] == [0.0] * 5
     router = plan_roles(ClusterConfig(backend="triton"), site)[0]
     assert "CUDA_VISIBLE_DEVICES" not in router.env
