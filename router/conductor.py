@@ -70,6 +70,7 @@ from router.delivery import Failed, RequestSummary, StaleReason
 from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress, give_back, is_of_attempt
 from router.live_requests import LiveRequests
 from router.outcome import worker_lost
+from router.partner_news import PartnerNews
 from router.placement_stats import PlacementStats
 from router.placing import Placing
 from router.policy import Elastic, PlacementPolicy
@@ -92,6 +93,7 @@ class Conductor:
         self._stale = dict.fromkeys(StaleReason, 0)
         self._requests = LiveRequests(config, self._emit)
         self.workers = WorkerBook(config.stall_timeout_s, config.policy)
+        self._partners = PartnerNews()
         self._legs = Legs(config, self.workers, self._emit)
         policy = policy or Elastic(config.policy, config.slo)
         self._placing = Placing(config, policy, self.workers, self._legs, self._requests, self._fail)
@@ -220,6 +222,8 @@ class Conductor:
 
     def _on_heartbeat(self, worker: WorkerId, state: WorkerState, load: WorkerLoad, now: float) -> None:
         self._placing.room_may_be_free()
+        if (partners := self._partners.take(worker)) is not None:
+            self._emit(Send(worker, partners))
         if self.workers.heartbeat(worker, state, load, now):
             detail = f"{worker}: its engine is stuck"
             for request in self.workers.in_flight_of(worker):
@@ -232,12 +236,14 @@ class Conductor:
         if known is not None:
             self._on_gone(register.worker, known, f"replaced by epoch {register.epoch}", now)
         self.workers.join(register, now)
+        self._partners.joined(register)
 
     def _on_gone(self, worker: WorkerId, epoch: Epoch, reason: str, now: float) -> None:
         if self.workers.epoch(worker) != epoch:
             self._stale[StaleReason.EPOCH] += 1
             return
         requests = self.workers.leave(worker)
+        self._partners.left(worker)
         self._legs.leases.leave(worker)
         for request in requests:
             self._retry(self._requests[request], worker_lost(), set(), f"{worker}: {reason}", now)

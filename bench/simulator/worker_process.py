@@ -202,6 +202,7 @@ class WorkerProcess(Process):
                 dtype="float32",
             ),
             kv_address=self.worker if self.role is Role.DECODE else None,
+            warm_edges=scenario.prefill.warm_edges if self.role is Role.PREFILL else 0,
         )
 
     def welcomed(self, link: _Link, interval_s: float) -> None:
