@@ -52,6 +52,13 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str | None,
         Meta(description="file with a line `sha256:…` per API key (default: no key is asked for)"),
     ] = None
+    allowed_origins: Annotated[
+        str | None,
+        Meta(
+            description="web pages that browsers may let use the API, as https://HOST[:PORT], separated by "
+            "commas; *: any (default: the router's own page alone)"
+        ),
+    ] = None
     key_requests_per_min: Annotated[
         AtLeastOne | None,
         Meta(description="requests per minute of a key whose line does not say (default: no limit)"),

@@ -21,20 +21,32 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from cluster.allowed_origins import parse_origins
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import RequestError, ServingError
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.request_context import enter_request
 from cluster.tokenizer import Tokenizer
 from router.api_keys import KeyCheck, KeyRing
-from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header
+from router.asgi import (
+    BodyTooLarge,
+    ClientLeft,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    UnsupportedMediaType,
+    header,
+    send_bytes,
+)
 from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
 from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
 from router.gateway import REQUEST_ID, Gateway
 from router.generation import InFlight
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo
-from router.openai_errors import PublicError, error_body, error_headers, http_error
+from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.origins import AllowedOrigins
 from router.page import PAGE_PATHS, PageSource, page_routes
 from router.page_feed import PageFeed
 from router.public_side import PrivateRoutes
@@ -52,6 +64,7 @@ _ROUTES = frozenset(
         *PAGE_PATHS,
     }
 )
+_GET = ["GET", "HEAD"]  # who watches a server often asks for the head alone
 _HTTP_MESSAGES = {404: "There is no such path here.", 405: "This path does not take this method."}
 
 
@@ -72,7 +85,7 @@ def create_app(
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains.
 
     Raises:
-        ConfigError: the file with API keys cannot be used.
+        ConfigError: the file with API keys cannot be used, or an allowed origin is none.
     """
     limits, clock = limits or GatewayLimits(), clock or MonotonicClock()
     name = limits.tool_format
@@ -114,12 +127,15 @@ def create_app(
     if limits.api_keys_file is not None:
         keys = KeyRing(Path(limits.api_keys_file).expanduser(), clock, limits.key_limits)
         app.add_middleware(KeyCheck, keys=keys)
+    if limits.allowed_origins:
+        app.add_middleware(AllowedOrigins, origins=parse_origins(limits.allowed_origins))
     app.add_middleware(Envelope, metrics=metrics)
     return app
 
 
 class Envelope:
-    """ASGI middleware around every route: names the request, counts the response."""
+    """ASGI middleware around every route: names the request, counts the response. What a route did not expect
+    is answered here, so that it, too, has its name and is counted."""
 
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app = app
@@ -134,14 +150,23 @@ class Envelope:
         scope[REQUEST_ID] = request_id
         enter_request(request_id, header(scope, b"traceparent"), header(scope, b"tracestate"))
         name = (b"x-request-id", request_id.encode())
+        has_started = False
 
         async def named_send(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 message["headers"] = [*message.get("headers", ()), name]
                 self._metrics.observe_http(_route(scope["path"]), message["status"])
             await send(message)
 
-        await self._app(scope, receive, named_send)
+        try:
+            await self._app(scope, receive, named_send)
+        except Exception as error:
+            if has_started:
+                raise
+            public = public_error(error, request_id)
+            await send_bytes(named_send, public.status, error_headers(public), error_body(public))
 
 
 def _route(path: str) -> str:
@@ -160,7 +185,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 def _told(gateway: Gateway, answer: TextAnswer) -> Response:
     """An answer, the fields that had no effect on it, and where its key's limits stand."""
-    response = _json(answer.body)
+    response = Response(answer.body, media_type="application/json")
     for name, value in answer.limits:
         response.headers[name.decode()] = value.decode()
     if ignored := gateway.ignored_fields.tell(answer.ignored, answer.served):
@@ -188,11 +213,11 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
             },
         }
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_GET)
     async def list_models() -> Response:
         return _json({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_GET)
     async def show_model(name: str) -> Response:
         gateway.check_model(name)
         return _json(card())
@@ -209,19 +234,19 @@ def _add_text_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pid: int | None) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=_GET)
     async def health() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/ping")
+    @app.api_route("/ping", methods=_GET)
     async def ping() -> Response:
         return _json({})
 
-    @app.get("/version")
+    @app.api_route("/version", methods=_GET)
     async def show_version() -> Response:
         return _json({"version": version})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=_GET)
     async def ready() -> Response:
         readiness = gateway.status.ready()
         if gateway.in_flight.draining:
@@ -230,7 +255,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
             return _json({"status": "not_ready", "phase": readiness.phase}, 503)
         return _json({"status": "ready", "phase": readiness.phase})
 
-    @app.get("/cluster")
+    @app.api_route("/cluster", methods=_GET)
     async def show_cluster() -> Response:
         snapshot = gateway.status.cluster()
         return _json(
@@ -245,7 +270,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
             }
         )
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_GET)
     async def show_metrics() -> Response:
         observe_cluster(gateway.metrics, gateway.status, gateway.in_flight, gateway.status.cluster())
         return Response(gateway.metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -328,6 +353,9 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     async def on_large(request: Request, error: Exception) -> Response:
         return answer(http_error(413, "The request body is too large."), request)
 
+    async def on_media_type(request: Request, error: Exception) -> Response:
+        return answer(http_error(415, str(error)), request)
+
     async def on_client_left(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
@@ -335,5 +363,5 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     app.add_exception_handler(ServingError, on_deliberate)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(BodyTooLarge, on_large)
+    app.add_exception_handler(UnsupportedMediaType, on_media_type)
     app.add_exception_handler(ClientLeft, on_client_left)
-    app.add_exception_handler(Exception, on_deliberate)

@@ -38,14 +38,15 @@ from router.tool_parser import CallDelta, ParsedText, ToolParser
 @dataclass(frozen=True, slots=True)
 class ToolReading:
     """How calls are found in an answer: the model's format, and the names that are offered. `calls_only`:
-    calls are required, so there is nothing else."""
+    calls are required, so there is nothing else. `most_calls`: further ones are left out; None: none is."""
 
     style: ToolFormat
     names: frozenset[str]
     calls_only: bool = False
+    most_calls: int | None = None
 
     def parser(self) -> ToolParser:
-        return ToolParser(self.style, self.names, calls_only=self.calls_only)
+        return ToolParser(self.style, self.names, calls_only=self.calls_only, most_calls=self.most_calls)
 
 
 class ChatFormat:

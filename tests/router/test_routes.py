@@ -18,9 +18,9 @@ import pytest
 
 from cluster.errors import ConfigError, Overloaded
 from cluster.wire.messages import Role, WorkerLoad
+from router.address import bind
 from router.delivery import Readiness
 from router.limits import GatewayLimits
-from router.server import bind
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
 from tests.support.plain_http import plain_client
 from tests.support.scripted_cluster import Script, worker
