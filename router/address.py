@@ -1,4 +1,4 @@
-"""The address of an HTTP server: bound before anything else starts, so that "in use" is one clear sentence."""
+"""An HTTP server's address: bound before anything else starts, so that "in use" is one clear sentence."""
 
 from __future__ import annotations
 

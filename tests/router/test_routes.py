@@ -78,7 +78,8 @@ def test_http_errors_have_the_same_shape(gateway: RunningGateway) -> None:
         for path in ("/v1/completions", "/v1/chat/completions"):
             response = client.post(path, content=body, headers={"content-type": "application/json"})
             check_error(response, 400, code="invalid_json")
-        check_error(client.post("/tokenize", content=body), 400, code="invalid_json")
+        headers = {"content-type": "application/json"}
+        check_error(client.post("/tokenize", content=body, headers=headers), 400, code="invalid_json")
     for media_type in ("text/plain", "application/x-www-form-urlencoded", ""):
         response = client.post("/v1/completions", content=b"{}", headers={"content-type": media_type})
         check_error(response, 415, code="unsupported_media_type")

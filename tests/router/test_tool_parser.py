@@ -23,10 +23,15 @@ class Read:
 
 
 def read(
-    text: str, style: ToolFormat = HERMES, cuts: tuple[int, ...] = (), *, calls_only: bool = False
+    text: str,
+    style: ToolFormat = HERMES,
+    cuts: tuple[int, ...] = (),
+    *,
+    calls_only: bool = False,
+    most_calls: int | None = None,
 ) -> Read:
     """`text` pushed in parts of these sizes, in turn; in one if there are none."""
-    parser = ToolParser(style, NAMES, calls_only=calls_only)
+    parser = ToolParser(style, NAMES, calls_only=calls_only, most_calls=most_calls)
     parts: list[str] = []
     position = turn = 0
     while position < len(text):
@@ -207,3 +212,78 @@ def test_formats_are_told_by_the_template() -> None:
         False,
         False,
     ]
+
+
+ESCAPES = st.sampled_from(
+    [r"\ud83d", r"\ude00", r"\ud83d\ude00", r"\u00e9", r"\u0000", "é", "😀", r"\"", "x", r"\n"]
+)
+NUMBERS = st.sampled_from(["1", "-0.5", "1e999", "NaN", "-Infinity", "12345678901234567890123", "1.10"])
+TEXTS = st.lists(ESCAPES, max_size=4).map(lambda parts: '"' + "".join(parts) + '"')
+VALUES = st.recursive(
+    TEXTS | NUMBERS | st.just("null"),
+    lambda inner: (
+        st.lists(inner, max_size=2).map(lambda items: "[" + ", ".join(items) + "]")
+        | st.lists(st.tuples(TEXTS, inner), max_size=2).map(
+            lambda items: "{" + " , ".join(f"{key}: {item}" for key, item in items) + "}"
+        )
+    ),
+    max_leaves=5,
+)
+OBJECTS = st.lists(st.tuples(TEXTS, VALUES), max_size=3).map(
+    lambda items: "{ " + ",".join(f"{key} :{item}" for key, item in items) + "}"
+)
+
+
+@settings(max_examples=300)
+@given(
+    arguments=OBJECTS,
+    others=st.lists(VALUES, max_size=2),
+    cuts=st.lists(st.integers(1, 9), max_size=4).map(tuple),
+    style=st.sampled_from([HERMES, JSON]),
+)
+def test_arguments_are_as_written_wherever_they_stand(
+    arguments: str, others: list[str], cuts: tuple[int, ...], style: ToolFormat
+) -> None:
+    """Numbers that JSON's readers round, or have not, and halves of characters: nothing is written anew."""
+    around = "".join(f'"other": {value}, ' for value in others)
+    for body in (
+        f'{{{around}"arguments" : {arguments} , "name": "add"}}',
+        f'{{"name": "add", {around}"parameters": {arguments}}}',
+    ):
+        found = read(style.opening + body + style.closing, style, cuts)
+        assert found.calls == [["add", arguments]]
+        assert found.content == ""
+        assert found.has_whole_calls
+
+
+@given(
+    inner=st.lists(ESCAPES, max_size=5),
+    cuts=st.lists(st.integers(1, 9), max_size=4).map(tuple),
+    style=st.sampled_from([HERMES, JSON]),
+)
+def test_arguments_in_a_string_are_text(inner: list[str], cuts: tuple[int, ...], style: ToolFormat) -> None:
+    """Half a character that the model spelled out is none that a reply could carry."""
+    spelled = "".join(inner)
+    found = read(f'{style.opening}{{"name": "add", "arguments": "{spelled}"}}{style.closing}', style, cuts)
+    [[name, arguments]] = found.calls
+    assert name == "add"
+    arguments.encode()
+    whole = json.loads(f'"{spelled}"').encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert arguments == whole
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (3,), (40, 1)])
+@pytest.mark.parametrize("style", [HERMES, JSON])
+def test_calls_beyond_those_that_are_wanted_are_left_out(style: ToolFormat, cuts: tuple[int, ...]) -> None:
+    calls = [
+        f'{style.opening}{{"name": "{name}", "{style.arguments_key}": {{"n": {number}}}}}{style.closing}'
+        for number, name in enumerate(("add", "look_up", "add"))
+    ]
+    late = f'{style.opening}{{"{style.arguments_key}": {{}}, "name": "add"}}{style.closing}'
+    text = style.separator.join([*calls, late])
+    for most in (1, 2):
+        found = read(text, style, cuts, most_calls=most)
+        assert found.calls == [["add", '{"n": 0}'], ["look_up", '{"n": 1}']][:most]
+        assert found.content == ""
+        assert found.has_whole_calls
+    assert len(read(text, style, cuts).calls) == 4

@@ -1,0 +1,186 @@
+"""HTTP's own corners: old clients, heads alone, packed bodies, surprises in a route."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.chat import ChatFormat
+from router.completions import CompletionFormat
+from tests.support.gateway import RunningGateway, check_error, running_gateway
+from tests.support.scripted_cluster import Script
+from tests.support.sse import check_stream, strict_json
+
+JSON_TYPE = {"content-type": "application/json"}
+STATUS_PATHS = ("/v1/models", "/v1/models/byte-model", "/health", "/ping", "/version", "/ready", "/cluster")
+
+
+def exchange(gateway: RunningGateway, request: bytes) -> tuple[bytes, bytes]:
+    """(head, body) of what comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(request)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.lower(), body
+
+
+def old_request(path: str, body: dict[str, Any] | None = None, *lines: bytes) -> bytes:
+    content = b"" if body is None else json.dumps(body).encode()
+    method = b"GET" if body is None else b"POST"
+    head = [
+        b"%b %b HTTP/1.0" % (method, path.encode()),
+        b"Content-Type: application/json",
+        b"Content-Length: %d" % len(content),
+        *lines,
+    ]
+    return b"\r\n".join(head) + b"\r\n\r\n" + content
+
+
+@pytest.mark.parametrize("lines", [(), (b"Connection: keep-alive",)])
+@pytest.mark.parametrize("per_delivery", [1, 100])
+def test_a_stream_for_http_1_0_has_no_chunks(
+    gateway: RunningGateway, per_delivery: int, lines: tuple[bytes, ...]
+) -> None:
+    gateway.cluster.script = Script(tuple(b"abcdef"), per_delivery=per_delivery)
+    fields = {"prompt": "Hi", "stream": True}
+    head, body = exchange(gateway, old_request("/v1/completions", fields, *lines))
+    assert b" 200 " in head.partition(b"\r\n")[0]
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert check_stream(body, kind="text_completion").text == "abcdef"
+
+
+def test_a_stream_for_http_1_0_comes_as_it_is_made(gateway: RunningGateway) -> None:
+    gateway.cluster.script = Script(tuple(b"abc"), hang_after=2)
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(old_request("/v1/completions", {"prompt": "Hi", "stream": True}))
+        seen = b""
+        while b'"text":"b"' not in seen:
+            part = connection.recv(65536)
+            assert part, seen
+            seen += part
+    deadline = time.monotonic() + 5
+    while gateway.cluster.streams[0].aborted is None:  # leaving is seen as ever
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_other_answers_for_http_1_0_are_whole(gateway: RunningGateway) -> None:
+    for request, status in (
+        (old_request("/v1/completions", {"prompt": "Hi"}), b"200"),
+        (old_request("/v1/completions", {"prompt": "Hi", "stream": True, "temperature": 9}), b"400"),
+        (old_request("/v1/models"), b"200"),
+        (old_request("/nowhere"), b"404"),
+        (old_request("/"), b"200"),
+    ):
+        head, body = exchange(gateway, request)
+        assert status in head.partition(b"\r\n")[0]
+        assert b"content-length: %d" % len(body) in head
+        assert body
+
+
+@pytest.mark.parametrize("path", [*STATUS_PATHS, "/metrics", "/", "/page/picture", "/page/app.js"])
+def test_heads_alone(gateway: RunningGateway, path: str) -> None:
+    """Who watches a server asks for those."""
+    head, whole = gateway.client.head(path), gateway.client.get(path)
+    assert head.status_code == whole.status_code == 200
+    assert head.content == b""
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    gateway.check_alive()  # on the same connection
+
+
+def test_the_head_of_an_endless_stream_ends(gateway: RunningGateway) -> None:
+    for _ in range(40):  # more than there may be viewers
+        assert gateway.client.head("/page/events").headers["content-type"].startswith("text/event-stream")
+    gateway.check_alive()
+
+
+def test_heads_of_what_has_none(gateway: RunningGateway) -> None:
+    for path, status in (("/v1/completions", 405), ("/nowhere", 404)):
+        assert gateway.client.head(path).status_code == status
+    gateway.check_alive()
+
+
+BODIES = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_are_json_and_not_packed(gateway: RunningGateway, path: str) -> None:
+    content = json.dumps(BODIES[path]).encode()
+    packed = gzip.compress(content)
+    for encoding, body in (("gzip", packed), ("GZIP", packed), ("br", content), ("gzip, identity", packed)):
+        headers = {**JSON_TYPE, "content-encoding": encoding}
+        response = gateway.client.post(path, content=body, headers=headers)
+        message = check_error(response, 415, code="unsupported_media_type")
+        assert "Content-Encoding" in message
+    for media_type in ("text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"):
+        response = gateway.client.post(path, content=content, headers={"content-type": media_type})
+        assert "application/json" in check_error(response, 415, code="unsupported_media_type")
+    for media_type in ("application/json", "Application/JSON; charset=utf-8", "application/problem+json"):
+        headers = {"content-type": media_type, "content-encoding": "identity"}
+        assert gateway.client.post(path, content=content, headers=headers).status_code == 200
+
+
+def test_what_a_route_did_not_expect_has_its_id_and_is_counted(tokenizer_dir: Path) -> None:
+    with running_gateway(tokenizer_dir) as gateway:
+        gateway.cluster.workers = None  # type: ignore[assignment]
+        response = gateway.client.get("/cluster", headers={"x-request-id": "mine"})
+        assert "mine" in check_error(response, 500, code="internal_error")
+        assert response.headers["x-request-id"] == "mine"
+        gateway.cluster.workers = ()
+        counted = 'baton_http_responses_total{route="/cluster",status="500"} 1.0'
+        assert counted in gateway.client.get("/metrics").text
+
+
+# ---- large answers are not written on the event loop ----------------------------------------------
+
+
+def test_many_log_probabilities_are_written_beside_the_loop(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer of a megabyte would hold up every stream; each of these is the same as written at once."""
+    written_by: list[str] = []
+
+    def watched(cls: type, name: str) -> None:
+        write = getattr(cls, name)
+
+        def watch(self: Any, *args: Any) -> Any:
+            written_by.append(threading.current_thread().name)
+            return write(self, *args)
+
+        monkeypatch.setattr(cls, name, watch)
+
+    for cls in (ChatFormat, CompletionFormat):
+        watched(cls, "body")
+        watched(cls, "opening")
+    large: dict[str, Any] = {"prompt": "word " * 80, "echo": True, "logprobs": 5, "max_tokens": 2}
+    whole = strict_json(gateway.complete(**large).content)
+    stream = check_stream(gateway.complete(**large, stream=True).content, kind="text_completion")
+    [choice] = whole["choices"]
+    assert stream.text == choice["text"]
+    assert stream.logprobs == choice["logprobs"]
+    scored = gateway.chat(
+        messages=[{"role": "user", "content": "word " * 80}], prompt_logprobs=5, max_tokens=1
+    ).json()
+    assert len(scored["prompt_logprobs"]) > 400
+    gateway.cluster.script = Script(tuple(b"ab" * 100))
+    [long] = gateway.chat(logprobs=True, top_logprobs=10, max_tokens=200).json()["choices"]
+    assert len(long["logprobs"]["content"]) == 200
+    assert [name.startswith("aside") for name in written_by] == [True] * 4
+    written_by.clear()
+    gateway.complete(prompt="Hi", echo=True, logprobs=5)
+    gateway.complete(prompt="Hi", echo=True, logprobs=5, stream=True)
+    gateway.chat(max_tokens=200)
+    assert not any(name.startswith("aside") for name in written_by)
