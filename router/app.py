@@ -2,7 +2,8 @@
 
 Routes: `/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/tokenize`, `/detokenize`; `/health` (the
 process and its event loop live), `/ready` (a request can be served), `/ping`, `/version`, `/metrics`,
-`/cluster`. Generation requests bypass FastAPI's request and response objects (`router.endpoint`).
+`/cluster`, `/openapi.json`. Generation requests bypass FastAPI's request and response objects
+(`router.endpoint`).
 
 Every response has an `x-request-id`: the client's own, if it sent one, else ours. Every error has the OpenAI
 shape, also those that FastAPI raises itself. The one owner of fastapi.
@@ -39,13 +40,15 @@ from router.asgi import (
     header,
     send_bytes,
 )
-from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
+from router.cluster_report import observe_cluster, worker_json
+from router.delivery import ClusterStatus, RequestIntake
 from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
 from router.gateway import REQUEST_ID, Gateway
 from router.generation import InFlight
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo
 from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.openapi import describe
 from router.origins import AllowedOrigins
 from router.page import PAGE_PATHS, PageSource, page_routes
 from router.page_feed import PageFeed
@@ -60,7 +63,7 @@ _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ROUTES = frozenset(
     {
         *("/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
-        *("/health", "/ready", "/ping", "/version", "/metrics", "/cluster"),
+        *("/health", "/ready", "/ping", "/version", "/metrics", "/cluster", "/openapi.json"),
         *PAGE_PATHS,
     }
 )
@@ -242,6 +245,12 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
     async def ping() -> Response:
         return _json({})
 
+    description = orjson.dumps(describe(version, gateway.limits.request))
+
+    @app.api_route("/openapi.json", methods=_GET)
+    async def show_description() -> Response:
+        return Response(description, media_type="application/json")
+
     @app.api_route("/version", methods=_GET)
     async def show_version() -> Response:
         return _json({"version": version})
@@ -266,7 +275,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
                 "router_pid": os.getpid(),
                 "launcher_pid": launcher_pid,
                 "stale_messages": {reason.value: num for reason, num in snapshot.stale_messages.items()},
-                "workers": [_worker(worker) for worker in snapshot.workers],
+                "workers": [worker_json(worker) for worker in snapshot.workers],
             }
         )
 
@@ -274,60 +283,6 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
     async def show_metrics() -> Response:
         observe_cluster(gateway.metrics, gateway.status, gateway.in_flight, gateway.status.cluster())
         return Response(gateway.metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-
-def observe_cluster(
-    metrics: Metrics, status: ClusterStatus, in_flight: InFlight, snapshot: ClusterSnapshot
-) -> None:
-    """Bring the gauges up to date with what the router sees now."""
-    metrics.observe_router(
-        ready=status.ready().ready and not in_flight.draining,
-        in_flight=len(in_flight),
-        queued=snapshot.queued,
-    )
-    metrics.observe_stale({reason.value: num for reason, num in snapshot.stale_messages.items()})
-    placement = snapshot.placement
-    metrics.placement.observe(
-        placement.placements,
-        placement.rejections,
-        placement.errors,
-        predicted_s=placement.predicted_s,
-        measured_s=placement.measured_s,
-        error_s=placement.error_s,
-    )
-    for worker in metrics.known_workers() - {worker.worker for worker in snapshot.workers}:
-        metrics.forget_worker(worker)
-    for item in snapshot.workers:
-        metrics.observe_worker(item.worker, item.role, item.state, item.load)
-
-
-def _worker(worker: WorkerStatus) -> dict[str, Any]:
-    load = worker.load
-    return {
-        "id": worker.worker,
-        "role": worker.role.value,
-        "epoch": worker.epoch,
-        "pid": worker.pid,
-        "state": worker.state,
-        "heartbeat_age_s": round(worker.heartbeat_age_s, 3),
-        "kv_blocks": {
-            "used": load.blocks_used,
-            "cached": load.blocks_cached,
-            "free": load.blocks_free,
-            "total": load.blocks_used + load.blocks_cached + load.blocks_free,
-        },
-        "running": load.running,
-        "waiting": load.waiting,
-        "queued_prefill_tokens": load.queued_prefill_tokens,
-        "leases": load.leases,
-        "steps": load.steps,
-        "preemptions": load.preemptions,
-        "stale_messages": load.stale_messages,
-        "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
-        "decode_step_ms": round(load.decode_step_s * 1000, 3),
-        "kv_bytes_sent": load.kv_bytes_sent,
-        "kv_bytes_received": load.kv_bytes_received,
-    }
 
 
 # ---- errors --------------------------------------------------------------------------------------
