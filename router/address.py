@@ -9,6 +9,7 @@ from typing import Final
 from cluster.errors import ConfigError
 
 BACKLOG: Final = 2048
+STALLED_MS: Final = 120_000  # how long the kernel keeps what a client does not take, of answers that are over
 
 
 def bind(host: str, port: int, flag: str = "--port", *, is_shared: bool = False) -> socket.socket:
@@ -23,6 +24,8 @@ def bind(host: str, port: int, flag: str = "--port", *, is_shared: bool = False)
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit this one too
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))

@@ -40,6 +40,7 @@ from router.asgi import (
     header,
     send_bytes,
 )
+from router.bodies import Bodies
 from router.cluster_report import observe_cluster, worker_json
 from router.delivery import ClusterStatus, RequestIntake
 from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
@@ -104,6 +105,7 @@ def create_app(
         quotas=QuotaGate(clock, metrics, sharing),
         grammars=GrammarsAhead(tokenizer),
         tool_format=format_of(tokenizer.chat_template) if name == "auto" else FORMATS[name],
+        bodies=Bodies(limits.most_bodies * limits.max_body_bytes),
     )
     app = FastAPI(
         title="Baton",
@@ -115,6 +117,7 @@ def create_app(
     )
     app.state.in_flight = gateway.in_flight
     app.state.quotas = gateway.quotas
+    app.state.bodies = gateway.bodies
     page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
     app.router.routes.extend(page_routes(page))
     for path, endpoint in (

@@ -67,8 +67,10 @@ def require_json(scope: Scope) -> None:
         )
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole request body.
+async def read_body(
+    scope: Scope, receive: Receive, limit_bytes: int, count: Callable[[int], None] | None = None
+) -> bytes:
+    """The whole request body; `count` is told of each part, and may raise.
 
     Raises:
         BodyTooLarge: without reading on, whether the length was announced or not.
@@ -87,6 +89,8 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         num_bytes += len(part)
         if num_bytes > limit_bytes:
             raise BodyTooLarge
+        if count is not None:
+            count(len(part))
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded, NotReady
+from cluster.errors import DeadlineExceeded, NotReady, Overloaded
 from cluster.metrics import RequestRecord
 from router.api_keys import API_KEY, ApiKey
 from router.asgi import (
@@ -139,12 +139,16 @@ class GenerationEndpoint:
         key: ApiKey | None = scope.get(API_KEY)
         with self._recording_failures(arrived_s):
             gateway.quotas.look(key)
-        body = await read_body(scope, receive, gateway.limits.max_body_bytes)
         reply_id = f"{self.route.id_prefix}-{uuid.uuid4().hex}"
+        with gateway.bodies.hold() as held:
+            with self._recording_failures(arrived_s, Overloaded):
+                body = await read_body(scope, receive, gateway.limits.max_body_bytes, held.add)
+            with self._recording_failures(arrived_s):
+                if gateway.in_flight.draining:
+                    raise NotReady("The server is shutting down.", retry_after_s=1.0)
+                job = await self._read_job(body, header(scope, b"x-session-id"))
+            del body
         with self._recording_failures(arrived_s):
-            if gateway.in_flight.draining:
-                raise NotReady("The server is shutting down.", retry_after_s=1.0)
-            job = await self._read_job(body, header(scope, b"x-session-id"))
             admission = await gateway.quotas.take(key, demand_of(job))
             try:
                 answers = submit(gateway, replace(job, slo=slo_of(scope)), reply_id, arrived_s, key)
@@ -210,11 +214,11 @@ class GenerationEndpoint:
         return self.route.job(self.gateway.job_builder(), raw)
 
     @contextmanager
-    def _recording_failures(self, arrived_s: float) -> Iterator[None]:
+    def _recording_failures(self, arrived_s: float, kind: type[Exception] = Exception) -> Iterator[None]:
         """A request that ends in here was none for the cluster, but is one for the metrics."""
         try:
             yield
-        except Exception as error:
+        except kind as error:
             e2e_s = self.gateway.clock.now() - arrived_s
             self.gateway.metrics.observe_request(RequestRecord(outcome_of(error), 0, 0, 0, 0, e2e_s))
             raise

@@ -49,6 +49,7 @@ class GatewayLimits:
     """What one request may cost the gateway."""
 
     max_body_bytes: int = 8 * 2**20
+    most_bodies: int = 32  # of the largest size, held at a time before they are requests
     max_header_bytes: int = 64 * 2**10
     offload_bytes: int = 4 * 2**10  # bodies above this, about a millisecond's work, are read on a thread
     request_deadline_s: float | None = None  # None: as long as it takes

@@ -51,14 +51,15 @@ async def within_limits(
     require_json(scope)
     key: ApiKey | None = scope.get(API_KEY)
     gateway.quotas.look(key)
-    body = await read_body(scope, receive, gateway.limits.max_body_bytes)
-    admission = await gateway.quotas.take(key, Demand(0, 0))
-    num_tokens = None  # it counts nowhere, unless it is answered
-    try:
-        answer = await work(gateway, body)
-        num_tokens = 0
-    finally:
-        admission.settle(num_tokens)
+    with gateway.bodies.hold() as held:
+        body = await read_body(scope, receive, gateway.limits.max_body_bytes, held.add)
+        admission = await gateway.quotas.take(key, Demand(0, 0))
+        num_tokens = None  # it counts nowhere, unless it is answered
+        try:
+            answer = await work(gateway, body)
+            num_tokens = 0
+        finally:
+            admission.settle(num_tokens)
     return replace(answer, limits=admission.headers())
 
 

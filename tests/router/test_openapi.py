@@ -1,4 +1,4 @@
-"""The description is true: what is taken it allows, what is refused it forbids, and answers are as it says."""
+"""The description is true: what is taken it allows, what is refused it forbids, answers are as it says."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.tools import ADD, CALL
 
 jsonschema: Any = pytest.importorskip("jsonschema")
 
-# What the description cannot say: it depends on the model, on other fields, or on what llguidance makes of it;
-# and JSON Schema counts 1.0 among the integers.
+# What the description cannot say: it depends on the model, on other fields, or on what llguidance makes of
+# it; and JSON Schema counts 1.0 among the integers.
 BEYOND: dict[str, list[Any]] = {
     "stop_token_ids": [[384], [258]],
     "min_tokens": [17],

@@ -18,7 +18,7 @@ import pytest
 
 from cluster.errors import ConfigError, Overloaded
 from cluster.wire.messages import Role, WorkerLoad
-from router.address import bind
+from router.address import STALLED_MS, bind
 from router.delivery import Readiness
 from router.limits import GatewayLimits
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
@@ -280,6 +280,14 @@ def test_a_port_in_use_is_one_clear_sentence(gateway: RunningGateway) -> None:
 def test_accepted_connections_do_not_wait_for_acks() -> None:
     with bind("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
+def test_what_a_client_does_not_take_is_not_kept_for_ever() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.setblocking(True)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == STALLED_MS
 
 
 @pytest.mark.parametrize("stream", [True, False])

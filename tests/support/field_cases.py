@@ -1,4 +1,4 @@
-"""Request fields with values that are taken and values that are refused: for every test that goes by them all."""
+"""Request fields, each with values that are taken and values that are refused."""
 
 from __future__ import annotations
 
