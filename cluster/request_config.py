@@ -12,7 +12,7 @@ MiB: Final = 1 << 20
 
 OverloadStatus = Literal[429, 503, 529]
 RequestTemplates = Literal["refuse", "trust"]
-ToolFormatName = Literal["auto", "hermes", "json"]
+ToolFormatName = Literal["auto", "hermes", "json", "mistral"]
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 

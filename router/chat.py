@@ -204,7 +204,9 @@ class ChatFormat:
 
     def _call_id(self, index: int, call: int) -> str:
         """The same however the reply is sent."""
-        return "call_" + blake2b(f"{self._id}/{index}/{call}".encode(), digest_size=12).hexdigest()
+        digest = blake2b(f"{self._id}/{index}/{call}".encode(), digest_size=12).hexdigest()
+        num_chars = 0 if self._tools is None else self._tools.style.id_chars
+        return digest[:num_chars] if num_chars else f"call_{digest}"
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
         return {"content": [self._entry(entry) for entry in entries], "refusal": None}

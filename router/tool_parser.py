@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from router.tool_formats import ToolFormat
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:')
-_BETWEEN = " \t\r\n;,"  # what may stand between two calls that have no marks
+_WHITE = " \t\r\n"
+_BETWEEN = _WHITE + ";,"  # what may stand between two calls that have no marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class ToolParser:
         most_calls: int | None = None,
     ) -> None:
         self._mark, self._end_mark = style.mark, style.end_mark
+        self._heads, self._between = style.heads, _BETWEEN + style.tail
         self._names = names
         self._calls_only = calls_only
         self._most_calls = most_calls
@@ -83,7 +85,7 @@ class ToolParser:
         parsed = ParsedText("", [])
         if self._object is not None:
             self._close_object(parsed, complete=False)
-        elif not self._after_object and not (self.num_calls and self._held.strip(_BETWEEN) == ""):
+        elif not self._after_object and not (self.num_calls and self._held.strip(self._between) == ""):
             self._cut_head(parsed, self._held)
         self._held = ""
         return parsed
@@ -119,15 +121,24 @@ class ToolParser:
             parsed.content += self._held
             self._held = ""
             return False
-        skipped = _BETWEEN if self.num_calls else " \t\r\n"
-        rest = self._held.lstrip(skipped)
-        if not rest:
+        at = len(self._held) - len(self._held.lstrip(self._between)) if self.num_calls else self._past_heads()
+        if at is None or at == len(self._held):
             return False
-        if rest[0] == "{":
-            self._begin(self._held[: len(self._held) - len(rest)], rest)
+        if self._held[at] == "{":
+            self._begin(self._held[:at], self._held[at:])
         else:
             self._is_plain = True
         return True
+
+    def _past_heads(self) -> int | None:
+        """Where the first call would begin, after what may come before it; None: that is still to come."""
+        rest = self._held.lstrip(_WHITE)
+        for head in self._heads:
+            if rest.startswith(head):
+                rest = rest[len(head) :].lstrip(_WHITE)
+            elif head.startswith(rest):
+                return None
+        return len(self._held) - len(rest)
 
     def _begin(self, before: str, rest: str) -> None:
         self._object = _CallObject(before, self._names)

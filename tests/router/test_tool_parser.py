@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tool_formats import HERMES, JSON, ToolFormat, format_of, knows_tools
+from router.tool_formats import HERMES, JSON, MISTRAL, ToolFormat, format_of, knows_tools
 from router.tool_parser import ToolParser
 
 NAMES = frozenset({"add", "look_up"})
@@ -113,11 +113,33 @@ JSON_CASES: list[tuple[str, str, list[list[str]], bool]] = [
     ('{"name": "add", "parameters": {"a"', "", [["add", '{"a"']], False),
     ('{"name": "ad', '{"name": "ad', [], False),
 ]
+ONE = '{"name": "add", "arguments": {"a": 1}}'
+OTHER = '{"name": "look_up", "arguments": {"q": "]"}, "id": "abcdef123"}'
+MISTRAL_CASES: list[tuple[str, str, list[list[str]], bool]] = [
+    ("just [text] {}", "just [text] {}", [], False),
+    (f"[TOOL_CALLS] [{ONE}]", "", [["add", '{"a": 1}']], True),
+    (f" [{ONE}, {OTHER}]\n", "", [["add", '{"a": 1}'], ["look_up", '{"q": "]"}']], True),
+    (f"[TOOL_CALLS][ {ONE} ,{OTHER} ]", "", [["add", '{"a": 1}'], ["look_up", '{"q": "]"}']], True),
+    (ONE, "", [["add", '{"a": 1}']], True),
+    (f"[{ONE}", "", [["add", '{"a": 1}']], True),
+    (f"[{ONE[:-4]}", "", [["add", '{"a":']], False),
+    ("[", "[", [], False),
+    ("[TOOL_CA", "[TOOL_CA", [], False),
+    ("[TOOL_CALLS] none", "[TOOL_CALLS] none", [], False),
+    ("[1, 2]", "[1, 2]", [], False),
+    ('[{"answer": 42}]', '[{"answer": 42}]', [], False),
+    ('[{"name": "rm", "arguments": {}}]', '[{"name": "rm", "arguments": {}}]', [], False),
+]
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 3), (7,), (13, 1)])
 @pytest.mark.parametrize(
-    ("style", "case"), [*((HERMES, case) for case in HERMES_CASES), *((JSON, case) for case in JSON_CASES)]
+    ("style", "case"),
+    [
+        *((HERMES, case) for case in HERMES_CASES),
+        *((JSON, case) for case in JSON_CASES),
+        *((MISTRAL, case) for case in MISTRAL_CASES),
+    ],
 )
 def test_what_is_read(
     style: ToolFormat, case: tuple[str, str | None, list[list[str]], bool], cuts: tuple[int, ...]
@@ -127,7 +149,7 @@ def test_what_is_read(
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (3, 2)])
-@pytest.mark.parametrize("style", [HERMES, JSON])
+@pytest.mark.parametrize("style", [HERMES, JSON, MISTRAL])
 def test_where_only_calls_may_come_the_head_of_one_is_no_content(
     style: ToolFormat, cuts: tuple[int, ...]
 ) -> None:
@@ -158,7 +180,7 @@ PIECES = st.sampled_from(
 @given(
     pieces=st.lists(PIECES, max_size=12),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple),
-    style=st.sampled_from([HERMES, JSON]),
+    style=st.sampled_from([HERMES, JSON, MISTRAL]),
 )
 def test_the_cuts_do_not_matter(pieces: list[str], cuts: tuple[int, ...], style: ToolFormat) -> None:
     text = "".join(pieces)
@@ -183,7 +205,7 @@ ARGUMENT_VALUES = st.recursive(
     arguments=st.lists(
         st.dictionaries(st.text(max_size=5), ARGUMENT_VALUES, max_size=3), min_size=1, max_size=3
     ),
-    style=st.sampled_from([HERMES, JSON]),
+    style=st.sampled_from([HERMES, JSON, MISTRAL]),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple),
     indent=st.sampled_from([None, 1]),
 )
@@ -239,7 +261,7 @@ OBJECTS = st.lists(st.tuples(TEXTS, VALUES), max_size=3).map(
     arguments=OBJECTS,
     others=st.lists(VALUES, max_size=2),
     cuts=st.lists(st.integers(1, 9), max_size=4).map(tuple),
-    style=st.sampled_from([HERMES, JSON]),
+    style=st.sampled_from([HERMES, JSON, MISTRAL]),
 )
 def test_arguments_are_as_written_wherever_they_stand(
     arguments: str, others: list[str], cuts: tuple[int, ...], style: ToolFormat
@@ -259,7 +281,7 @@ def test_arguments_are_as_written_wherever_they_stand(
 @given(
     inner=st.lists(ESCAPES, max_size=5),
     cuts=st.lists(st.integers(1, 9), max_size=4).map(tuple),
-    style=st.sampled_from([HERMES, JSON]),
+    style=st.sampled_from([HERMES, JSON, MISTRAL]),
 )
 def test_arguments_in_a_string_are_text(inner: list[str], cuts: tuple[int, ...], style: ToolFormat) -> None:
     """Half a character that the model spelled out is none that a reply could carry."""
@@ -273,7 +295,7 @@ def test_arguments_in_a_string_are_text(inner: list[str], cuts: tuple[int, ...],
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (3,), (40, 1)])
-@pytest.mark.parametrize("style", [HERMES, JSON])
+@pytest.mark.parametrize("style", [HERMES, JSON, MISTRAL])
 def test_calls_beyond_those_that_are_wanted_are_left_out(style: ToolFormat, cuts: tuple[int, ...]) -> None:
     calls = [
         f'{style.opening}{{"name": "{name}", "{style.arguments_key}": {{"n": {number}}}}}{style.closing}'

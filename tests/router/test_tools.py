@@ -12,7 +12,7 @@ import pytest
 from cluster.grammar import Grammars
 from cluster.tokenizer import Tokenizer
 from router.limits import RequestLimits
-from router.tool_formats import HERMES, JSON, ToolFormat, call_grammar
+from router.tool_formats import HERMES, JSON, MISTRAL, ToolFormat, call_grammar
 from router.tools import parse_tool_choice, parse_tools
 from tests.support.byte_tokenizer import EOS, VOCAB_SIZE, write_byte_tokenizer
 from tests.support.gateway import RunningGateway, check_error, running_gateway
@@ -363,6 +363,10 @@ STRICT_CASES: list[tuple[ToolFormat, str, bool]] = [
     (JSON, '{"name": "add", "parameters": {"a": 1, "b": 2}}', True),
     (JSON, '{"name": "add", "parameters": {"a": 1, "b": "2"}}', False),
     (JSON, '{"answer": 42}', False),
+    (MISTRAL, "no call at all [1]", True),
+    (MISTRAL, '[{"name": "add", "arguments": {"a": 1, "b": 2}}]', True),
+    (MISTRAL, '[{"name": "add", "arguments": {"a": 1, "b": 2}}', False),
+    (MISTRAL, '[{"name": "add", "arguments": {"a": 1}}]', False),
 ]
 
 
@@ -380,3 +384,34 @@ def test_a_strict_tool_holds_whenever_it_is_called(
     state.follow(list(text.encode()))
     allowed = state.allowed(VOCAB_SIZE)
     assert (allowed is not None and bool(allowed[EOS])) == fits
+
+
+# ---- Mistral ---------------------------------------------------------------------------------------
+
+# As its models' own: calls are a list after a special token, and their ids have nine letters or digits.
+MISTRAL_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' and message.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}{% if call.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[TOOL_CALLS] [{{ call.function | tojson }}]{% endfor %}[{{ message.role }}]{{ message.content }}"
+    "{% endfor %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_calls_of_mistral_are_found_and_can_be_sent_back(tmp_path: Path, choice: str) -> None:
+    with running_gateway(write_byte_tokenizer(tmp_path, chat_template=MISTRAL_TEMPLATE)) as gateway:
+        text = ' [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "look_up", "arguments": {}}]'
+        gateway.cluster.script = Script(tuple(text.encode()))
+        fields: dict[str, Any] = {"tools": [ADD, LOOK_UP], "tool_choice": choice, "max_tokens": 200}
+        [answer] = gateway.chat(**fields).json()["choices"]
+        calls = answer["message"]["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == ["add", "look_up"]
+        assert answer["message"]["content"] is None
+        assert answer["finish_reason"] == "tool_calls"
+        assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
+        assert len({call["id"] for call in calls}) == 2
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+        messages = [{"role": "user", "content": "x"}, answer["message"], *results]
+        assert gateway.chat(messages=messages, **fields).status_code == 200
