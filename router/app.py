@@ -11,6 +11,7 @@ shape, also those that FastAPI raises itself. The one owner of fastapi.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import uuid
@@ -282,10 +283,14 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
             }
         )
 
+    scraping = asyncio.Lock()
+
     @app.api_route("/metrics", methods=_GET)
     async def show_metrics() -> Response:
-        observe_cluster(gateway.metrics, gateway.status, gateway.in_flight, gateway.status.cluster())
-        return Response(gateway.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        async with scraping:  # what is rendered on a thread stays as it is meanwhile
+            observe_cluster(gateway.metrics, gateway.status, gateway.in_flight, gateway.status.cluster())
+            page = await gateway.aside.run(gateway.metrics.render)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
 
 
 # ---- errors --------------------------------------------------------------------------------------

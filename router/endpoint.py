@@ -146,7 +146,8 @@ class GenerationEndpoint:
             with self._recording_failures(arrived_s):
                 if gateway.in_flight.draining:
                     raise NotReady("The server is shutting down.", retry_after_s=1.0)
-                job = await self._read_job(body, header(scope, b"x-session-id"))
+                session = header(scope, b"x-session-id") or header(scope, b"x-session-token")
+                job = await self._read_job(body, session)
             del body
         with self._recording_failures(arrived_s):
             admission = await gateway.quotas.take(key, demand_of(job))

@@ -223,6 +223,9 @@ class _Protocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request.")
 
     def _answer(self, status: int, phrase: bytes, message: str) -> None:
+        if self._is_writing():  # an answer is no place for another one
+            self.transport.close()
+            return
         body = error_body(http_error(status, message))
         self.transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -230,6 +233,13 @@ class _Protocol(HttpToolsProtocol):
             % (status, phrase, uuid.uuid4().hex.encode(), len(body), body)
         )
         self.transport.close()
+
+    def _is_writing(self) -> bool:
+        """An earlier request is being answered."""
+        cycle = self.cycle
+        return bool(self.pipeline) or (
+            cycle is not None and cycle.response_started and not cycle.response_complete
+        )
 
     def _decline_upgrade(self) -> None:
         """The parser stopped after the headers: a new one takes up the body, with the same framing."""

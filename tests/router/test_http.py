@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import socket
@@ -142,6 +143,52 @@ def test_what_a_route_did_not_expect_has_its_id_and_is_counted(tokenizer_dir: Pa
         gateway.cluster.workers = ()
         counted = 'baton_http_responses_total{route="/cluster",status="500"} 1.0'
         assert counted in gateway.client.get("/metrics").text
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_headers_say_what_belongs_together_where_the_body_does_not(
+    gateway: RunningGateway, route: str
+) -> None:
+    for headers, fields, expected in (
+        ({}, {}, ""),
+        ({"x-session-id": "a"}, {}, "a"),
+        ({"x-session-token": "b"}, {}, "b"),
+        ({"x-session-id": "a", "x-session-token": "b"}, {}, "a"),
+        ({"x-session-id": "a"}, {"session_id": "c"}, "c"),
+        ({"x-session-token": "b"}, {"user": "d"}, "d"),
+        ({"x-session-id": "x" * 5000}, {}, "x" * 512),
+    ):
+        response = gateway.client.post(route, json={**BODIES[route], **fields}, headers=headers)
+        assert response.status_code == 200
+        assert gateway.cluster.streams[-1].spec.affinity == expected
+
+
+BROKEN = {
+    "no HTTP": b"\x00 garbage\r\n\r\n",
+    "no method": b"FOO / HTTP/1.1\r\n\r\n",
+    "a large head": b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000,
+    "a head that stops": b"GET / HTTP/1.1\r\nHost:",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_behind_a_stream_is_not_answered_within_it(tokenizer_dir: Path, name: str) -> None:
+    """The connection ends; the stream is cut, which its reader sees, and nothing foreign is in it."""
+    with running_gateway(tokenizer_dir, arrival_s=0.3) as gateway:
+        gateway.cluster.script = Script(tuple(b"abc"), hang_after=2)
+        body = json.dumps({"prompt": "Hi", "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            seen = b""
+            while b'"text":"b"' not in seen:
+                seen += connection.recv(65536)
+            connection.sendall(BROKEN[name])
+            with contextlib.suppress(ConnectionError):
+                seen += b"".join(iter(lambda: connection.recv(65536), b""))
+        assert seen.count(b"HTTP/1.1 ") == 1
+        assert b"error" not in seen
+        gateway.check_alive()
 
 
 # ---- large answers are not written on the event loop ----------------------------------------------
