@@ -223,6 +223,11 @@ def test_an_answer_adds_up() -> None:
     assert answer.take(delta("He"), 10.1) == "He"
     answer.take(delta("llo"), 10.3)
     assert answer.num_tokens == 2  # pieces, until the server counts
+    assert "cut short" not in answer.timing_lines()[0]
+    for reason, is_cut in (("stop", False), ("length", True)):
+        answer.take({"choices": [{"delta": {}, "finish_reason": reason}]}, 10.3)
+        assert ("cut short" in answer.timing_lines()[0]) is is_cut
+    answer.take({"choices": [{"delta": {}, "finish_reason": "stop"}]}, 10.3)
     answer.take(USAGE | {"usage": USAGE["usage"] | {"completion_tokens": 5}}, 10.31)  # type: ignore[operator]
     assert answer.ttft_s == pytest.approx(0.1)
     assert answer.tpot_s == pytest.approx(0.05)
