@@ -12,7 +12,7 @@ from router.openapi import describe
 from router.schema import ChatRequest, CompletionRequest
 from tests.support.byte_tokenizer import VOCAB_SIZE
 from tests.support.field_cases import BASE, CHAT_ONLY, ROUTES, SHARED, TEXT_ONLY, TOOL
-from tests.support.gateway import MODEL, RunningGateway
+from tests.support.gateway import MAX_MODEL_LEN, MODEL, RunningGateway
 from tests.support.scripted_cluster import Script
 from tests.support.tools import ADD, CALL
 
@@ -27,7 +27,7 @@ BEYOND: dict[str, list[Any]] = {
     "min_tokens": [17],
     "length_penalty": [0.5],
     "early_stopping": [True],
-    "truncate_prompt_tokens": [0],
+    "truncate_prompt_tokens": [0, MAX_MODEL_LEN + 1],
     "chat_template": ["{{ ''.__class__ }}"],
     "chat_template_kwargs": [{"tokenize": True}, {"messages": []}],
     "n": [1.0],
