@@ -163,6 +163,26 @@ def test_headers_say_what_belongs_together_where_the_body_does_not(
         assert gateway.cluster.streams[-1].spec.affinity == expected
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"OPTIONS * HTTP/1.1", b"CONNECT example.com:443 HTTP/1.1", b"GET http://x/v1/nowhere HTTP/1.1",
+        b"GET /v1/\xff\xfe HTTP/1.1", b"GET /v1/%ff%fe HTTP/1.1", b"GET //evil/.. HTTP/1.1",
+        b"GET /v1/models/%00 HTTP/1.1", b"GET /?%zz=1 HTTP/9.9", b"GET nowhere HTTP/1.1", b"GET  / HTTP/1.1",
+        b"PRI * HTTP/2.0", b"get /nowhere HTTP/1.1", b"TRACE / HTTP/1.1", b"PROPFIND / HTTP/1.1",
+        b"GET http://[::1 HTTP/1.1", b"GET /#x HTTP/1.1\r\nHost: y",
+    ],
+)  # fmt: skip
+def test_odd_request_lines_get_an_error_of_our_shape(gateway: RunningGateway, line: bytes) -> None:
+    head, body = exchange(gateway, line + b"\r\nHost: x\r\nConnection: close\r\n\r\n")
+    status = int(head.split(b" ")[1])
+    if status != 200:
+        assert 400 <= status < 500, head
+        assert set(strict_json(body)["error"]) == {"message", "type", "param", "code"}
+        assert b"x-request-id: " in head
+    gateway.check_alive()
+
+
 BROKEN = {
     "no HTTP": b"\x00 garbage\r\n\r\n",
     "no method": b"FOO / HTTP/1.1\r\n\r\n",
