@@ -51,7 +51,7 @@ class GatewayLimits:
     max_body_bytes: int = 8 * 2**20
     most_bodies: int = 32  # of the largest size, held at a time before they are requests
     max_header_bytes: int = 64 * 2**10
-    offload_bytes: int = 4 * 2**10  # bodies above this, about a millisecond's work, are read on a thread
+    offload_bytes: int = 2 * 2**10  # bodies above this, a millisecond's work, are read on a thread
     request_deadline_s: float | None = None  # None: as long as it takes
     fork_min_tokens: int = 64  # several answers to a prompt this long wait until it is computed once
     overload_status: OverloadStatus = 503
