@@ -11,12 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from cluster.ids import WorkerId
+from cluster.metrics import Metrics
+from cluster.tokenizer import Tokenizer
+from cluster.wire.messages import Role
 from router.chat import ChatFormat
 from router.completions import CompletionFormat
 from tests.support.gateway import RunningGateway, check_error, running_gateway
-from tests.support.scripted_cluster import Script
+from tests.support.scripted_cluster import Script, worker
 from tests.support.sse import check_stream, strict_json
 
 JSON_TYPE = {"content-type": "application/json"}
@@ -251,3 +256,61 @@ def test_many_log_probabilities_are_written_beside_the_loop(
     gateway.complete(prompt="Hi", echo=True, logprobs=5, stream=True)
     gateway.chat(max_tokens=200)
     assert not any(name.startswith("aside") for name in written_by)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_prompts_are_cut_up_beside_the_loop_unless_they_are_short(
+    gateway: RunningGateway, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page takes milliseconds, a book seconds; the book's reader has a thread of its own."""
+    read_by: list[str] = []
+    encode = Tokenizer.encode
+
+    def watch(self: Tokenizer, *args: Any, **kwargs: Any) -> list[int]:
+        read_by.append(threading.current_thread().name)
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "encode", watch)
+    for size, thread in ((200, "Thread"), (3000, "aside_"), (300_000, "aside-long_")):
+        text = "x" * size
+        fields: dict[str, Any] = {"truncate_prompt_tokens": 5} if path != "/tokenize" else {}
+        fields |= {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+        read_by.clear()
+        assert gateway.post(path, **fields).status_code == 200
+        assert read_by
+        assert all(name.startswith(thread) for name in read_by), (size, read_by)
+
+
+def test_metrics_are_rendered_beside_the_loop_one_scrape_at_a_time(
+    tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes milliseconds, with many workers tens of them; workers come and go only between two."""
+    order: list[str] = []
+    render, forget = Metrics.render, Metrics.forget_worker
+
+    def slow_render(self: Metrics) -> bytes:
+        order.append(f"begin {threading.current_thread().name.partition('_')[0]}")
+        time.sleep(0.05)
+        page = render(self)
+        order.append("end")
+        return page
+
+    def watched_forget(self: Metrics, worker: WorkerId) -> None:
+        order.append("forget")
+        forget(self, worker)
+
+    monkeypatch.setattr(Metrics, "render", slow_render)
+    monkeypatch.setattr(Metrics, "forget_worker", watched_forget)
+    with running_gateway(tokenizer_dir) as gateway:
+        gateway.cluster.workers = (worker("decode-0", Role.DECODE),)
+        gateway.client.get("/metrics")
+        threads = [threading.Thread(target=httpx.get, args=(f"{gateway.url}/metrics",)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        gateway.cluster.workers = ()
+        for thread in threads:
+            thread.join()
+    assert [step for step in order if step != "forget"] == ["begin aside", "end"] * 4
+    assert order.count("forget") == 1
+    at = order.index("forget")
+    assert order[at - 1] == "end"
