@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cluster.ids import WorkerId
@@ -21,6 +20,7 @@ from cluster.wire.messages import Role
 from router.chat import ChatFormat
 from router.completions import CompletionFormat
 from tests.support.gateway import RunningGateway, check_error, running_gateway
+from tests.support.plain_http import plain_client
 from tests.support.scripted_cluster import Script, worker
 from tests.support.sse import check_stream, strict_json
 
@@ -304,7 +304,12 @@ def test_metrics_are_rendered_beside_the_loop_one_scrape_at_a_time(
     with running_gateway(tokenizer_dir) as gateway:
         gateway.cluster.workers = (worker("decode-0", Role.DECODE),)
         gateway.client.get("/metrics")
-        threads = [threading.Thread(target=httpx.get, args=(f"{gateway.url}/metrics",)) for _ in range(3)]
+
+        def scrape() -> None:
+            with plain_client(base_url=gateway.url) as client:
+                client.get("/metrics")
+
+        threads = [threading.Thread(target=scrape) for _ in range(3)]
         for thread in threads:
             thread.start()
         gateway.cluster.workers = ()
