@@ -213,6 +213,7 @@ def test_what_is_wrong_behind_a_stream_is_not_answered_within_it(tokenizer_dir: 
                 seen += b"".join(iter(lambda: connection.recv(65536), b""))
         assert seen.count(b"HTTP/1.1 ") == 1
         assert b"error" not in seen
+        gateway.cluster.script = Script()
         gateway.check_alive()
 
 
