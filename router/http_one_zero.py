@@ -6,7 +6,7 @@ known length unframed, so here the length is told to it part by part.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 
@@ -19,7 +19,7 @@ class Cycle(Protocol):
     async def send(self, message: Any) -> None: ...
 
 
-def without_chunks(cycle: Cycle) -> Callable[[Any], Awaitable[None]]:
+def without_chunks(cycle: Cycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
     """What takes the place of the cycle's `send`. Answers that tell their length are sent as ever; the cycle
     of such a request closes its connection after the answer anyway."""
     send = cycle.send
