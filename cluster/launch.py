@@ -67,6 +67,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     preflight.check_own_packages()
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
+    preflight.check_allowed_origins(config)
     preflight.check_redis(config)
     preflight.check_kv_edge(config)
     choose_launcher(config, can_import_ray())

@@ -173,6 +173,7 @@ def _by_hand(role: str, options: argparse.Namespace) -> RouterConfig | WorkerCon
     os.environ.update(process_environment(config, 1))
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
+    preflight.check_allowed_origins(config)
     preflight.check_redis(msgspec.structs.replace(config, routers=1))
     preflight.check_port(config.host, config.port)
     return msgspec.structs.replace(own, model_dir=_prepared(config))
