@@ -16,6 +16,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -300,6 +301,9 @@ def _worker(worker: WorkerStatus) -> dict[str, Any]:
         "stale_messages": load.stale_messages,
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "decode_step_ms": round(load.decode_step_s * 1000, 3),
+        "step_model": msgspec.to_builtins(load.step_model),
+        "step_error": round(load.step_error, 4),
+        "step_error_p90": round(load.step_error_p90, 4),
         "kv_bytes_sent": load.kv_bytes_sent,
         "kv_bytes_received": load.kv_bytes_received,
     }

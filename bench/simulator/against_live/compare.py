@@ -1,0 +1,94 @@
+"""Live and simulated figures side by side: quantiles of the same requests, and their ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.simulator.against_live.measured import World
+from bench.simulator.against_live.recording import Phase
+from bench.simulator.against_live.replay import Answer, replay
+from cluster.slo_classes import DEFAULT_TARGETS
+
+SHARES = (50, 90)
+WITHIN = 0.10
+
+
+def compare(phase: Phase, world: World, block_size: int) -> dict[str, Any]:
+    """Of the requests that were served live; the simulated run has all that were offered."""
+    answers = replay(world, phase.arrivals, block_size)
+    by_arrival = {arrival[0]: answer for arrival, answer in zip(phase.arrivals, answers, strict=True)}
+    pairs = [(one, by_arrival[one.scheduled_s]) for one in phase.requests]
+    figures: dict[str, Any] = {}
+    for name in ("ttft", "tpot"):
+        live = _present(getattr(one, f"{name}_s") for one, _ in pairs)
+        simulated = _present(getattr(answer, f"{name}_s") for _, answer in pairs)
+        for share in SHARES:
+            measured_s, predicted_s = np.percentile(live, share), np.percentile(simulated, share)
+            figures[f"{name}_p{share}"] = {
+                "live_ms": float(measured_s * 1e3),
+                "simulated_ms": float(predicted_s * 1e3),
+                "ratio": float(predicted_s / measured_s),
+            }
+    return {
+        "load": phase.load.name,
+        "rate": phase.load.rate,
+        "num_offered": len(phase.arrivals),
+        "num_served": len(phase.requests),
+        "local_live": _share_local([one.is_local for one, _ in pairs]),
+        "local_simulated": _share_local([answer.is_local for _, answer in pairs]),
+        "figures": figures,
+        "within": all(abs(one["ratio"] - 1) <= WITHIN for one in figures.values()),
+    }
+
+
+def _present(values: Any) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _share_local(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags)
+
+
+def capacity(world: World, lengths: Sequence[tuple[int, int]], rate: float, block_size: int) -> float:
+    """The highest rate, by the simulator, at which 90 % are within the default targets: what loads are shares
+    of. `lengths` are (prompt, answer); `rate` is where to begin."""
+    low, high = 0.0, rate
+    while _is_met(world, lengths, high, block_size):
+        low, high = high, 2 * high
+    for _ in range(6):
+        middle = (low + high) / 2
+        if _is_met(world, lengths, middle, block_size):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _is_met(world: World, lengths: Sequence[tuple[int, int]], rate: float, block_size: int) -> bool:
+    rng = np.random.default_rng(0)
+    times_s = np.cumsum(rng.exponential(1 / rate, len(lengths))).tolist()
+    arrivals = [(time_s, *pair) for time_s, pair in zip(times_s, lengths, strict=True)]
+    answers = replay(world, arrivals, block_size)
+    return sum(map(_is_good, answers)) >= 0.9 * len(answers)
+
+
+def _is_good(answer: Answer) -> bool:
+    return answer.ttft_s <= DEFAULT_TARGETS.ttft_s and (answer.tpot_s or 0.0) <= DEFAULT_TARGETS.tpot_s
+
+
+HEADER = (
+    f"{'layout':<11}{'load':<7}{'req/s':>7}{'requests':>10}"
+    + "".join(f"{name:>24}" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"))
+    + "   live / simulated ms (ratio)"
+)
+
+
+def text_line(layout: str, result: dict[str, Any]) -> str:
+    cells = "".join(
+        f"{one['live_ms']:>9.1f} /{one['simulated_ms']:>7.1f} ({one['ratio']:.2f})"
+        for one in result["figures"].values()
+    )
+    return f"{layout:<11}{result['load']:<7}{result['rate']:>7.2f}{result['num_served']:>10}{cells}"
