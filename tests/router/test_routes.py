@@ -13,10 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from cluster.errors import ConfigError, Overloaded
+from cluster.step_model import StepModel
 from cluster.wire.messages import Role, WorkerLoad
 from router.delivery import Readiness
 from router.limits import GatewayLimits

@@ -35,8 +35,8 @@ class Reference:
         return self.prefill + self.decode
 
     def serve(self, requests: Sequence[Request]) -> None:
-        times = [DistServeTimes(OPT_13B[degree]) for degree in (self.prefill, self.decode)]
-        reference.serve(requests, *times, self.most_keys)
+        prefill, decode = (DistServeTimes(OPT_13B[degree]) for degree in (self.prefill, self.decode))
+        reference.serve(requests, prefill, decode, self.most_keys)
 
 
 @dataclass(frozen=True, slots=True)
