@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from bench.load.client.target import parse_target, probe
+from bench.load.plans.lengths import parse_lengths
 from bench.load.results.files import json_safe, write_atomically
 from bench.machine import cpu_facts
 from bench.served import ServedCluster
@@ -37,7 +39,7 @@ OUTPUT = "lognormal:mean=64,sigma=0.6,min=4,max=256"
 MEASURING = (
     Load(name=PROMPTS, input="uniform:100-400", output="1", closed_loop=1, num_requests=24, seed=101),
     Load(
-        name=DECODE, input="uniform:8-24", output="uniform:32-160", closed_loop=8, num_requests=20, seed=102
+        name=DECODE, input="uniform:60-240", output="uniform:100-260", closed_loop=8, num_requests=8, seed=102
     ),
     Load(
         name=BOTH, input="uniform:100-400", output="uniform:16-96", closed_loop=10, num_requests=40, seed=103
@@ -65,11 +67,8 @@ def record(
             measuring={load.name: offer(load) for load in MEASURING},
             loads=[],
         )
-        sample = offer(
-            Load(name="warm-up", input=INPUT, output=OUTPUT, rate=1.0, seconds=10.0, seed=seed + 100)
-        )
-        lengths = [(prompt, answer) for _, prompt, answer in sample.arrivals] * 20
-        most = capacity(world_of(recording), lengths, 1.0, BLOCK_TOKENS)
+        most = capacity(world_of(recording), _lengths(), 1.0, BLOCK_TOKENS)
+        print(f"{layout}: the simulator serves {most:.2f} requests per second", file=sys.stderr, flush=True)
         for index, fraction in enumerate(fractions):
             load = Load(
                 name=f"{fraction:.0%}",
@@ -81,6 +80,12 @@ def record(
             )
             recording.loads.append(offer(load))
     return recording
+
+
+def _lengths() -> list[tuple[int, int]]:
+    rng = np.random.default_rng(0)
+    prompts, answers = (parse_lengths(text).draw(rng, 200).tolist() for text in (INPUT, OUTPUT))
+    return list(zip(prompts, answers, strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,8 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compared(recording: Recording) -> dict[str, Any]:
     world = world_of(recording)
     loads = []
+    ended = [one for name in (PROMPTS, DECODE, BOTH) for one in recording.measuring[name].requests]
     for phase in recording.loads:
-        loads.append(compare(phase, world, BLOCK_TOKENS))
+        history = [(one.input_tokens, one.output_tokens) for one in ended]
+        loads.append(compare(phase, world, BLOCK_TOKENS, history))
+        ended += phase.requests
         print(text_line(recording.layout, loads[-1]), flush=True)
     workers = [
         {"role": one.role.value, "alone": one.alone, "beside": one.beside, "num_blocks": one.num_blocks}

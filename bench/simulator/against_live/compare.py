@@ -16,9 +16,12 @@ SHARES = (50, 90)
 WITHIN = 0.10
 
 
-def compare(phase: Phase, world: World, block_size: int) -> dict[str, Any]:
-    """Of the requests that were served live; the simulated run has all that were offered."""
-    answers = replay(world, phase.arrivals, block_size)
+def compare(
+    phase: Phase, world: World, block_size: int, history: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
+    """Of the requests that were served live; the simulated run has all that were offered. `history`: (prompt,
+    answer) of what the cluster had served before: routers learn from it how long answers are."""
+    answers = replay(world, phase.arrivals, block_size, history)
     by_arrival = {arrival[0]: answer for arrival, answer in zip(phase.arrivals, answers, strict=True)}
     pairs = [(one, by_arrival[one.scheduled_s]) for one in phase.requests]
     figures: dict[str, Any] = {}

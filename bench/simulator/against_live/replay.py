@@ -18,6 +18,7 @@ from bench.simulator.hardware import Hardware
 from cluster.engine.pacing import live_settings
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
 from cluster.step_model import StepWork
+from cluster.wire.messages import Role
 
 MOST_CHUNK_TOKENS = 512  # of a step, by default
 _DRAIN_S = 1e5
@@ -52,7 +53,18 @@ class SharedTimes:
 
 
 class StepByStep(ElasticPolicy):
-    """Asks for each step anew: how long it takes depends on what the others do."""
+    """As a live router and its workers, each step planned anew: how long it takes depends on the others."""
+
+    def __init__(self, targets: Targets, roles: Sequence[Role], history: Sequence[tuple[int, int]]) -> None:
+        """`history`: (prompt, answer) of requests that have ended."""
+        super().__init__(
+            targets,
+            scheduling=live_settings(targets, MOST_CHUNK_TOKENS),
+            use_prefix_cache=False,
+            roles=roles,
+        )
+        for num_prompt, num_output in history:
+            self._lengths.add(num_prompt, num_output)
 
     def is_waiting(self, worker: Worker) -> bool:
         return True
@@ -71,9 +83,11 @@ def replay(
     world: World,
     arrivals: Sequence[tuple[float, int, int]],
     block_size: int,
+    history: Sequence[tuple[int, int]] = (),
     targets: Targets = DEFAULT_TARGETS,
 ) -> list[Answer]:
-    """Of each arrival (when, prompt tokens, answer tokens), in order; all are served."""
+    """Of each arrival (when, prompt tokens, answer tokens), in order; all are served. `history`: see
+    `StepByStep`."""
     neighbours = Neighbours()
     pool = [
         Hardware(
@@ -86,12 +100,7 @@ def replay(
         )
         for index, one in enumerate(world.workers)
     ]
-    policy = StepByStep(
-        targets,
-        scheduling=live_settings(targets, MOST_CHUNK_TOKENS),
-        use_prefix_cache=False,
-        roles=[one.role for one in world.workers],
-    )
+    policy = StepByStep(targets, [one.role for one in world.workers], history)
     requests = [Request(index, *arrival) for index, arrival in enumerate(arrivals)]
     simulation = Simulation(pool, requests, policy, targets.tpot_s, use_prefix_cache=False)
     neighbours.workers = simulation.workers
