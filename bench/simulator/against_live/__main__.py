@@ -3,11 +3,12 @@
 1. For each layout `baton serve` is started on this machine; three short phases measure it (`measured`).
 2. The simulator says its capacity; loads of 30, 60 and 80 % of it are offered as `baton bench run` would
    (open loop, Poisson), and every request is recorded: DIR/LAYOUT.json.
-3. The recorded arrivals and lengths run in the simulated pool, with the live policy, and the figures are
-   compared. `--again` does this alone, for recordings that are there.
+3. The recorded arrivals and lengths run in both simulators (`replay`: the pool of `baton simulate --trace`;
+   `processes`: that of `--faults`), and the figures are compared. `--again` does this alone, for recordings
+   that are there.
 
 What the loads themselves took is used for nothing but the comparison. Exit code 1: a quantile of TTFT or TPOT
-is off by more than 10 %.
+in the pool is off by more than 10 %.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bench.load.plans.lengths import parse_lengths
 from bench.load.results.files import json_safe, write_atomically
 from bench.machine import cpu_facts
 from bench.served import ServedCluster
-from bench.simulator.against_live.compare import HEADER, WITHIN, capacity, compare, text_line
+from bench.simulator.against_live.compare import HEADER, WITHIN, capacity, compare, text_lines
 from bench.simulator.against_live.measured import BOTH, DECODE, PROMPTS, world_of
 from bench.simulator.against_live.recording import Load, Phase, Recording, record_phase, seen
 from cluster.errors import BatonError
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.out is not None:
         result = {"kind": "simulated-against-live", "within": WITHIN, "layouts": results}
         write_atomically(given.out, [json.dumps(json_safe(result), indent=1).encode(), b"\n"])
-    return int(not all(load["within"] for one in results for load in one["loads"]))
+    return int(not all(load["simulated"]["pool"]["within"] for one in results for load in one["loads"]))
 
 
 def _compared(recording: Recording) -> dict[str, Any]:
@@ -124,7 +125,8 @@ def _compared(recording: Recording) -> dict[str, Any]:
         history = [(one.input_tokens, one.output_tokens) for one in ended]
         loads.append(compare(phase, world, BLOCK_TOKENS, history))
         ended += phase.requests
-        print(text_line(recording.layout, loads[-1]), flush=True)
+        for line in text_lines(recording.layout, loads[-1]):
+            print(line, flush=True)
     workers = [
         {"role": one.role.value, "alone": one.alone, "beside": one.beside, "num_blocks": one.num_blocks}
         for one in world.workers

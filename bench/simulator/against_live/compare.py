@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from bench.simulator.against_live.measured import World
-from bench.simulator.against_live.recording import Phase
+from bench.simulator.against_live.processes import replay_processes
+from bench.simulator.against_live.recording import Phase, Served
 from bench.simulator.against_live.replay import Answer, replay
 from cluster.slo_classes import DEFAULT_TARGETS
 
 SHARES = (50, 90)
 WITHIN = 0.10
 
+Lengths = Sequence[tuple[int, int]]  # (prompt, answer)
+Replay = Callable[[World, Phase, int, Lengths], list[Answer]]
 
-def compare(
-    phase: Phase, world: World, block_size: int, history: Sequence[tuple[int, int]] = ()
-) -> dict[str, Any]:
-    """Of the requests that were served live; the simulated run has all that were offered. `history`: (prompt,
-    answer) of what the cluster had served before: routers learn from it how long answers are."""
-    answers = replay(world, phase.arrivals, block_size, history)
+SIMULATORS: dict[str, Replay] = {
+    "pool": lambda world, phase, size, history: replay(world, phase.arrivals, size, history),
+    "processes": lambda world, phase, size, history: replay_processes(world, phase.arrivals, size),
+}
+
+
+def compare(phase: Phase, world: World, block_size: int, history: Lengths = ()) -> dict[str, Any]:
+    """Of the requests that were served live; the simulated runs have all that were offered. `history`: of
+    what the cluster had served before; routers learn from it how long answers are."""
+    return {
+        "load": phase.load.name,
+        "rate": phase.load.rate,
+        "num_offered": len(phase.arrivals),
+        "num_served": len(phase.requests),
+        "local_live": _share_local(phase.requests),
+        "simulated": {
+            name: _against(phase, simulate(world, phase, block_size, history))
+            for name, simulate in SIMULATORS.items()
+        },
+    }
+
+
+def _against(phase: Phase, answers: Sequence[Answer]) -> dict[str, Any]:
     by_arrival = {arrival[0]: answer for arrival, answer in zip(phase.arrivals, answers, strict=True)}
     pairs = [(one, by_arrival[one.scheduled_s]) for one in phase.requests]
     figures: dict[str, Any] = {}
@@ -36,28 +56,23 @@ def compare(
                 "ratio": float(predicted_s / measured_s),
             }
     return {
-        "load": phase.load.name,
-        "rate": phase.load.rate,
-        "num_offered": len(phase.arrivals),
-        "num_served": len(phase.requests),
-        "local_live": _share_local([one.is_local for one, _ in pairs]),
-        "local_simulated": _share_local([answer.is_local for _, answer in pairs]),
         "figures": figures,
+        "local": _share_local([answer for _, answer in pairs]),
         "within": all(abs(one["ratio"] - 1) <= WITHIN for one in figures.values()),
     }
 
 
-def _present(values: Any) -> list[float]:
+def _present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _share_local(flags: Sequence[bool]) -> float:
-    return sum(flags) / len(flags)
+def _share_local(requests: Sequence[Served] | Sequence[Answer]) -> float:
+    return sum(one.is_local for one in requests) / len(requests)
 
 
-def capacity(world: World, lengths: Sequence[tuple[int, int]], rate: float, block_size: int) -> float:
-    """The highest rate, by the simulator, at which 90 % are within the default targets: what loads are shares
-    of. `lengths` are (prompt, answer); `rate` is where to begin."""
+def capacity(world: World, lengths: Lengths, rate: float, block_size: int) -> float:
+    """The highest rate, by the simulated pool, at which 90 % are within the default targets: what loads are
+    shares of. `rate` is where to begin."""
     low, high = 0.0, rate
     while _is_met(world, lengths, high, block_size):
         low, high = high, 2 * high
@@ -70,7 +85,7 @@ def capacity(world: World, lengths: Sequence[tuple[int, int]], rate: float, bloc
     return low
 
 
-def _is_met(world: World, lengths: Sequence[tuple[int, int]], rate: float, block_size: int) -> bool:
+def _is_met(world: World, lengths: Lengths, rate: float, block_size: int) -> bool:
     rng = np.random.default_rng(0)
     times_s = np.cumsum(rng.exponential(1 / rate, len(lengths))).tolist()
     arrivals = [(time_s, *pair) for time_s, pair in zip(times_s, lengths, strict=True)]
@@ -79,19 +94,24 @@ def _is_met(world: World, lengths: Sequence[tuple[int, int]], rate: float, block
 
 
 def _is_good(answer: Answer) -> bool:
-    return answer.ttft_s <= DEFAULT_TARGETS.ttft_s and (answer.tpot_s or 0.0) <= DEFAULT_TARGETS.tpot_s
+    targets = DEFAULT_TARGETS
+    return answer.ttft_s <= targets.ttft_s and (answer.tpot_s or 0.0) <= targets.tpot_s
 
 
 HEADER = (
-    f"{'layout':<11}{'load':<7}{'req/s':>7}{'requests':>10}"
+    f"{'layout':<11}{'load':<6}{'req/s':>6}{'requests':>9}  {'simulator':<11}"
     + "".join(f"{name:>24}" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"))
     + "   live / simulated ms (ratio)"
 )
 
 
-def text_line(layout: str, result: dict[str, Any]) -> str:
-    cells = "".join(
-        f"{one['live_ms']:>9.1f} /{one['simulated_ms']:>7.1f} ({one['ratio']:.2f})"
-        for one in result["figures"].values()
-    )
-    return f"{layout:<11}{result['load']:<7}{result['rate']:>7.2f}{result['num_served']:>10}{cells}"
+def text_lines(layout: str, result: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, simulated in result["simulated"].items():
+        cells = "".join(
+            f"{one['live_ms']:>9.1f} /{one['simulated_ms']:>7.1f} ({one['ratio']:.2f})"
+            for one in simulated["figures"].values()
+        )
+        head = f"{layout:<11}{result['load']:<6}{result['rate']:>6.2f}{result['num_served']:>9}"
+        lines.append(f"{head}  {name:<11}{cells}")
+    return lines
