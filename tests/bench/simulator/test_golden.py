@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from bench.simulator.distserve import OPT_13B, DistServeTimes, MixedSteps, learned_model
 from bench.simulator.fleet.request import Request
+from bench.simulator.golden import __main__ as command
 from bench.simulator.golden import reference
 from bench.simulator.golden.cases import CASES, TARGETS, Pool, Reference
 from bench.simulator.golden.lengths import MOST_TOKENS, NAMES, PAPER_MEANS, sharegpt_like
@@ -164,3 +167,24 @@ def test_lengths_are_within_the_limit_and_two_kinds_have_the_paper_s_means(name:
     means = fmean(row.input_tokens for row in rows), fmean(row.output_tokens for row in rows)
     assert (means == pytest.approx(PAPER_MEANS, rel=0.02)) == (name != "gpt4")
     assert rows == sharegpt_like(name, 20_000)
+
+
+def test_the_command_keeps_what_is_done_and_measures_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = Reference("one"), Reference("other", 1, 1)
+    monkeypatch.setattr(command, "NUM_ROWS", 400)
+    out = tmp_path / "golden.json"
+    for cases in ((one,), (one, other)):
+        monkeypatch.setattr(command, "TABLES", (command.Table("A table", "paper", cases),))
+        assert command.main(["--seeds", "1", "--out", str(out), "--resume"]) == 0
+        if cases == (one,):
+            saved = json.loads(out.read_bytes())
+            saved["results"][0]["fine_per_seed"] = [9.0]
+            out.write_text(json.dumps(saved))
+    shown = capsys.readouterr().out
+    assert "9.00 to 9.00" in shown
+    results = json.loads(out.read_bytes())["results"]
+    assert [result["case"] for result in results] == ["one", "other"]
+    with pytest.raises(SystemExit):
+        command.main(["--resume"])
