@@ -35,8 +35,8 @@ from cluster.errors import BatonError
 
 LAYOUTS = {"colocated": ("--prefill", "0", "--decode", "1"), "1p1d": ("--prefill", "1", "--decode", "1")}
 BLOCK_TOKENS = 32
-INPUT = "lognormal:mean=160,sigma=0.6,min=16,max=600"
-OUTPUT = "lognormal:mean=64,sigma=0.6,min=4,max=256"
+INPUT = "lognormal:mean=96,sigma=0.6,min=16,max=400"
+OUTPUT = "lognormal:mean=40,sigma=0.6,min=4,max=160"
 MEASURING = (
     Load(name=PROMPTS, input="uniform:100-400", output="1", closed_loop=1, num_requests=24, seed=101),
     Load(
@@ -51,7 +51,7 @@ MEASURING = (
 def record(
     layout: str, options: Sequence[str], fractions: Sequence[float], seconds: float, seed: int
 ) -> Recording:
-    arguments = ["--model", "demo", *options, *LAYOUTS[layout]]
+    arguments = ["--model", "demo", "--launcher", "local", *options, *LAYOUTS[layout]]
     with ServedCluster(arguments) as cluster:
         server = probe(parse_target(cluster.url))
         started_with = seen(cluster.get("/cluster"))

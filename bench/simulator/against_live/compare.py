@@ -33,6 +33,8 @@ def compare(phase: Phase, world: World, block_size: int, history: Lengths = ()) 
         "rate": phase.load.rate,
         "num_offered": len(phase.arrivals),
         "num_served": len(phase.requests),
+        "others_cores": phase.others_cores,
+        "stolen_cores": phase.stolen_cores,
         "local_live": _share_local(phase.requests),
         "simulated": {
             name: _against(phase, simulate(world, phase, block_size, history))
@@ -99,9 +101,9 @@ def _is_good(answer: Answer) -> bool:
 
 
 HEADER = (
-    f"{'layout':<11}{'load':<6}{'req/s':>6}{'requests':>9}  {'simulator':<11}"
+    f"{'layout':<11}{'load':<6}{'req/s':>6}{'requests':>9}{'others':>8}  {'simulator':<11}"
     + "".join(f"{name:>24}" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"))
-    + "   live / simulated ms (ratio)"
+    + "   live / simulated ms (ratio); others: cores that were not this run's"
 )
 
 
@@ -112,6 +114,7 @@ def text_lines(layout: str, result: dict[str, Any]) -> list[str]:
             f"{one['live_ms']:>9.1f} /{one['simulated_ms']:>7.1f} ({one['ratio']:.2f})"
             for one in simulated["figures"].values()
         )
-        head = f"{layout:<11}{result['load']:<6}{result['rate']:>6.2f}{result['num_served']:>9}"
+        others = result["others_cores"] + result["stolen_cores"]
+        head = f"{layout:<11}{result['load']:<6}{result['rate']:>6.2f}{result['num_served']:>9}{others:>8.2f}"
         lines.append(f"{head}  {name:<11}{cells}")
     return lines

@@ -20,6 +20,7 @@ from bench.load.plans.lengths import parse_lengths
 from bench.load.plans.settings import PlanSettings, Synthetic
 from bench.load.records import RequestRecord, Status
 from bench.served import ServedCluster
+from bench.simulator.against_live.quiet import CpuUse
 from cluster.errors import BatonError
 from cluster.step_model import StepModel
 
@@ -65,9 +66,12 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """`workers`: as they were when it had ended."""
+    """`workers`: as they were when it had ended. `others_cores`: busy for others meanwhile, on average;
+    `stolen_cores`: taken by the machine's host."""
 
     load: Load
+    others_cores: float
+    stolen_cores: float
     arrivals: list[tuple[float, int, int]]  # of all offered: (when, prompt tokens, answer tokens)
     requests: list[Served]
     workers: list[WorkerSeen]
@@ -99,7 +103,10 @@ def record_phase(cluster: ServedCluster, model: str, max_model_len: int | None, 
         extra_body={"timings": True},
     )
     plan = build_plan(settings, None)
+    pids = _pids(cluster)
+    before = CpuUse.begin(pids)
     run = run_plan(plan, parse_target(cluster.url))
+    others_cores, stolen_cores = before.others(CpuUse.begin(pids))
     answered = [record for record in run.records if record.status is Status.OK and record.chunk_times_s]
     requests = [_served(record) for record in answered]
     if not requests:
@@ -107,10 +114,20 @@ def record_phase(cluster: ServedCluster, model: str, max_model_len: int | None, 
     time.sleep(HEARTBEATS_S)
     return Phase(
         load=load,
+        others_cores=others_cores,
+        stolen_cores=stolen_cores,
         arrivals=[(one.scheduled_s, one.input_tokens or 1, one.output_tokens or 1) for one in plan.requests],
         requests=requests,
         workers=seen(cluster.get("/cluster")),
     )
+
+
+def _pids(cluster: ServedCluster) -> list[int]:
+    body = cluster.get("/cluster")
+    found = {int(worker["pid"]) for worker in body["workers"]} | {int(body["router_pid"])}
+    if body["launcher_pid"]:
+        found.add(int(body["launcher_pid"]))
+    return sorted(found)
 
 
 def _arrival(load: Load) -> Arrival:

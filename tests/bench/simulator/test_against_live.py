@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from bench.simulator.against_live.__main__ import main
 from bench.simulator.against_live.compare import capacity, compare
 from bench.simulator.against_live.measured import BOTH, DECODE, PROMPTS, MeasuredWorker, World, world_of
+from bench.simulator.against_live.quiet import CpuUse
 from bench.simulator.against_live.recording import Load, Phase, Recording, Served, WorkerSeen, seen
 from bench.simulator.against_live.replay import replay
 from bench.simulator.hardware import HANDOFF_S
@@ -57,6 +59,8 @@ def served(at_s: float, ttft_s: float, transfer_s: float = 0.0) -> Served:
 def phase(name: str, workers: list[WorkerSeen], requests: list[Served]) -> Phase:
     return Phase(
         load=Load(name=name, input="60", output="3", rate=1.0),
+        others_cores=0.1,
+        stolen_cores=0.0,
         arrivals=[(one.scheduled_s, one.input_tokens, one.output_tokens) for one in requests],
         requests=requests,
         workers=workers,
@@ -180,3 +184,12 @@ def test_the_command_compares_again_what_was_recorded(
     assert result["layouts"][0]["loads"][0]["num_served"] == 10
     with pytest.raises(BatonError, match="record it first"):
         main(["--recordings", str(directory), "--again", "--layouts", "1p1d"])
+
+
+def test_cores_of_others_are_what_is_busy_and_not_ours() -> None:
+    before, now = CpuUse(10.0, 100.0, 1.0, 40.0), CpuUse(20.0, 118.0, 2.0, 53.0)
+    assert before.others(now) == pytest.approx((0.5, 0.1))
+    assert before.others(CpuUse(20.0, 100.0, 1.0, 41.0)) == (0.0, 0.0)  # clocks of unequal grain
+    use = CpuUse.begin([os.getpid()])
+    assert use.ours_s > 0
+    assert use.busy_s > 0
