@@ -29,7 +29,7 @@ from bench.load.results.files import json_safe, write_atomically
 from bench.machine import cpu_facts
 from bench.served import ServedCluster
 from bench.simulator.against_live.compare import HEADER, WITHIN, capacity, compare, text_lines
-from bench.simulator.against_live.measured import BOTH, DECODE, PROMPTS, world_of
+from bench.simulator.against_live.measured import BOTH, DECODE, PROMPTS, check, world_of
 from bench.simulator.against_live.recording import Load, Phase, Recording, record_phase, seen
 from cluster.errors import BatonError
 
@@ -60,12 +60,17 @@ def record(
             print(f"{layout}: {load.name}", file=sys.stderr, flush=True)
             return record_phase(cluster, server.model, server.max_model_len, load)
 
+        def measured(load: Load) -> Phase:
+            phase = offer(load)
+            check(phase)  # before anything takes longer
+            return phase
+
         recording = Recording(
             layout=layout,
             arguments=arguments,
             cpu=cpu_facts()[0],
             started_with=started_with,
-            measuring={load.name: offer(load) for load in MEASURING},
+            measuring={load.name: measured(load) for load in MEASURING},
             loads=[],
         )
         most = capacity(world_of(recording), _lengths(), 1.0, BLOCK_TOKENS)
@@ -85,7 +90,7 @@ def record(
 
 def _lengths() -> list[tuple[int, int]]:
     rng = np.random.default_rng(0)
-    prompts, answers = (parse_lengths(text).draw(rng, 200).tolist() for text in (INPUT, OUTPUT))
+    prompts, answers = (parse_lengths(text).draw(rng, 800).tolist() for text in (INPUT, OUTPUT))
     return list(zip(prompts, answers, strict=True))
 
 

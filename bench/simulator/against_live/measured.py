@@ -25,6 +25,7 @@ from cluster.step_model import StepModel
 from cluster.wire.messages import Role
 
 PROMPTS, DECODE, BOTH = "prompts", "decode", "both"
+MOST_OTHERS = 0.25  # cores that others may use while the machine is measured
 _LEAST_S = 1e-5  # of a transfer
 
 
@@ -51,13 +52,14 @@ class World:
 def world_of(recording: Recording) -> World:
     """
     Raises:
-        BatonError: a phase that measures the machine is missing.
+        BatonError: a phase that measures the machine is missing, or says nothing of it.
     """
     for name in (PROMPTS, DECODE, BOTH):
         if name not in recording.measuring:
             raise BatonError(
                 f"the recording of `{recording.layout}` lacks its phase `{name}`: record it again"
             )
+        check(recording.measuring[name])
     prompts, decode, both = (recording.measuring[name] for name in (PROMPTS, DECODE, BOTH))
     is_alone = len(both.workers) == 1
     workers = []
@@ -71,6 +73,26 @@ def world_of(recording: Recording) -> World:
         tail_s=median(one.tail_s for one in decode.requests),
         tokens_s=_tokens_s(both),
     )
+
+
+def check(phase: Phase) -> None:
+    """
+    Raises:
+        BatonError: others used the machine meanwhile, or the steps that ran follow no model.
+    """
+    others = phase.others_cores + phase.stolen_cores
+    if others > MOST_OTHERS:
+        raise BatonError(
+            f"others used {others:.2f} cores while `{phase.load.name}` ran, so it says nothing of this machine: "
+            "record it again when it is quiet"
+        )
+    for worker in phase.workers:
+        model = worker.step_model
+        if model.per_token_s <= 0 or model.fixed_s + model.floor_s <= 0:
+            raise BatonError(
+                f"the steps of {worker.worker} in `{phase.load.name}` follow no model "
+                f"({model.per_token_s:.1e} s per token): record it again when the machine is quiet"
+            )
 
 
 def _of(worker: WorkerSeen, phase: Phase) -> WorkerSeen:

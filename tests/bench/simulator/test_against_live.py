@@ -105,6 +105,22 @@ def test_a_recording_without_a_phase_says_so() -> None:
         world_of(broken)
 
 
+@pytest.mark.parametrize("others, stolen", [(0.3, 0.0), (0.1, 0.2)])
+def test_a_machine_that_was_not_quiet_is_not_measured(others: float, stolen: float) -> None:
+    whole = recording(1)
+    phase = msgspec.structs.replace(whole.measuring[BOTH], others_cores=others, stolen_cores=stolen)
+    with pytest.raises(BatonError, match="others used 0.30 cores while `both` ran"):
+        world_of(msgspec.structs.replace(whole, measuring=whole.measuring | {BOTH: phase}))
+
+
+def test_steps_that_follow_no_model_are_no_measurement() -> None:
+    whole = recording(1)
+    workers = [seen_worker("decode-0", StepModel(36e-3, 0.0, 0.0, 0.0, 1e-5))]
+    phase = msgspec.structs.replace(whole.measuring[DECODE], workers=workers)
+    with pytest.raises(BatonError, match="the steps of decode-0 in `decode` follow no model"):
+        world_of(msgspec.structs.replace(whole, measuring=whole.measuring | {DECODE: phase}))
+
+
 def test_alone_a_request_takes_its_steps_and_what_was_measured_beside_them() -> None:
     world = World((DECODER,), front_s=0.004, tail_s=0.0005, tokens_s=1e9)
     [answer] = replay(world, [(1.0, 60, 3)], 32)
