@@ -83,8 +83,8 @@ def check(phase: Phase) -> None:
     others = phase.others_cores + phase.stolen_cores
     if others > MOST_OTHERS:
         raise BatonError(
-            f"others used {others:.2f} cores while `{phase.load.name}` ran, so it says nothing of this machine: "
-            "record it again when it is quiet"
+            f"others used {others:.2f} cores while `{phase.load.name}` ran: "
+            "record it again when the machine is quiet"
         )
     for worker in phase.workers:
         model = worker.step_model

@@ -105,11 +105,11 @@ def test_a_recording_without_a_phase_says_so() -> None:
         world_of(broken)
 
 
-@pytest.mark.parametrize("others, stolen", [(0.3, 0.0), (0.1, 0.2)])
+@pytest.mark.parametrize(("others", "stolen"), [(0.3, 0.0), (0.1, 0.2)])
 def test_a_machine_that_was_not_quiet_is_not_measured(others: float, stolen: float) -> None:
     whole = recording(1)
     phase = msgspec.structs.replace(whole.measuring[BOTH], others_cores=others, stolen_cores=stolen)
-    with pytest.raises(BatonError, match="others used 0.30 cores while `both` ran"):
+    with pytest.raises(BatonError, match=r"others used 0\.30 cores while `both` ran"):
         world_of(msgspec.structs.replace(whole, measuring=whole.measuring | {BOTH: phase}))
 
 
