@@ -131,7 +131,7 @@ class PrefillCore:
         actions += self._attempts.begin_pieces(self._config.max_pieces_in_flight, now)
         if self._drain is not None:
             actions += self._announce_drained(self._drain)
-        elif not self._attempts and not self._scheduler.busy:  # nobody waits for what this costs
+        if self._is_idle:
             actions += self._transfers.warm_up(now)
         self._transfers.note_sent(actions)
         return actions
@@ -144,6 +144,10 @@ class PrefillCore:
         drain = self._drain
         is_draining = drain is not None and not drain.expired and self._attempts
         return soonest(self._transfers.next_deadline(), drain.deadline if drain and is_draining else None)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._attempts and not self._scheduler.busy and self._drain is None
 
     def may_go_on(self) -> bool:
         """No row is in two steps without a decision between."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from cluster.metrics import Metrics
 from router.delivery import ClusterSnapshot, ClusterStatus, WorkerStatus
 from router.generation import InFlight
@@ -59,6 +61,9 @@ def worker_json(worker: WorkerStatus) -> dict[str, Any]:
         "stale_messages": load.stale_messages,
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "decode_step_ms": round(load.decode_step_s * 1000, 3),
+        "step_model": msgspec.to_builtins(load.step_model),
+        "step_error": round(load.step_error, 4),
+        "step_error_p90": round(load.step_error_p90, 4),
         "kv_bytes_sent": load.kv_bytes_sent,
         "kv_bytes_received": load.kv_bytes_received,
     }

@@ -13,10 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from cluster.errors import ConfigError, Overloaded
+from cluster.step_model import StepModel
 from cluster.wire.messages import Role, WorkerLoad
 from router.address import STALLED_MS, bind
 from router.delivery import Readiness
@@ -56,6 +58,13 @@ def test_cluster(gateway: RunningGateway) -> None:
     assert (shown["epoch"], shown["pid"], shown["state"]) == (3, 4242, "ready")
     assert shown["kv_blocks"] == {"used": 5, "cached": 3, "free": 92, "total": 100}
     assert (shown["running"], shown["waiting"]) == (2, 1)
+    assert shown["step_model"] is None
+    model = StepModel(1e-3, 8e-3, 4e-4, 1e-7, 2e-8)
+    load = msgspec.structs.replace(LOAD, step_model=model, step_error=0.0512345)
+    gateway.cluster.workers = (worker("decode-0", Role.DECODE, epoch=3, load=load),)
+    [shown] = gateway.client.get("/cluster").json()["workers"]
+    assert shown["step_model"] == msgspec.structs.asdict(model)
+    assert shown["step_error"] == 0.0512
 
 
 def test_http_errors_have_the_same_shape(gateway: RunningGateway) -> None:

@@ -24,7 +24,7 @@ from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Batch, Worker
 from bench.simulator.hardware import HANDOFF_S, Hardware
 from cluster.errors import BatonError
-from cluster.step_model import StepWork, chunk_attention
+from cluster.step_model import chunk_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +163,13 @@ class Simulation:
             rows, context = rows + yielding.rows, context + yielding.context
         if not rows and not chunks:
             return
-        tokens, attention = rows, 0.0
+        tokens, attention = 0, 0.0
         for request, count in chunks:
             if not request.has_begun:
                 self._begin_prompt(request, worker)
             tokens += count
             attention += chunk_attention(request.num_computed, count)
-        seconds = worker.model.step_s(StepWork(tokens, context, attention))
-        if chunks and rows:
-            seconds += worker.hardware.mixed_s
+        seconds = worker.hardware.step_s(rows, context, tokens, attention)
         for request in joining:
             request.worst_gap_s = max(request.worst_gap_s, self.now - request.last_token_s + seconds)
         length = 1
@@ -183,7 +181,7 @@ class Simulation:
             length = max(1, length)
         worker.chunks = chunks
         worker.run_start_s, worker.run_base_s, worker.run_length = self.now, seconds, length
-        worker.run_growth_s = worker.model.per_context_s * rows
+        worker.run_growth_s = worker.hardware.growth_s(rows)
         worker.is_busy = True
         worker.version += 1
         self._push(self.now + worker.run_s(length), STEP_END, worker.index, worker.version)
