@@ -48,6 +48,7 @@ from cluster.wire.messages import (
     WorkerState,
 )
 from router.attempt import LiveRequest
+from router.cell_policy import InCells
 from router.conductor_io import (
     Action,
     ClientFinished,
@@ -89,7 +90,7 @@ class Conductor:
         self._requests = LiveRequests(config, self._emit)
         self.workers = WorkerBook(config.stall_timeout_s, config.policy)
         self._legs = Legs(config, self.workers, self._emit)
-        policy = policy or Elastic(config.policy, config.slo)
+        policy = policy or InCells(Elastic(config.policy, config.slo), config.policy.cells)
         self._placing = Placing(config, policy, self.workers, self._legs, self._requests, self._fail)
 
     # ---- the seam

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
-from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
+from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker, leading_blocks
 from cluster.slo_classes import DecodeBatch, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
 from cluster.wire.messages import Role
@@ -84,10 +84,13 @@ class ElasticPolicy:
     def _cached(self, request: Request) -> Any:
         if not self._caches or not request.blocks:
             return None
-        found = [worker.cache.match(request.blocks) for worker in self._workers]
-        if not any(found):
+        found = leading_blocks(self._workers[0].cache.holders, request.blocks)
+        if not found:
             return None
-        return np.minimum(np.array(found, dtype=np.float64) * BLOCK_TOKENS, request.num_tokens - 1)
+        cached = np.zeros(len(self._workers))
+        for index, num_blocks in found.items():
+            cached[index] = min(num_blocks * BLOCK_TOKENS, request.num_tokens - 1)
+        return cached
 
     def _enqueue(self, request: Request, prefill: int, decode: int) -> None:
         model = self._workers[prefill].model

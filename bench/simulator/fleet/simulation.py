@@ -16,9 +16,11 @@ Equal inputs give equal runs: events have a total order (time, then number).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+import msgspec
 
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Batch, Worker
@@ -27,8 +29,7 @@ from cluster.errors import BatonError
 from cluster.step_model import StepWork, chunk_attention
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """One step: what rides in it beside the batch, and whether the rows that yield are in it."""
 
     chunks: list[tuple[Request, int]]
@@ -74,13 +75,14 @@ class Simulation:
     def __init__(
         self,
         pool: Sequence[Hardware],
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         policy: Policy,
         tpot_s: float,
         use_prefix_cache: bool = True,
     ) -> None:
-        self.workers = [Worker(index, hardware) for index, hardware in enumerate(pool)]
-        self.requests = requests
+        holders: dict[int, int] = {}
+        self.workers = [Worker(index, hardware, holders) for index, hardware in enumerate(pool)]
+        self._arrivals = deque(requests)
         self.now = 0.0
         self.num_steps = 0
         self.num_preemptions = 0
@@ -95,18 +97,20 @@ class Simulation:
         self._largest = max(hardware.kv_tokens for hardware in pool)
         policy.attach(self.workers)
 
+    def offer(self, requests: Iterable[Request]) -> None:
+        """More arrivals, after all there are."""
+        self._arrivals.extend(requests)
+
     def run(self, until_s: float) -> None:
-        """All arrivals, and what follows from them until `until_s`."""
-        arrivals, next_arrival = self.requests, 0
-        events = self._events
+        """All arrivals until `until_s`, and what follows from them until then. May be called again."""
+        arrivals, events = self._arrivals, self._events
         while True:
-            arrival_s = arrivals[next_arrival].arrival_s if next_arrival < len(arrivals) else None
-            if arrival_s is not None and (not events or arrival_s <= events[0][0]):
-                if arrival_s > until_s:
+            if arrivals and (not events or arrivals[0].arrival_s <= events[0][0]):
+                if arrivals[0].arrival_s > until_s:
                     break
-                self.now = arrival_s
-                self._arrive(arrivals[next_arrival])
-                next_arrival += 1
+                request = arrivals.popleft()
+                self.now = request.arrival_s
+                self._arrive(request)
                 continue
             if not events or events[0][0] > until_s:
                 break
@@ -200,7 +204,7 @@ class Simulation:
             if request.first_s <= request.deadline_s:
                 worker.batch.join(request)
                 due_s = request.first_s - (worker.batch.steps + 1 - request.num_generated) * self._tpot_s
-                heapq.heappush(worker.due, (due_s, request.index, request))
+                worker.is_due(request, due_s)
                 joined.append(request)
             else:
                 if not worker.yielding.rows:
