@@ -44,6 +44,7 @@ class ElasticPolicy:
         self._caches = use_prefix_cache
         self._workers: Sequence[Worker] = ()
         self._schedulers: list[SloScheduler[Request]] = []
+        self._num_queued: list[int] = []  # by worker: prompts in its scheduler
         self._fleet = Fleet([], [], [])
         self._num_placed = 0
         self.num_local = self.num_moved = 0
@@ -51,6 +52,7 @@ class ElasticPolicy:
     def attach(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
         self._schedulers = [SloScheduler(one.model, self._targets, self._scheduling) for one in workers]
+        self._num_queued = [0] * len(workers)
         self._fleet = Fleet(
             [one.model for one in workers],
             [one.hardware.kv_tokens for one in workers],
@@ -69,7 +71,7 @@ class ElasticPolicy:
             return None
         if cached is not None:
             request.num_computed = int(min(cached[decision.prefill], request.num_tokens - 1))
-        self._enqueue(request, decision.prefill, decision.decode)
+        self._enqueue(request, ask, decision.prefill, decision.decode)
         return decision.prefill
 
     def _ask(self, request: Request, cached: Any = None) -> Ask:
@@ -92,10 +94,10 @@ class ElasticPolicy:
             cached[index] = min(num_blocks * BLOCK_TOKENS, request.num_tokens - 1)
         return cached
 
-    def _enqueue(self, request: Request, prefill: int, decode: int) -> None:
+    def _enqueue(self, request: Request, ask: Ask, prefill: int, decode: int) -> None:
         model = self._workers[prefill].model
         load_s = model.per_token_s + model.per_context_s * request.num_tokens
-        output = self._ask(request).expected_output
+        output = ask.expected_output
         held = (request.num_tokens + output / 2) / self._workers[decode].hardware.kv_tokens
         request.decode_s = output * max(load_s, held * self._targets.tpot_s)  # of time or KV, the scarcer
         request.load_s = load_s if decode == prefill else 0.0
@@ -103,6 +105,7 @@ class ElasticPolicy:
         self._reserve(request)
         self._promise(request)
         self._schedulers[prefill].add(request)
+        self._num_queued[prefill] += 1
         self._num_placed += 1
         self._fleet.last_placed[prefill] = self._fleet.last_placed[decode] = self._num_placed
         self._report(prefill)
@@ -140,12 +143,10 @@ class ElasticPolicy:
         fleet.late_s[index] = scheduler.late_s
 
     def plan(self, worker: Worker, now: float) -> Plan:
-        scheduler, yielding = self._schedulers[worker.index], worker.yielding
-        if not len(scheduler) and not yielding.rows:
-            return Plan([])
-        batch = DecodeBatch(
-            worker.batch.rows,
-            worker.batch.context,
+        scheduler, batch, yielding = self._schedulers[worker.index], worker.batch, worker.yielding
+        decode = DecodeBatch(
+            batch.rows,
+            batch.context,
             step_budget_s(self._targets, worker.slack_s(now, self._targets.tpot_s), self._scheduling),
             num_yielding=yielding.rows,
             yielding_context=yielding.context,
@@ -154,7 +155,7 @@ class ElasticPolicy:
         growth = 2 + round(self._lengths.mean / 2)
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
         room = worker.kv_room - growth * worker.rows if worker.kv_used else worker.kv_room
-        step = scheduler.plan(now, batch, room, reserve if worker.kv_used else 0)
+        step = scheduler.plan(now, decode, room, reserve if worker.kv_used else 0)
         for request in scheduler.newly_late:
             self._release(request)
             self._unpromise(request)
@@ -162,7 +163,7 @@ class ElasticPolicy:
         return Plan(step.chunks, step.num_yielding > 0)
 
     def is_waiting(self, worker: Worker) -> bool:
-        return bool(len(self._schedulers[worker.index]))
+        return self._num_queued[worker.index] > 0
 
     def decode_worker(self, request: Request, worker: Worker, now: float) -> int:
         self._unpromise(request)
@@ -176,6 +177,7 @@ class ElasticPolicy:
 
     def prefilled(self, request: Request, worker: Worker, now: float) -> None:
         self._schedulers[worker.index].remove(request)
+        self._num_queued[worker.index] -= 1
         if request.decode_at == worker.index:
             self.num_local += 1
         else:
@@ -191,7 +193,7 @@ class ElasticPolicy:
 
     def preempted(self, request: Request, worker: Worker, now: float) -> int:
         request.num_computed = 0
-        self._enqueue(request, worker.index, worker.index)
+        self._enqueue(request, self._ask(request), worker.index, worker.index)
         return worker.index
 
     def stepped(self, worker: Worker) -> None:

@@ -159,12 +159,18 @@ class Simulation:
 
     def _begin(self, worker: Worker) -> None:
         joining = self._join(worker) if worker.landed else ()
-        plan = self._policy.plan(worker, self.now)
-        batch, yielding, chunks = worker.batch, worker.yielding, plan.chunks
+        batch, yielding, policy = worker.batch, worker.yielding, self._policy
         rows, context = batch.rows, batch.context
-        worker.runs_yielding = plan.runs_yielding and yielding.rows > 0
-        if worker.runs_yielding:
-            rows, context = rows + yielding.rows, context + yielding.context
+        is_waiting = policy.is_waiting(worker)
+        if is_waiting or yielding.rows:
+            plan = policy.plan(worker, self.now)
+            chunks = plan.chunks
+            worker.runs_yielding = plan.runs_yielding and yielding.rows > 0
+            if worker.runs_yielding:
+                rows, context = rows + yielding.rows, context + yielding.context
+        else:
+            chunks = []
+            worker.runs_yielding = False
         if not rows and not chunks:
             return
         tokens, attention = rows, 0.0
@@ -173,13 +179,14 @@ class Simulation:
                 self._begin_prompt(request, worker)
             tokens += count
             attention += chunk_attention(request.num_computed, count)
-        seconds = worker.model.step_s(StepWork(tokens, context, attention))
+        model = worker.model
+        seconds = model.step_s(StepWork(tokens, context, attention))
         if chunks and rows:
             seconds += worker.hardware.mixed_s
         for request in joining:
             request.worst_gap_s = max(request.worst_gap_s, self.now - request.last_token_s + seconds)
         length = 1
-        if not chunks and not self._policy.is_waiting(worker) and worker.runs_yielding == (yielding.rows > 0):
+        if not chunks and not is_waiting and worker.runs_yielding == (yielding.rows > 0):
             length = worker.kv_room // rows
             for group in (batch, yielding):
                 if group.rows:
@@ -187,7 +194,7 @@ class Simulation:
             length = max(1, length)
         worker.chunks = chunks
         worker.run_start_s, worker.run_base_s, worker.run_length = self.now, seconds, length
-        worker.run_growth_s = worker.model.per_context_s * rows
+        worker.run_growth_s = model.per_context_s * rows
         worker.is_busy = True
         worker.version += 1
         self._push(self.now + worker.run_s(length), STEP_END, worker.index, worker.version)

@@ -187,7 +187,10 @@ def main() -> None:
         sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
         sys.stdout.buffer.flush()
 
-    say(_run(msgspec.json.decode(sys.argv[1], type=_Share), say))
+    try:
+        say(_run(msgspec.json.decode(sys.argv[1], type=_Share), say))
+    except BatonError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

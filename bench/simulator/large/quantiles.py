@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 EXACT = 20_000
 _LEAST_S, _MOST_S, _GROWTH = 1e-6, 1e4, 1.01
@@ -59,13 +60,15 @@ class Quantiles:
     def is_exact(self) -> bool:
         return not len(self._counts)
 
-    def add(self, seconds: float) -> None:
-        self._values.append(seconds)
+    def add(self, seconds: NDArray[np.float64]) -> None:
+        """Some values."""
+        if not len(seconds):
+            return
         sums = self._sums
-        sums.num += 1
-        sums.total_s += seconds
-        if seconds > sums.max_s:
-            sums.max_s = seconds
+        sums.num += len(seconds)
+        sums.total_s += float(seconds.sum())
+        sums.max_s = max(sums.max_s, float(seconds.max()))
+        self._values += seconds.tolist()
         if len(self._values) > EXACT:
             self._count_all()
 

@@ -166,15 +166,16 @@ def test_a_prompt_too_large_for_most_cells_is_served_by_one_that_can(tmp_path: P
     what = plan(8, 40.0, hardware=pool, cell_workers=2)
     found, shards = served(what)
     requests = [one for one in make_requests(what.rows(), 40.0, 400, 1) if one.arrival_s < what.seconds]
-    assert found.keys() == {one.index for one in requests}
-    assert any(one.num_prompt > 1_500 for one in requests)
+    large = {one.index for one in requests if one.num_prompt >= 1_500}
+    small_ones = {one.index for one in requests if one.num_prompt + one.num_output <= 1_500}
+    assert len(large) > 10
+    assert found.keys() >= large | small_ones
     only_small = plan(8, 40.0, hardware=f"{path}:8", cell_workers=2)
     found, shards = served(only_small)
-    held = {one.index for one in requests if one.num_prompt + one.num_output <= 1_500}
-    assert found.keys() == held
+    assert found.keys() == small_ones
     measured = [one for one in requests if 0.8 <= one.arrival_s <= 3.6]
-    assert shards[0].tally.counts.num_offered == len(measured)
-    assert shards[0].tally.counts.num_rejected == sum(one.index not in held for one in measured)
+    assert shards[0].tally.counts().num_offered == len(measured)
+    assert shards[0].tally.counts().num_rejected == sum(one.index not in small_ones for one in measured)
 
 
 # ---- many steps at once
@@ -253,7 +254,7 @@ def test_prefixes_are_known_by_cell_and_the_oldest_is_forgotten() -> None:
     sent = SentPrefixes(most=4)
     sent.sent((1, 2, 3), 0)
     assert sent.longest((1, 2, 9)) == (2, 0b1)
-    assert sent.longest((9, 1)) == (1, 0b1)  # ids name prefixes: whoever has 1 has what is before it
+    assert sent.longest((9, 1)) == (2, 0b1)  # ids name prefixes: whoever has 1 has what is before it
     sent.sent((1, 2), 3)
     assert sent.longest((1, 2)) == (2, 0b1001)
     assert sent.of((1, 2, 3), 3) == 2
@@ -270,8 +271,7 @@ def test_prefixes_are_known_by_cell_and_the_oldest_is_forgotten() -> None:
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=50))
 def test_few_values_are_exact(values: list[float]) -> None:
     found = Quantiles()
-    for value in values:
-        found.add(value)
+    found.add(np.array(values))
     assert found.is_exact
     for percent in (0, 50, 90, 99, 100):
         assert found.at(percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)
@@ -285,9 +285,10 @@ def test_many_values_are_within_the_stated_error_however_they_were_collected(see
     draw = np.random.default_rng(seed)
     values = np.exp(draw.normal(-4, 2, 3 * EXACT)).tolist()
     whole, parts = Quantiles(), [Quantiles(), Quantiles(), Quantiles()]
-    for index, value in enumerate(values):
-        whole.add(value)
-        parts[0 if index < 100 else 1 + index % 2].add(value)
+    for at in range(0, len(values), 100):
+        some = np.array(values[at : at + 100])
+        whole.add(some)
+        parts[0 if at == 0 else 1 + (at // 100) % 2].add(some)
     collected = [msgspec.json.decode(msgspec.json.encode(one.collected()), type=Collected) for one in parts]
     merged = Quantiles.merged(collected)
     assert parts[0].is_exact
