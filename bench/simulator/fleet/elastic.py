@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.simulator.fleet.idle import idle_worker
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker, leading_blocks
@@ -46,6 +47,7 @@ class ElasticPolicy:
         self._schedulers: list[SloScheduler[Request]] = []
         self._num_queued: list[int] = []  # by worker: prompts in its scheduler
         self._fleet = Fleet([], [], [])
+        self._are_equal = False  # the workers
         self._num_placed = 0
         self.num_local = self.num_moved = 0
 
@@ -58,6 +60,7 @@ class ElasticPolicy:
             [one.hardware.kv_tokens for one in workers],
             [one.hardware.link_bytes_s for one in workers],
         )
+        self._are_equal = self._roles is None and len({id(one.hardware) for one in workers}) == 1
         if self._roles is not None:
             self._fleet.can_send[:] = [role is Role.PREFILL for role in self._roles]
             self._fleet.can_decode[:] = ~self._fleet.can_send
@@ -66,6 +69,12 @@ class ElasticPolicy:
         request.deadline_s = request.arrival_s + self._targets.ttft_s
         cached = self._cached(request)
         ask = self._ask(request, cached)
+        if cached is None and self._are_equal:
+            model = self._workers[0].model
+            index = idle_worker(self._fleet, ask, model, self._targets, self._settings)
+            if index is not None:
+                self._enqueue(request, ask, index, index)
+                return index
         decision = place(self._fleet, ask, self._targets, self._settings)
         if not isinstance(decision, Place):
             return None
@@ -138,6 +147,9 @@ class ElasticPolicy:
 
     def _report(self, index: int) -> None:
         fleet, scheduler = self._fleet, self._schedulers[index]
+        if not self._num_queued[index]:  # what the last plan found is no more
+            fleet.work_s[index] = fleet.queued_load_s[index] = fleet.late_s[index] = 0.0
+            return
         fleet.work_s[index] = scheduler.work_s
         fleet.queued_load_s[index] = scheduler.load_s
         fleet.late_s[index] = scheduler.late_s
@@ -178,6 +190,8 @@ class ElasticPolicy:
     def prefilled(self, request: Request, worker: Worker, now: float) -> None:
         self._schedulers[worker.index].remove(request)
         self._num_queued[worker.index] -= 1
+        if not self._num_queued[worker.index]:
+            self._report(worker.index)
         if request.decode_at == worker.index:
             self.num_local += 1
         else:
