@@ -41,6 +41,10 @@ class InCells:
         self._cell_of: Rows = np.zeros(0, dtype=np.intp)  # row |-> cell
         self._book = CellBook([], self._settings)
 
+    @property
+    def num_cells(self) -> int:
+        return len(self._members)
+
     def place(self, view: ClusterView, request: PlacementRequest, now: float) -> Placement | Reject:
         self._follow(view)
         if len(self._members) == 1 or view.is_full:
@@ -71,7 +75,12 @@ class InCells:
             step_s=step_s * self._inside.config.elastic.safety,
             draw=draw,
             cached=NOTHING if cached is None else self._cached_tokens(view, request, cached, draw),
+            near=None if cached is not None else self._cell_of_session(view, request),
         )
+
+    def _cell_of_session(self, view: ClusterView, request: PlacementRequest) -> int | None:
+        row = None if request.near is None else view.rows.get(request.near.decode)
+        return None if row is None else int(self._cell_of[row])
 
     def _cached_tokens(
         self, view: ClusterView, request: PlacementRequest, cached: Column, draw: int

@@ -42,10 +42,11 @@ NOTHING: Mapping[int, float] = {}
 
 @dataclass(frozen=True, slots=True)
 class CellSettings:
-    workers: int = 128  # of a cell
-    most_together: int = 256  # a fleet of so many is one cell
+    workers: int = 256  # of a cell
+    most_together: int = 2048  # a fleet of so many is one cell: cells would not make its decisions cheaper
     num_probed: int = 2
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
+    near: float = 0.9  # of its predicted seconds, for the cell where the session was last
     most_held: float = 0.95  # share of the KV; a cell that holds more comes later
     refresh_s: float = 0.05  # age of a summary after which the live router makes a new one
 
@@ -119,7 +120,7 @@ def _dot(left: Column, right: Column) -> float:
 
 class CellAsk(msgspec.Struct, frozen=True):
     """What the choice of a cell knows of a request. `cached`: tokens of its prefix by cell, where some are;
-    `draw`: a number of its own, from which the cells to probe follow."""
+    `draw`: a number of its own, from which the cells to probe follow; `near`: where its session was last."""
 
     num_tokens: int
     kv_tokens: int  # that it must be able to hold at once
@@ -127,6 +128,7 @@ class CellAsk(msgspec.Struct, frozen=True):
     step_s: float  # a step as long as its targets allow
     draw: int
     cached: Mapping[int, float] = NOTHING
+    near: int | None = None
 
 
 class CellBook:
@@ -147,8 +149,10 @@ class CellBook:
         self._loads[cell] = load
 
     def probed(self, ask: CellAsk) -> list[int]:
-        """Those with a prefix, and some that are drawn; each once."""
+        """Those with a prefix, the session's, and some that are drawn; each once."""
         cells = list(ask.cached)
+        if ask.near is not None and ask.near not in cells:
+            cells.append(ask.near)
         for cell in probes(ask.draw, len(self._loads), self._settings.num_probed):
             if cell not in cells:
                 cells.append(cell)
@@ -156,15 +160,8 @@ class CellBook:
 
     def best_first(self, cells: Sequence[int], ask: CellAsk) -> list[int]:
         """These cells in order, without those that could never hold the request."""
-        loads, settings, cached = self._loads, self._settings, ask.cached
-        num_tokens, step_s = ask.num_tokens, ask.step_s
-        timed = [
-            (load.first_token_s(num_tokens, cached.get(cell, 0.0), step_s, settings), order, cell)
-            for order, cell in enumerate(cells)
-            if (load := loads[cell]).largest >= ask.kv_tokens
-        ]
-        timed.sort()
-        return [cell for _, _, cell in timed]
+        timed = [(self._seconds(cell, ask), order, cell) for order, cell in enumerate(cells)]
+        return [cell for seconds, _, cell in sorted(timed) if seconds < math.inf]
 
     def best(self, ask: CellAsk) -> int | None:
         """The best of those probed, or of all others if none of those could hold it; None: no cell could."""
@@ -176,17 +173,21 @@ class CellBook:
 
     def _best_of(self, cells: Sequence[int], ask: CellAsk) -> int | None:
         """The first of `best_first`."""
-        loads, settings, cached = self._loads, self._settings, ask.cached
-        num_tokens, kv_tokens, step_s = ask.num_tokens, ask.kv_tokens, ask.step_s
         best, least_s = None, math.inf
         for cell in cells:
-            load = loads[cell]
-            if load.largest >= kv_tokens:
-                tokens = cached.get(cell, 0.0) if cached else 0.0
-                seconds = load.first_token_s(num_tokens, tokens, step_s, settings)
-                if seconds < least_s:
-                    best, least_s = cell, seconds
+            seconds = self._seconds(cell, ask)
+            if seconds < least_s:
+                best, least_s = cell, seconds
         return best
+
+    def _seconds(self, cell: int, ask: CellAsk) -> float:
+        """What it is judged by; infinite if it could never hold the request."""
+        load, settings = self._loads[cell], self._settings
+        if load.largest < ask.kv_tokens:
+            return math.inf
+        cached = ask.cached.get(cell, 0.0) if ask.cached else 0.0
+        seconds = load.first_token_s(ask.num_tokens, cached, ask.step_s, settings)
+        return seconds * settings.near if cell == ask.near else seconds
 
     def placed(self, cell: int, ask: CellAsk) -> None:
         """The request went there."""

@@ -9,6 +9,7 @@ import pytest
 from bench.placement import TARGETS, Site
 from cluster.ids import WorkerId
 from cluster.wire.messages import WorkerState
+from router.affinity import Near
 from router.cell_policy import InCells
 from router.cells import CellSettings
 from router.config import PolicyConfig
@@ -164,6 +165,17 @@ def test_a_prefix_that_all_have_draws_nobody_together() -> None:
     policy = InCells(ELASTIC, FOURS)
     decodes = {placed(policy, book, ask(410, max_tokens=index + 1), now=index)[1] for index in range(100)}
     assert len({cell_of(name, 10) for name in decodes}) == 10
+
+
+def test_a_session_goes_back_to_its_cell_while_no_prefix_is_known() -> None:
+    book = Book(*names(0, 40))
+    policy = InCells(ELASTIC, FOURS)
+    near = Near(WorkerId("d13"), WorkerId("d13"))
+    for index in range(20):
+        request = ask(max_tokens=index + 1, near=near)
+        assert placed(policy, book, request, now=index) == (None, "d13")
+    gone = Near(WorkerId("d99"), WorkerId("d99"))
+    placed(policy, book, ask(near=gone))
 
 
 def test_workers_that_come_and_go_are_followed() -> None:

@@ -108,6 +108,14 @@ def test_the_cell_with_a_prefix_is_probed_too() -> None:
     assert cells.best(ask(draw=7, cached={holder: 900.0})) == holder
 
 
+def test_the_cell_of_the_session_is_probed_and_taken_among_near_equals() -> None:
+    cells = book(*(idle(work_s=0.1) for _ in range(40)))
+    last = next(cell for cell in range(40) if cell not in probes(7, 40, 2))
+    assert cells.best(ask(draw=7, near=last)) == last
+    assert cells.best_first([0, 1], ask(near=1)) == [1, 0]
+    assert book(idle(work_s=0.1), idle(work_s=0.2)).best(ask(near=1)) == 0
+
+
 def test_a_cell_nearly_full_of_kv_comes_last() -> None:
     assert book(idle(held=0.97), idle(work_s=5.0)).best(ask()) == 1
     assert book(idle(held=0.99), idle(held=0.96, work_s=5.0)).best(ask()) == 1

@@ -31,6 +31,7 @@ from bench.simulator.large.quantiles import ERROR
 from bench.simulator.large.tally import distributions, total
 from bench.simulator.results import header
 from cluster.errors import BatonError, ConfigError
+from router.cells import CellSettings
 
 HOUR_S = 3600.0
 
@@ -113,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, help="whose rows are served (default: made ones)")
     parser.add_argument("--slo", default="ttft=0.5s,tpot=25ms")
     parser.add_argument("--seed", type=natural, default=0)
-    parser.add_argument("--cell-workers", type=positive, default=128)
-    parser.add_argument("--window-s", type=float, default=0.1, help="how often cells say how loaded they are")
+    parser.add_argument("--cell-workers", type=positive, default=CellSettings().workers)
+    parser.add_argument("--window-s", type=float, default=0.2, help="how often cells say how loaded they are")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--processes", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit-minutes", type=float, default=30.0)
