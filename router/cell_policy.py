@@ -85,15 +85,16 @@ class InCells:
     def _cached_tokens(
         self, view: ClusterView, request: PlacementRequest, cached: Column, draw: int
     ) -> dict[int, float]:
-        """By cell: of those that are drawn, and of the one with the longest prefix, if that is longer."""
+        """By cell: of those that are drawn, and of one with the longest prefix, if that is longer."""
         most = request.num_tokens - 1.0
         tokens = {}
         for cell in probes(draw, len(self._parts), self._settings.num_probed):
             tokens[cell] = min(highest(cached[self._parts[cell].of_whole]) * view.block_size, most)
-        row = int(cached.argmax())
-        longest = min(cached.item(row) * view.block_size, most)
-        if longest > max(tokens.values()):
-            tokens[int(self._cell_of[row])] = longest
+        longest = highest(cached)
+        if min(longest * view.block_size, most) > max(tokens.values()):
+            holders = (cached == longest).nonzero()[0]
+            row = int(holders[draw % len(holders)])
+            tokens[int(self._cell_of[row])] = min(longest * view.block_size, most)
         return tokens
 
     def _refresh(self, cell: int, now: float) -> None:

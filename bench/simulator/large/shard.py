@@ -108,18 +108,17 @@ class Shard:
         self._settings = CellSettings(workers=plan.cell_workers)
         empty = [_empty_load(plan.cell_pool(pool, number)) for number in range(plan.num_cells)]
         self._book = CellBook(empty, self._settings)
-        self._said: deque[list[CellLoad]] = deque()  # all cells', of windows that are not used yet
         self._sent = SentPrefixes()
 
     def run(self) -> None:
         plan, book = self._plan, self._book
         num_windows = max(1, -int(-plan.seconds // plan.window_s))
         own: deque[list[CellLoad]] = deque()
-        before = _queued(book)
+        before = _copies(book)
         for window in range(num_windows):
             if window >= 2:
                 self._tell(self._all_loads(window - 2, own.popleft()), before)
-            before = _queued(book)
+            before = _copies(book)
             end_s = (window + 1) * plan.window_s
             for arrival in self._stream.until(end_s):
                 self._place(arrival)
@@ -138,13 +137,14 @@ class Shard:
     # ---- choosing
 
     def _place(self, arrival: Arrival) -> None:
+        draw = arrival.index ^ (self._plan.seed << 40)
         ask = CellAsk(
             num_tokens=arrival.num_prompt,
             kv_tokens=arrival.num_prompt + arrival.num_output,
             expected_output=PRIOR_TOKENS,
             step_s=self._step_s,
-            draw=arrival.index ^ (self._plan.seed << 40),
-            cached=self._cached(arrival) if arrival.blocks and self._plan.prefix_cache else NOTHING,
+            draw=draw,
+            cached=self._cached(arrival, draw) if arrival.blocks and self._plan.prefix_cache else NOTHING,
         )
         number = self._book.best(ask)
         if number is None:  # larger than any worker's KV
@@ -159,17 +159,17 @@ class Shard:
             self.tally.arrived(arrival.at_s)
             cell.simulation.offer((arrival.request(),))
 
-    def _cached(self, arrival: Arrival) -> dict[int, float]:
-        """Tokens by cell: of those that are drawn, and of the first with the longest prefix."""
-        sent, blocks = self._sent, arrival.blocks
-        draw = arrival.index ^ (self._plan.seed << 40)
+    def _cached(self, arrival: Arrival, draw: int) -> dict[int, float]:
+        """Tokens by cell: of those that are drawn, and of one with the longest prefix, if that is longer."""
+        sent, blocks, num_cells = self._sent, arrival.blocks, self._plan.num_cells
         count, bits = sent.longest(blocks)
         if not count:
             return {}
-        cells = probes(draw, self._plan.num_cells, self._settings.num_probed)
+        cells = probes(draw, num_cells, self._settings.num_probed)
         found = {cell: sent.of(blocks, cell) for cell in cells}
         if count > max(found.values()):
-            found[(bits & -bits).bit_length() - 1] = count
+            holders = [cell for cell in range(num_cells) if bits >> cell & 1]
+            found[holders[draw % len(holders)]] = count
         most = arrival.num_prompt - 1
         return {cell: float(min(number * BLOCK_TOKENS, most)) for cell, number in found.items()}
 
@@ -192,8 +192,8 @@ class Shard:
             self._book.tell(cell, load)
 
 
-def _queued(book: CellBook) -> list[CellLoad]:
-    """The loads of this moment, to be compared with."""
+def _copies(book: CellBook) -> list[CellLoad]:
+    """The loads of this moment."""
     return [copy(book.load(cell)) for cell in range(len(book))]
 
 
