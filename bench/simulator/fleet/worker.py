@@ -82,7 +82,7 @@ def leading_blocks(holders: dict[int, int], blocks: tuple[int, ...]) -> dict[int
 class Batch:
     """Rows that decode in the same steps: counts, sums, and when each is done."""
 
-    __slots__ = ("_forget_at", "context", "finishing", "long_steps", "rows", "steps")
+    __slots__ = ("context", "finishing", "long_steps", "rows", "steps")
 
     def __init__(self) -> None:
         self.rows = 0
@@ -90,7 +90,6 @@ class Batch:
         self.steps = 0
         self.finishing: list[tuple[int, int, Request]] = []  # heap: (step, index, request)
         self.long_steps: list[tuple[int, float]] = []  # (step, seconds): each longer than all later ones
-        self._forget_at = 64
 
     def join(self, request: Request) -> None:
         self.rows += 1
@@ -122,8 +121,6 @@ class Batch:
         while stack and stack[-1][1] <= longest_s:
             stack.pop()
         stack.append((self.steps, longest_s))
-        if len(stack) > self._forget_at:
-            self._forget()
         done = []
         while self.finishing and self.finishing[0][0] <= self.steps:
             done.append(heapq.heappop(self.finishing)[2])
@@ -137,12 +134,6 @@ class Batch:
         request = self.finishing.pop(at)[2]
         heapq.heapify(self.finishing)
         return request
-
-    def _forget(self) -> None:
-        """Steps that no row here has seen are not asked for any more."""
-        first = min((entry[2].start_step for entry in self.finishing), default=self.steps)
-        del self.long_steps[: bisect_left(self.long_steps, (first + 1, -1.0))]
-        self._forget_at = max(64, 2 * len(self.long_steps))
 
     def _longest_since(self, step: int) -> float:
         index = bisect_left(self.long_steps, (step + 1, -1.0))

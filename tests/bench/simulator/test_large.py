@@ -220,6 +220,21 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(text: str, num_workers: 
         assert (one.prefill_at, one.decode_at) == (other.prefill_at, other.decode_at)
 
 
+def test_a_worker_that_is_never_idle_keeps_nothing_of_requests_that_have_ended() -> None:
+    requests = make_requests(made_rows()[:2_000], 20.0, 1_500, 2)
+    policy = parse_policy("colocated:512", 1).make(TARGETS, True)
+    simulation = Simulation([KINDS[H100]], requests, policy, TARGETS.tpot_s)
+    [worker] = simulation.workers
+    most_due = most_steps = 0
+    for second in range(5, 70):
+        simulation.run(float(second))
+        assert worker.rows > 0
+        most_due = max(most_due, len(worker.due) - 2 * worker.batch.rows)
+        most_steps = max(most_steps, len(worker.batch.long_steps))
+    assert most_due <= 17 + 64  # rows may just have left
+    assert most_steps <= 64
+
+
 # ---- what comes in
 
 
