@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def made_rows() -> list[TraceRow]:
     draw = random.Random("made rows")
 
     def length(mean: float, deviation: float, most: int) -> int:
-        middle = mean / 2.718281828459045 ** (deviation * deviation / 2)
+        middle = mean * math.exp(-deviation * deviation / 2)
         return max(1, min(most, round(middle * draw.lognormvariate(0.0, deviation))))
 
     return [TraceRow(index / 5, length(*MADE_INPUT), length(*MADE_OUTPUT)) for index in range(NUM_MADE_ROWS)]

@@ -86,7 +86,7 @@ class Quantiles:
         self._count_all()
         rank = percent / 100 * (self._sums.num - 1)
         bucket = int(np.searchsorted(np.cumsum(self._counts), rank, side="right"))
-        return min(_LEAST_S * _GROWTH ** (bucket + 0.5), self._sums.max_s)
+        return min(_LEAST_S * math.exp((bucket + 0.5) * math.log(_GROWTH)), self._sums.max_s)
 
     def figures(self, percents: Iterable[float]) -> dict[str, float | int | bool | None]:
         """As a result file has them."""
