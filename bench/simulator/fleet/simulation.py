@@ -45,7 +45,7 @@ class Policy(Protocol):
         """Queue it; the worker that may now have something to do. None: it is turned away."""
 
     def plan(self, worker: Worker, now: float) -> Plan:
-        """The step that begins; no prompt it has no KV room for."""
+        """The step that begins, asked while somebody waits here or yields; no prompt it has no KV room for."""
 
     def is_waiting(self, worker: Worker) -> bool:
         """Somebody waits here, so the next step must be asked for."""
