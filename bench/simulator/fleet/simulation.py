@@ -1,7 +1,7 @@
 """The pool in virtual time: arrivals, steps, transfers. It computes what happens; a policy decides.
 
 1. A request arrives: `Policy.arrive` names where it waits, and the policy keeps the queue.
-2. A free worker asks `Policy.chunks` for its next step: chunks of prompts, beside all rows that decode there.
+2. A free worker asks `Policy.plan` for its next step: chunks of prompts, beside all rows that decode there.
    With no chunk and nobody waiting, it runs on to the next finish in one event (a *run*); whoever arrives
    cuts the run at the end of its current step.
 3. The step ends: rows grow by a token, some finish; prompts that are complete have their first token.
@@ -45,7 +45,7 @@ class Policy(Protocol):
         """Queue it; the worker that may now have something to do. None: it is turned away."""
 
     def plan(self, worker: Worker, now: float) -> Plan:
-        """The step that begins, asked while somebody waits here or yields; no prompt it has no KV room for."""
+        """The step that begins, while somebody waits here or yields; no prompt it has no KV room for."""
 
     def is_waiting(self, worker: Worker) -> bool:
         """Somebody waits here, so the next step must be asked for."""
