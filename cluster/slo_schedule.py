@@ -132,6 +132,8 @@ class SloScheduler(Generic[P]):
     @property
     def late_s(self) -> float:
         """Prefill of the prompts that are late, of the batch class, or were demoted by the last plan."""
+        if not (self._late or self._batch or self._demoted):
+            return 0.0
         prompts = chain(self._late, self._batch, self._demoted)
         return sum(prefill_s(self.model, one.num_tokens, one.num_computed) for one in prompts)
 

@@ -52,6 +52,7 @@ from cluster.wire.messages import (
     WorkerState,
 )
 from router.attempt import LiveRequest
+from router.cell_policy import InCells
 from router.conductor_io import (
     Action,
     ClientFinished,
@@ -95,7 +96,7 @@ class Conductor:
         self.workers = WorkerBook(config.stall_timeout_s, config.policy)
         self._partners = PartnerNews()
         self._legs = Legs(config, self.workers, self._emit)
-        policy = policy or Elastic(config.policy, config.slo)
+        policy = policy or InCells(Elastic(config.policy, config.slo), config.policy.cells)
         self._placing = Placing(config, policy, self.workers, self._legs, self._requests, self._fail)
 
     # ---- the seam

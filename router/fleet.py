@@ -171,6 +171,12 @@ class Fleet:
         }
         return other
 
+    def take(self, whole: Fleet, rows: NDArray[np.intp]) -> None:
+        """Become a copy of these rows of another fleet, as many as here; without its edges."""
+        whole._floats.take(rows, axis=1, out=self._floats, mode="clip")
+        whole._flags.take(rows, axis=1, out=self._flags, mode="clip")
+        self._least_reading = None
+
     def equals(self, other: Fleet) -> bool:
         """Every entry."""
         return (
