@@ -67,7 +67,8 @@ def profile_table(
     case: Case, step_s: float, seconds: Tensor, elements: Mapping[str, int], weight_bytes: int
 ) -> str:
     """`seconds` [threads, stages, 2 (work, wait)] of a step of `step_s`; `elements` as `matrix_elements`."""
-    means = seconds.mean(dim=0).tolist()
+    walked = seconds[seconds.sum(dim=(1, 2)) > 0]  # others only helped
+    means = walked.mean(dim=0).tolist()
     lines = [
         f"{case.name}: {step_s * 1e3:.2f} ms a step, {case.num_tokens / step_s:.1f} tok/s",
         f"{'stage':<24}{'work ms':>10}{'wait ms':>10}{'share':>8}{'GB/s':>8}{'GMAC/s':>8}",

@@ -2,11 +2,14 @@
 
 1. The thread loads the model and calibrates: `loaded` tells the event loop how long steps take here.
 2. The event loop calls `submit(plan)`; at most one plan is in flight.
-3. The thread runs it; torch releases the GIL, so messages go on being handled meanwhile.
+3. The thread runs it; the GIL is released, so messages go on being handled meanwhile.
 4. `StepDone` or `StepFailed` is scheduled on the loop. After a `DeviceLost`, `on_stuck` is called as well.
-5. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
+5. With leave given before (`allow`), the thread goes on to the next step at once, if it is the same rows'
+   (`cluster.engine.following`): what follows a step on the loop, and its message, then cost no time between
+   steps. Its tokens are sampled when the loop has dealt with the step before: histories are complete then.
+6. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
-6. `close` returns when the thread has ended, and with it the model. The interpreter ends a thread that still
+7. `close` returns when the thread has ended, and with it the model. The interpreter ends a thread that still
    frees tensors while it exits, and the C++ in that thread's stack then aborts the process.
 """
 
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cluster.engine.batch import Runner, StepPlan
+from cluster.engine.following import following_plan
 from cluster.errors import DeviceLost, StepError
 from cluster.step_model import StepModel
 from cluster.step_watchdog import MIN_S, StepWatchdog
@@ -28,6 +32,7 @@ from cluster.worker_io import StepDone, StepFailed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
 
 LATE_S = 0.25  # a timer this late says that the whole process stood still, not the step
 
@@ -55,6 +60,8 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watchdog: asyncio.TimerHandle | None = None
+        self._may_go_on = self._is_closing = False
+        self._untold = threading.Lock()  # held from a step that goes on until the loop has dealt with it
         self._loaded: asyncio.Future[StepModel | None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
@@ -67,11 +74,19 @@ class EngineThread:
     def submit(self, plan: StepPlan) -> None:
         """Start a step. The core promises that none is in flight."""
         assert self._watchdog is None, "two steps in flight"
+        self._may_go_on = False
         self._watch(plan, self._judge.limit_s(plan))
         self._plans.put(plan)
 
+    def allow(self, may_go_on: bool) -> None:
+        """Whether the step in flight may be followed by one with the same rows. Holds for one step: after a
+        `StepDone` that went on it is to be said anew, within `on_outcome`."""
+        self._may_go_on = may_go_on and not self._is_closing
+
     async def close(self, timeout_s: float) -> None:
         """Let the step in flight end, then end the thread; gives up after `timeout_s`."""
+        self._is_closing = True
+        self.allow(False)
         self._plans.put(None)
         await asyncio.to_thread(self._thread.join, timeout_s)
         if self._thread.is_alive():
@@ -92,13 +107,18 @@ class EngineThread:
             f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens did not end within {limit_s:.1f} s"
         )
 
-    def _outcome(self, plan: StepPlan, outcome: StepDone | StepFailed) -> None:
+    def _outcome(self, plan: StepPlan, outcome: StepDone | StepFailed, following: StepPlan | None) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
         if isinstance(outcome, StepDone):
             self._judge.observe(plan, outcome.output.compute_s)
+        if following is None:
+            self._on_outcome(outcome)
+            return
+        self._watch(following, self._judge.limit_s(following))
         self._on_outcome(outcome)
+        self._untold.release()
 
     def _main(self) -> None:
         try:
@@ -109,20 +129,42 @@ class EngineThread:
             return
         self._post(_resolve, self._loaded, model)
         while (plan := self._plans.get()) is not None:
-            outcome: StepDone | StepFailed
-            lost: str | None = None
-            try:
-                outcome = StepDone(runner.run(plan))
-            except (StepError, DeviceLost) as error:  # sentences that say it all
-                logger.error("%s", error)
-                outcome = StepFailed(str(error))
-                lost = str(error) if isinstance(error, DeviceLost) else None
-            except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
-                logger.exception("a step of %d rows failed", len(plan.rows))
-                outcome = StepFailed(f"{type(error).__name__}: {error}")
-            self._post(self._outcome, plan, outcome)
-            if lost is not None:
-                self._post(self._on_stuck, lost)
+            following = self._step(runner, plan, None)
+            while following is not None:
+                following = self._step(runner, following, self._await_history)
+
+    def _step(
+        self, runner: Runner, plan: StepPlan, await_history: Callable[[], object] | None
+    ) -> StepPlan | None:
+        """Run a step and hand its outcome over; what to run next without being asked."""
+        following = None
+        outcome: StepDone | StepFailed
+        lost: str | None = None
+        try:
+            output = runner.run(plan, await_history)
+            if self._may_go_on:
+                self._may_go_on = False
+                following = following_plan(plan, output)
+            outcome = StepDone(output, went_on=following is not None)
+        except (StepError, DeviceLost) as error:  # sentences that say it all
+            logger.error("%s", error)
+            outcome = StepFailed(str(error))
+            lost = str(error) if isinstance(error, DeviceLost) else None
+        except Exception as error:  # the loop's top: the step's requests fail, the worker goes on
+            logger.exception("a step of %d rows failed", len(plan.rows))
+            outcome = StepFailed(f"{type(error).__name__}: {error}")
+        if following is not None:
+            self._untold.acquire()
+        self._post(self._outcome, plan, outcome, following)
+        if lost is not None:
+            self._post(self._on_stuck, lost)
+        return following
+
+    def _await_history(self) -> None:
+        """Until the loop has dealt with the step before; it does as long as it lives, and the process ends
+        with it."""
+        with self._untold:
+            pass
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         try:

@@ -30,7 +30,7 @@ from cluster.clock import MonotonicClock
 from cluster.cluster_token import exposure, resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.core_board import BoardFile, can_share
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError
 from cluster.gpu_placement import visible_names
 from cluster.gpus import find_gpus, may_use_gpus
 from cluster.launch_choice import can_import_ray, choose_launcher
@@ -151,7 +151,12 @@ def _run(
         site = _site(config, runtime_dir, board)
         session: Session
         if choice.launcher == "ray":
-            session, site = _start_ray(config, site, runtime_dir, entries)
+            try:
+                session, site = _start_ray(config, site, runtime_dir, entries)
+            except BatonError:
+                if directory.done():
+                    directory.result()  # a model that cannot be loaded is told before what else is wrong
+                raise
         else:
             session = LocalSession(report.say)
         signals.install()  # Ray has put its own handler in place

@@ -42,6 +42,9 @@ class WorkerMetrics:
         self._prefill_work = gauge("queued_prefill_seconds", "Predicted prefill work that waits", "when")
         self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes received by decode workers", ())
         self._steps = counter("worker_steps", "Forward passes")
+        self._borrowed = counter(
+            "engine_borrowed_pieces", "Pieces of steps computed on cores of workers that rested"
+        )
         self._preemptions = counter("preemptions", "Sequences preempted")
         self._stale = counter("stale_messages", "Late or duplicate messages dropped")
 
@@ -70,6 +73,7 @@ class WorkerMetrics:
             gauge.labels(worker, label).set(value)
         for counter, gained in (
             (self._steps, _gain(before.steps, load.steps)),
+            (self._borrowed, _gain(before.borrowed_pieces, load.borrowed_pieces)),
             (self._preemptions, _gain(before.preemptions, load.preemptions)),
             (self._stale, _gain(before.stale_messages, load.stale_messages)),
         ):
@@ -93,7 +97,7 @@ class WorkerMetrics:
             self._prefill_work.remove(worker, when)
         for series in (
             *(self._usage, self._leases, self._running, self._waiting, self._queued_tokens),
-            *(self._prefill_rate, self._step, self._steps, self._preemptions, self._stale),
+            *(self._prefill_rate, self._step, self._steps, self._borrowed, self._preemptions, self._stale),
         ):
             series.remove(worker)
 

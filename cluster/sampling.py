@@ -54,10 +54,11 @@ def finish_reason(params: SamplingParams, output_ids: Sequence[int]) -> FinishRe
 
     EOS or a stop id wins over the length limit when both hold at the same token.
     """
-    num_generated = len(output_ids)
-    if num_generated == 0:
-        return None
-    last = output_ids[-1]
+    return finish_reason_at(params, output_ids[-1], len(output_ids)) if output_ids else None
+
+
+def finish_reason_at(params: SamplingParams, last: int, num_generated: int) -> FinishReason | None:
+    """The same of `last`, the `num_generated`-th token."""
     if last == BROKEN_TOKEN_ID:
         return FinishReason.FAILED
     is_end = last in params.eos_token_ids or last in params.stop_token_ids

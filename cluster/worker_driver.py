@@ -195,17 +195,19 @@ class WorkerDriver:
             self._edges.carry(action)
 
     def _after_event(self) -> None:
+        self._engine.allow(self._core.may_go_on())
         state = self._core.state()
         if state is not self._last_state:
             self._last_state = state
             for stream in self._streams.values():
                 self._beat(stream)
         self._report()
-        load = self._core.load()
-        if load.running == 0 and load.waiting == 0:
-            self._idle.set()
-        else:
-            self._idle.clear()
+        if state is WorkerState.DRAINING:  # nobody else asks
+            load = self._core.load()
+            if load.running == 0 and load.waiting == 0:
+                self._idle.set()
+            else:
+                self._idle.clear()
         due = self._core.next_deadline()
         if self._timer is not None:
             self._timer.cancel()

@@ -3,7 +3,8 @@
 A core (`prefill_worker.core`, `decode_worker.core`) is sans-IO: `handle(event, now) -> actions`. The live
 driver turns sockets, the engine thread and KV edges into these events and carries the actions out;
 the simulator does the same with modelled time. One step is in flight at a time: a core emits `RunStep`
-only when none is, and gets exactly one `StepDone` or `StepFailed` for it.
+only when none is, and gets exactly one `StepDone` or `StepFailed` for it. Where `may_go_on` gives leave, the
+engine may begin the step after it by itself (`cluster.engine.following`): `StepDone.went_on`.
 """
 
 from __future__ import annotations
@@ -112,7 +113,11 @@ class ScatterFailed(msgspec.Struct, frozen=True):
 
 
 class StepDone(msgspec.Struct, frozen=True):
+    """`went_on`: the same rows are in flight again, each with the token it has got here. That step ends
+    with a `StepDone` or `StepFailed` of its own."""
+
     output: StepOutput
+    went_on: bool = False
 
 
 class StepFailed(msgspec.Struct, frozen=True):
@@ -226,6 +231,11 @@ class WorkerCore(Protocol):
 
     def next_deadline(self) -> float | None:
         """When `Tick` is due, in the clock of `now`; None if nothing waits."""
+        ...
+
+    def may_go_on(self) -> bool:
+        """Whether the step in flight may be followed by `following_plan` of it, with nothing asked between.
+        Asked after every event; the answer holds until the next one."""
         ...
 
     def load(self) -> WorkerLoad: ...

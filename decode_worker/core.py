@@ -99,6 +99,7 @@ class DecodeConfig:
 @dataclass(slots=True)
 class _Gauges:
     steps: int = 0
+    borrowed_pieces: int = 0
     stale_messages: int = 0
     prefill_rate: RateMeter = field(default_factory=RateMeter)
     decode_step_s: float = 0.0
@@ -154,6 +155,9 @@ class DecodeCore:
             None if self._drain is None or self._drain.announced else self._drain.deadline,
         )
 
+    def may_go_on(self) -> bool:
+        return self._scheduler.may_go_on()
+
     def load(self) -> WorkerLoad:
         counts, scheduler = self._blocks.counts(), self._scheduler
         coming = self._leases.sequences()
@@ -166,6 +170,7 @@ class DecodeCore:
             blocks_cached=counts.cached,
             blocks_free=counts.free,
             steps=self._gauges.steps,
+            borrowed_pieces=self._gauges.borrowed_pieces,
             preemptions=scheduler.num_preemptions,
             leases=len(self._leases),
             stale_messages=self._gauges.stale_messages + self._intake.num_stale,
@@ -209,8 +214,8 @@ class DecodeCore:
 
     def _apply(self, event: Event, now: float) -> list[Action]:
         match event:
-            case StepDone(output):
-                return self._step_done(output, now)
+            case StepDone(output, went_on):
+                return self._step_done(output, now, went_on)
             case StepFailed(message):
                 self._gauges.steps += 1
                 text = f"the step that computed this request failed: {message}"
@@ -293,11 +298,11 @@ class DecodeCore:
             has_preempted=self._scheduler.num_preempted > 0,
         )
 
-    def _step_done(self, output: StepOutput, now: float) -> list[Action]:
+    def _step_done(self, output: StepOutput, now: float, went_on: bool) -> list[Action]:
         self._measure(output)
         actions: list[Action] = []
         rows: dict[RouterId, list[TokenRow]] = {}
-        for new in self._scheduler.account(output, now):
+        for new in self._scheduler.account(output, now, went_on=went_on):
             if new.token_index == 0:
                 actions += self._first_token(new, now)
                 continue
@@ -382,6 +387,7 @@ class DecodeCore:
     def _measure(self, output: StepOutput) -> None:
         gauges = self._gauges
         gauges.steps += 1
+        gauges.borrowed_pieces += output.num_borrowed
         if output.compute_s <= 0:
             return
         if self._scheduler.step_is_pure_decode:

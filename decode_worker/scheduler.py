@@ -11,7 +11,8 @@
 4. Preempted sequences come back oldest first, before anything younger is let in, once their
    blocks and one more for every running sequence fit. They are then due as a new prompt would be.
 5. `account` books the step and tells what was generated. Ended sequences leave their full blocks, generated
-   tokens included, as prefix cache.
+   tokens included, as prefix cache. A step that nothing waits for may have gone on to the next one with the
+   same rows (`may_go_on`).
 6. `cancel` drops a sequence. Its blocks are released at once, or when the step that computes it is done.
 
 Work per step is proportional to rows and new tokens, not to lengths; hashing happens once per block.
@@ -173,8 +174,23 @@ class DecodeScheduler:
         rows: list[Row] = [sequence.row(num_tokens) for sequence, num_tokens in self._step]
         return StepPlan(tuple(rows))
 
-    def account(self, output: StepOutput, now: float) -> list[Generated]:
-        """Book a finished step: the new tokens of the sequences that are still wanted, in row order."""
+    def may_go_on(self) -> bool:
+        """Whether the next step would be the same rows, each with the token it gets in this one: all that is
+        here decodes, is wanted, and has a place for it."""
+        step = self._step
+        if not step or self._prefilling or self._preempted or self._cancelled:
+            return False
+        if not self.step_is_pure_decode or len(step) != len(self._decoding):
+            return False
+        size = self._blocks.block_size
+        return all(len(one.token_ids) < len(one.block_ids) * size and not one.pace.yields for one, _ in step)
+
+    def account(self, output: StepOutput, now: float, *, went_on: bool = False) -> list[Generated]:
+        """Book a finished step: the new tokens of the sequences that are still wanted, in row order.
+
+        `went_on`: a step with the same rows is in flight, each with its new token; so none has ended. What
+        was cancelled since then stays in it, and holds its blocks.
+        """
         self.pacer.end(output.compute_s, now)
         step, self._step = self._step, []
         assert len(step) == len(output.outputs), "one output per row"
@@ -182,15 +198,28 @@ class DecodeScheduler:
         for index, ((sequence, num_tokens), token) in enumerate(zip(step, output.outputs, strict=True)):
             sequence.advance(num_tokens)
             if self._cancelled and sequence.key in self._cancelled:
-                self._free(sequence)
+                if went_on:
+                    assert token is not None
+                    sequence.append(token.token_id)  # nobody is told, but its history is that of its step
+                else:
+                    self._free(sequence)
             elif token is not None:
                 if index >= self._num_decode_rows:  # its prompt is complete
                     sequence.publish(self._blocks)
                     self._unwait(sequence)
                     insort(self._decoding, sequence, key=_age)
                 generated.append(self._append(sequence, token, now))
-        self._cancelled.clear()
+        if went_on:
+            self._go_on(step, now)
+        else:
+            self._cancelled.clear()
         return generated
+
+    def _go_on(self, step: list[tuple[Sequence, int]], now: float) -> None:
+        """The same rows are in flight again."""
+        self._step = step
+        context = sum(len(sequence.token_ids) for sequence, _ in step)
+        self.pacer.begin(StepWork(len(step), context), now)
 
     def fail_step(self) -> list[Sequence]:
         """The step raised: its sequences are gone; the ones that were still wanted are returned."""

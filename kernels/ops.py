@@ -117,6 +117,11 @@ class StepResult:
 class FusedForward(Protocol):
     """A forward pass in one call; writes the batch's keys and values to the pool. One thread at a time."""
 
+    @property
+    def num_borrowed(self) -> int:
+        """Pieces of work done so far on cores that belong to other workers, which rested."""
+        ...
+
     def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult: ...
 
 

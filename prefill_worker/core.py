@@ -86,6 +86,7 @@ class PrefillConfig:
 @dataclass(slots=True)
 class _Gauges:
     steps: int = 0
+    borrowed_pieces: int = 0
     stale_messages: int = 0
     prefill_rate: RateMeter = field(default_factory=RateMeter)
 
@@ -144,6 +145,10 @@ class PrefillCore:
     def _is_idle(self) -> bool:
         return not self._attempts and not self._scheduler.busy and self._drain is None
 
+    def may_go_on(self) -> bool:
+        """No row is in two steps without a decision between."""
+        return False
+
     def load(self) -> WorkerLoad:
         counts = self._blocks.counts()
         load = WorkerLoad(
@@ -154,6 +159,7 @@ class PrefillCore:
             blocks_cached=counts.cached,
             blocks_free=counts.free,
             steps=self._gauges.steps,
+            borrowed_pieces=self._gauges.borrowed_pieces,
             stale_messages=self._gauges.stale_messages + self._transfers.num_stale,
             prefill_tokens_per_s=self._gauges.prefill_rate.tokens_per_s,
             kv_bytes_sent=self._transfers.num_bytes,
@@ -182,6 +188,7 @@ class PrefillCore:
                 return self._transfers.from_peer(peer, message, now)
             case StepDone(output):
                 self._gauges.steps += 1
+                self._gauges.borrowed_pieces += output.num_borrowed
                 self._gauges.prefill_rate.add(self._scheduler.num_step_tokens, output.compute_s)
                 return self._step_done(self._scheduler.account(output, now), now)
             case StepFailed(message):

@@ -100,7 +100,7 @@ def _compare(
         _round(comparison, peers, outcomes, number, number == num_passes - 1, report, started_s, tell)
     if comparison.trace is None:
         for name, reason in to_search(comparison, peers, outcomes, {})[1].items():
-            outcomes[name].goodput_note = reason
+            outcomes[name].goodput_note = outcomes[name].goodput_note or reason
     report.tell("time", time_words(comparison, time.monotonic() - started_s))
     report.write()
 

@@ -148,6 +148,10 @@ def _free_during_step(original: Broken) -> Broken:
     return cancel
 
 
+def _go_on_without_room(_: Broken) -> Broken:
+    return lambda scheduler: scheduler.step_is_pure_decode and not scheduler._cancelled
+
+
 def _publish_uncomputed(_: Broken) -> Broken:
     def publish(self: TokenSequence, blocks: BlockManager) -> None:
         num_full = min(len(self.token_ids) // blocks.block_size, len(self.block_ids))
@@ -192,6 +196,7 @@ WORKER_MUTATIONS: Final[tuple[Mutation, ...]] = (
     Mutation("announce a piece before it is written", [Patch(Handoff, "_send", _announce_before_written)]),
     Mutation("commit while pieces are sent", [Patch(Handoff, "settle", _commit_while_sending)]),
     Mutation("free during a step", [Patch(DecodeScheduler, "cancel", _free_during_step)]),
+    Mutation("go on without room", [Patch(DecodeScheduler, "may_go_on", _go_on_without_room)]),
     Mutation("share blocks before they are computed", [Patch(TokenSequence, "publish", _publish_uncomputed)]),
     Mutation(
         "share blocks across salts",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from bench.simulator.violation import Violation
-from cluster.engine.batch import Row, StepOutput, StepPlan
+from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.ids import BlockId, RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.request import RequestSpec
@@ -147,7 +147,7 @@ class Engine:
                 value = chain(value, token)
                 blocks[row.block_ids[position // size]][position % size] = value
             self._check_holders(row)
-            outputs.append(None if row.sample is None else self._sample(row, value, row.sample.params.seed))
+            outputs.append(None if row.sample is None else self._sample(row, value, row.sample))
         return StepOutput(tuple(outputs), compute_s)
 
     def spoil(self, plan: StepPlan) -> None:
@@ -173,23 +173,22 @@ class Engine:
             self._wrong_kv(row, next(i for i in range(num_full) if held[i] != right[i]), size)
         if (rest := start % size) and blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
             self._wrong_kv(row, num_full, rest)
-        if (
-            row.sample is not None
-            and list(row.sample.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]
-        ):
-            self._violate("I8", row, f"it samples after outputs {list(row.sample.output_ids)}")
         if start == 0:
             return root(oracle.spec.cache_salt)
         return blocks[row.block_ids[(start - 1) // size]][(start - 1) % size]
 
-    def _sample(self, row: Row, value: int, seed: int) -> TokenOutput:
-        """No index of an attempt is drawn twice, whoever draws it (I4)."""
-        sampled = self._oracles[row.request].sampled
-        index = (row.attempt, row.start + len(row.token_ids))
+    def _sample(self, row: Row, value: int, spec: SampleSpec) -> TokenOutput:
+        """From the whole history, which a step that nobody asked for has by now (I8). No index of an attempt
+        is drawn twice, whoever draws it (I4)."""
+        oracle = self._oracles[row.request]
+        sampled, end = oracle.sampled, row.start + len(row.token_ids)
+        if list(spec.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]:
+            self._violate("I8", row, f"it samples after outputs {list(spec.output_ids)}")
+        index = (row.attempt, end)
         if index in sampled:
             self._violate("I4", row, f"the token after position {index[1] - 1} is sampled again")
         sampled.add(index)
-        return sample(value, seed)
+        return sample(value, spec.params.seed)
 
     def _check_holders(self, row: Row) -> None:
         """What a step reads is held until it ends (I2), what it writes is nobody else's (I1)."""

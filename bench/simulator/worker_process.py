@@ -18,6 +18,7 @@ from bench.simulator.site import Site
 from bench.simulator.violation import Violation
 from cluster.cache_reports import CacheReports
 from cluster.engine.batch import StepPlan
+from cluster.engine.following import following_plan
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.wire.kv_events import KvResync
@@ -144,6 +145,9 @@ class WorkerProcess(Process):
 
     def _run(self, plan: StepPlan) -> None:
         self.engine.begin(plan)
+        self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> None:
         scenario = self.site.scenario
         compute_s = (scenario.step_s + scenario.token_s * plan.num_tokens) * self.slowness
         self.later(compute_s * (0.8 + 0.4 * self._rng.random()), self._end_step, plan, compute_s)
@@ -155,8 +159,20 @@ class WorkerProcess(Process):
             self.fails_next_step = False
             self.engine.spoil(plan)
             self.dispatch(StepFailed("out of memory"))
-        else:
-            self.dispatch(StepDone(self.engine.finish(plan, compute_s)))
+            return
+        output = self.engine.finish(plan, compute_s)
+        following = following_plan(plan, output) if self.core.may_go_on() else None
+        if following is None:
+            self.dispatch(StepDone(output))
+            return
+        self.engine.begin(following)  # at once; the core hears of it while that step computes
+        self.later(compute_s * self._rng.random(), self._tell, StepDone(output, went_on=True), following)
+
+    def _tell(self, done: StepDone, following: StepPlan) -> None:
+        """No step ends before the core has dealt with the one before."""
+        self.site.counters["went on"] += 1
+        self.dispatch(done)
+        self._compute(following)
 
     # ---- routers
 

@@ -5,7 +5,7 @@ A prefill chunk and a decode row differ only in how many tokens they bring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -33,7 +33,7 @@ class SampleSpec:
 
     params: SamplingParams
     prompt_ids: Sequence[int]  # the client's prompt
-    output_ids: Sequence[int]  # tokens generated so far: grows at its end, between steps only
+    output_ids: Sequence[int]  # tokens generated so far: grows at its end, see `Runner.run`
     notes: RowNotes = field(default_factory=RowNotes, compare=False, repr=False)
 
 
@@ -63,16 +63,24 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """One entry per row of the plan: the sampled token, or None where `sample` was None."""
+    """One entry per row of the plan: the sampled token, or None where `sample` was None.
+
+    `num_borrowed`: pieces of its work that were done on cores of workers that rested.
+    """
 
     outputs: tuple[TokenOutput | None, ...]
     compute_s: float
+    num_borrowed: int = 0
 
 
 class Runner(Protocol):
     """Executes steps, one at a time, on one thread. Owns the model and writes the KV pool."""
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
         """Compute the plan's tokens, write their KV, sample where asked. Deterministic per row:
-        a row's bits depend on its own tokens and KV only, never on the other rows."""
+        a row's bits depend on its own tokens and KV only, never on the other rows.
+
+        `await_history`: the plan's tokens are not in its histories (`SampleSpec.output_ids`) yet; they are
+        when this returns, which is called before anything is sampled. None: they are there already.
+        """
         ...

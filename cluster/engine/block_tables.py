@@ -23,6 +23,10 @@ class BlockTables:
         self._lists: list[Sequence[BlockId]] = []  # of the rows in the table
         self._counts: list[int] = []  # blocks of each that are in the table
 
+    def holds(self, lists: list[Sequence[BlockId]], counts: list[int]) -> bool:
+        """Whether `update` would find nothing to do."""
+        return counts == self._counts and all(map(is_, lists, self._lists))
+
     def update(self, lists: list[Sequence[BlockId]], counts: list[int]) -> NDArray[np.int32]:
         """Row r holds the `counts[r]` blocks of `lists[r]`, then 0; there may be more rows than lists.
 

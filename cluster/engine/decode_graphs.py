@@ -85,8 +85,9 @@ class DecodeGraphs:
                     return len(self._replays)
         return len(self._replays)
 
-    def step(self, plan: StepPlan) -> GraphStep | None:
-        """Compute `plan`; None, and nothing is done, if there are no graphs for it."""
+    def step(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> GraphStep | None:
+        """Compute `plan`; None, and nothing is done, if there are no graphs for it. `await_history`: as
+        `cluster.engine.batch.Runner.run` has it; called before histories are looked at."""
         expected, self._next = self._next, None
         size = find_bucket(self._sizes, len(plan.rows))
         if size is None or (size, DrawKind.NARROW) not in self._replays:
@@ -96,7 +97,10 @@ class DecodeGraphs:
                 return None
             copy_blocks(self._pool, plan)
             self._inputs.write(plan.rows, size)
-        kind = self._rules.update([row.sample for row in plan.rows if row.sample is not None])
+        specs = [row.sample for row in plan.rows if row.sample is not None]
+        if await_history is not None and not self._rules.know(specs):
+            await_history()
+        kind = self._rules.update(specs)
         self._replays[size, DrawKind.GREEDY if kind is None else kind]()
         self._on_host.copy_(self._chosen, non_blocking=True)
         self._arrived.set()
@@ -104,6 +108,8 @@ class DecodeGraphs:
         if following is not None:
             self._inputs.write_next(following, self._chosen[0], size)
         self._arrived.wait()
+        if await_history is not None:
+            await_history()
         count = len(plan.rows)
         token_ids, unusual = self._on_host[:, :count].tolist()
         self._next, self._tokens = following, token_ids
@@ -132,10 +138,13 @@ class RowRules:
         self._kind: DrawKind | None = None
         self._is_settled = False
 
+    def know(self, specs: list[SampleSpec]) -> bool:
+        """Whether these rows want what they wanted, however long their histories have become."""
+        return self._is_settled and len(specs) == len(self._specs) and all(map(is_, specs, self._specs))
+
     def update(self, specs: list[SampleSpec]) -> DrawKind | None:
         """The kind of a step of these rows; None if the sampler does not know what one of them wants."""
-        same = len(specs) == len(self._specs) and all(map(is_, specs, self._specs))
-        if same and self._is_settled:
+        if self.know(specs):
             return self._kind
         self._kind = draw_kind(spec.params for spec in specs) if all(map(_is_plain, specs)) else None
         # later only the end of `min_tokens` changes what a request wants

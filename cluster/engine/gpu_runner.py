@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -28,15 +29,16 @@ class GpuRunner:
         """`graphs` None: this worker does not decode, or cannot by graphs."""
         self._runner, self._graphs, self._device = runner, graphs, device
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        """One step, as `cluster.engine.batch.Runner` says.
+
         Raises:
             StepError: out of memory; the next step may be smaller.
             DeviceLost: the device faulted.
             ValueError: as `ModelRunner.run`.
         """
         try:
-            return self._decode(plan) or self._compute(plan)
+            return self._decode(plan, await_history) or self._compute(plan, await_history)
         except torch.OutOfMemoryError as error:
             self._finish_after(error)
             reason = first_line(error)
@@ -51,12 +53,12 @@ class GpuRunner:
             "lower `--gpu-memory-share`, `--prefill-chunk`, `--local-chunk` or `--max-num-seqs`"
         )
 
-    def _decode(self, plan: StepPlan) -> StepOutput | None:
+    def _decode(self, plan: StepPlan, await_history: Callable[[], object] | None) -> StepOutput | None:
         if self._graphs is None:
             return None
         started_s = time.perf_counter()
         with torch.inference_mode():
-            step = self._graphs.step(plan)
+            step = self._graphs.step(plan, await_history)
             if step is None:
                 return None
             if step.token_ids is None:
@@ -65,9 +67,9 @@ class GpuRunner:
                 outputs = [TokenOutput(token_id) for token_id in step.token_ids]
         return StepOutput(tuple(outputs), time.perf_counter() - started_s)
 
-    def _compute(self, plan: StepPlan) -> StepOutput:
+    def _compute(self, plan: StepPlan, await_history: Callable[[], object] | None) -> StepOutput:
         started_s = time.perf_counter()
-        output = self._runner.run(plan)
+        output = self._runner.run(plan, await_history)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return StepOutput(output.outputs, time.perf_counter() - started_s)

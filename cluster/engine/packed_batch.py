@@ -3,6 +3,7 @@
 1. `Packer.pack` checks every row, then writes into arrays that grow by doubling and are used again and again.
 2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
 3. The tensors are views of those arrays. While the numbers of rows and tokens stay the same, so do the views.
+4. Rows that go on by one token within their blocks, which most steps consist of, are counted on in place.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from cluster.engine.batch import Row
 from cluster.engine.block_tables import BlockTables
+from cluster.ids import BlockId
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class Packer:
         self._batch: PackedBatch | None = None  # views for the sizes and the table below
         self._sizes = (0, 0, 0)  # rows, tokens, samples
         self._table: NDArray[np.int32] | None = None
+        self._next_starts: list[int] = []  # of the rows of the batch, should each go on by one token
+        self._num_more = 0  # steps in which they can, before one of them needs its next block
         self._per_row = _RowArrays(8)
         self._per_token = _TokenArrays(64)
 
@@ -58,6 +62,10 @@ class Packer:
         token_lists = [row.token_ids for row in rows]
         block_lists = [row.block_ids for row in rows]
         num_blocks = [len(blocks) for blocks in block_lists]
+        if self._num_more and self._go_on(rows, token_lists, block_lists, num_blocks):
+            assert self._batch is not None
+            return self._batch
+        self._num_more = 0
         if num_rows > len(self._per_row.starts):
             self._per_row, self._batch = _RowArrays(2 * num_rows), None
         per_row = self._per_row
@@ -90,7 +98,34 @@ class Packer:
         num_samples = len(samples)
         ends = query_ends if num_samples == num_rows else query_ends[samples]
         np.subtract(ends, 1, out=per_row.logit_rows[:num_samples])
+        if num_tokens == num_rows == num_samples and self._device.type == "cpu":
+            self._next_starts = context_lens.tolist()
+            room = self._max_model_len - int(context_lens.max())
+            self._num_more = min(self._block_size - 1 - int(within.max()), room)
         return self._views((num_rows, num_tokens, num_samples), table)
+
+    def _go_on(
+        self,
+        rows: Sequence[Row],
+        token_lists: list[Sequence[int]],
+        block_lists: list[Sequence[BlockId]],
+        num_blocks: list[int],
+    ) -> bool:
+        """Turn the batch into the next one, if these are its rows with a token more each."""
+        if [row.start for row in rows] != self._next_starts or not self._tables.holds(
+            block_lists, num_blocks
+        ):
+            return False
+        tokens = list(chain.from_iterable(token_lists))
+        if len(tokens) != len(rows) or any(row.sample is None for row in rows) or not all(token_lists):
+            return False
+        num_rows = len(rows)
+        self._per_token.tokens[:num_rows] = tokens
+        for array in (self._per_token.positions, self._per_token.slots, self._per_row.context_lens):
+            array[:num_rows] += 1
+        self._next_starts = [start + 1 for start in self._next_starts]
+        self._num_more -= 1
+        return True
 
     def _check(
         self,

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,9 @@ from kernels.ops import Backend, StepResult, row_size
 
 if TYPE_CHECKING:
     from cluster.grammar import Grammars
+
+
+_NOTHING = nullcontext()
 
 
 class ModelRunner:
@@ -64,24 +68,28 @@ class ModelRunner:
         if pool.device != backend.device:
             raise ValueError(f"KV pool on {pool.device} does not fit a backend on {backend.device}")
         self._pool = pool
+        self._num_borrowed = 0  # pieces of all steps so far
         self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
         self._choose = TokenChooser(
             backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
         )
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Compute one step.
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        """Compute one step, as `cluster.engine.batch.Runner` says.
 
         Raises:
             ValueError: a row is empty, too long, or not covered by its block table; nothing was written.
         """
         started_s = time.perf_counter()
-        with torch.inference_mode():
+        # a thread that lives in this mode need not enter it in every step
+        with _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode():
             batch = self._packer.pack(plan.rows) if plan.rows else None
             copy_blocks(self._pool, plan)
-            sampled = iter(self._compute(batch, plan.rows) if batch is not None else ())
+            sampled = iter(self._compute(batch, plan.rows, await_history) if batch is not None else ())
         outputs = tuple(None if row.sample is None else next(sampled) for row in plan.rows)
-        return StepOutput(outputs=outputs, compute_s=time.perf_counter() - started_s)
+        fused, before = self.decoder.fused, self._num_borrowed
+        self._num_borrowed = 0 if fused is None else fused.num_borrowed
+        return StepOutput(outputs, time.perf_counter() - started_s, self._num_borrowed - before)
 
     def warm_up(self) -> float:
         """Compute a prefill and a decode step before anyone waits for one; returns seconds.
@@ -103,10 +111,14 @@ class ModelRunner:
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
 
-    def _compute(self, batch: PackedBatch, rows: tuple[Row, ...]) -> list[TokenOutput]:
+    def _compute(
+        self, batch: PackedBatch, rows: tuple[Row, ...], await_history: Callable[[], object] | None
+    ) -> list[TokenOutput]:
         specs = [row.sample for row in rows if row.sample is not None]
         self._choose.prepare(specs)
         result = self.decoder.forward(batch, self._pool)
+        if await_history is not None:
+            await_history()
         if any(row.score is not None for row in rows):
             score_prompts(result.hidden, rows, self.decoder.logits)
         return self.choose(result, rows) if specs else []

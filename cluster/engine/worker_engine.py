@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,8 @@ class WorkerEngine:
 
         def make() -> Runner:
             torch.set_num_threads(self.num_threads)
+            mode = ExitStack()
+            mode.enter_context(torch.inference_mode())
             started_s = time.perf_counter()
             if self.gpu is not None:
                 return self.gpu.make_runner(pool)
@@ -96,7 +98,7 @@ class WorkerEngine:
                 loaded_s - started_s,
                 time.perf_counter() - loaded_s,
             )
-            return _AtTheBoard(runner, self.board)
+            return _ThreadRunner(runner, self.board, mode)
 
         return make
 
@@ -135,15 +137,15 @@ class WorkerEngine:
         return run
 
 
-class _AtTheBoard:
-    """A runner whose cores are lent between its steps."""
+class _ThreadRunner:
+    """A runner whose cores are lent between its steps, and whose thread stays in torch's inference mode."""
 
-    def __init__(self, runner: Runner, board: CoreBoard | None) -> None:
-        self._runner, self._board = runner, board
+    def __init__(self, runner: Runner, board: CoreBoard | None, mode: ExitStack) -> None:
+        self._runner, self._board, self._mode = runner, board, mode
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
         with _busy(self._board):
-            return self._runner.run(plan)
+            return self._runner.run(plan, await_history)
 
 
 def _busy(board: CoreBoard | None) -> AbstractContextManager[None]:

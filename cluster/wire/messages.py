@@ -22,7 +22,7 @@ from cluster.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Role(Enum):
@@ -116,6 +116,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     coming_rows: int = 0  # granted to decode here, their KV not complete
     coming_context: int = 0  # prompt tokens of those
     row_life_s: float = 0.0  # mean time that a sequence decodes here; 0 = not yet measured
+    borrowed_pieces: int = 0  # of steps' work, done on cores of workers that rested
 
 
 # ---- worker and router: membership ---------------------------------------------------------------

@@ -2,10 +2,11 @@
 //
 // 1. The caller describes the model once (`baton_model_create`): sizes, and pointers to weights that it keeps alive.
 // 2. `baton_forward` checks every index of the batch, sizes its work memory, and wakes the team of threads.
-// 3. The threads walk the layers together. Products split their panels over threads, the same share in every step,
-//    so a core streams the same weights each time; row-wise work splits rows, columns or heads; attention splits items.
-//    Who is done takes pieces from who is not. A barrier stands wherever one thread reads what another wrote: few rows
-//    are normed by every thread for itself, and gates meet the ups of their columns where these are multiplied.
+// 3. The ranks of the team walk the layers together; few threads are one rank and its helpers (`Model::kMostHelped`).
+//    Products split their panels over ranks, the same share in every step, so a core streams the same weights each
+//    time; row-wise work splits rows, columns or heads; attention splits items. Who is done takes pieces from who is
+//    not. A barrier stands wherever one rank reads what another wrote: few rows are normed by every rank for itself,
+//    and gates meet the ups of their columns where these are multiplied.
 // 4. The largest logit of each row, and of each block of it, is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
@@ -56,7 +57,12 @@ public:
     Model(const Sizes& sizes, const Layer* layers, const void* embedding, const void* final_norm, const void* lm_head,
           const float* cos, const float* sin, float eps, float scale, int64_t num_threads)
         : sizes(sizes), layers(layers, layers + sizes.num_layers), embedding(embedding), final_norm(final_norm),
-          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale), team(num_threads) {}
+          lm_head(lm_head), cos(cos), sin(sin), eps(eps), scale(scale),
+          team(num_threads, num_threads > kMostHelped ? 0 : num_threads - 1) {}
+
+    // Few threads are one rank and its helpers in a short step: whoever loses its core to another process then holds up
+    // no more than the piece it has taken, while a rank is waited for. Longer steps gain more by sharing all work.
+    static constexpr int64_t kMostHelped = 4, kMostHelpedTokens = 64;
 
     const Sizes sizes;
     const std::vector<Layer> layers;
@@ -175,7 +181,7 @@ private:
             norm_rows(rows.begin, rows.end);
             watch.lap(StepStage::kNorm);
         } else {
-            model_.team.divide(rank, rows.begin, rows.end, 1, 16, norm_rows);
+            model_.team.divide(rank, rows.begin, rows.end, 1, 8, norm_rows);
             meet(watch, StepStage::kNorm);
         }
         return target;
@@ -233,7 +239,7 @@ private:
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
     void heads(int64_t rank, const Share& share, const Layer& layer, int64_t index) {
-        model_.team.divide(rank, share.begin, share.end, 1, 128,
+        model_.team.divide(rank, share.begin, share.end, 1, 32,
                            [&](int64_t begin, int64_t end) { heads(begin, end, layer, index); });
     }
 
@@ -364,7 +370,7 @@ void baton_model_destroy(void* model) { delete static_cast<Model*>(model); }
 
 int64_t baton_num_stages() { return int64_t(StepStage::kCount); }
 
-// From the next step on, `seconds` [num_threads, stages, 2] is added to: work and waiting per stage. Null: no longer.
+// From the next step on, `seconds` [ranks, stages, 2] is added to: work and waiting per stage. Null: no longer.
 void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(model)->profile = seconds; }
 
 // One step; one caller at a time. Returns a Fault, whose place in its array is in *index; nothing is written then.
@@ -379,6 +385,7 @@ int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t
                       best, maxima};
     const Fault fault = check(m, batch, index);
     if (fault != Fault::kNone) return int64_t(fault);
+    m.team.gather(num_tokens <= Model::kMostHelpedTokens);
     if (m.sizes.is_bf16) {
         Pass<bf16> pass(m, batch);
         m.team.run([&](int64_t rank) { pass.run(rank); });

@@ -1,4 +1,4 @@
-// Threads of a team on cores that belong to other workers, there only while the owners rest.
+// Threads that help a team: its own, and those on cores of other workers, there only while the owners rest.
 //
 // 1. Rank 0 calls `recruit` at the start of a step and at every layer: for each core whose owners are idle it takes
 //    the core's lock and wakes the thread that sleeps for this core.
@@ -21,12 +21,12 @@ namespace baton {
 
 struct LentCore {
     int64_t core;                 // by which the board locks it
-    std::vector<int64_t> owners;  // workers
+    std::vector<int64_t> owners;  // workers; none: the team's own, which nobody else may take
 };
 
 class Guests {
 public:
-    // `stages` are those of the team's ranks and outlive this object.
+    // `stages` are those of the team's ranks and outlive this object. `board` may be null where no core has owners.
     Guests(std::unique_ptr<CoreBoard> board, const std::vector<LentCore>& cores, std::vector<Stage>& stages)
         : board_(std::move(board)), stages_(stages) {
         for (const LentCore& core : cores) guests_.push_back(std::make_unique<Guest>(core));
@@ -48,12 +48,15 @@ public:
             if (is_start)
                 for (int64_t owner : guest->lent.owners)
                     if (board_->is_busy(owner)) board_->bury(owner);
-            if (!may_come(guest->lent) || !board_->claim(guest->lent.core)) continue;
+            if (!may_come(guest->lent) || (is_lent(guest->lent) && !board_->claim(guest->lent.core))) continue;
             num_away_.fetch_add(1, std::memory_order_relaxed);
             guest->place.store(kAway, std::memory_order_release);
             guest->place.notify_one();
         }
     }
+
+    // Between steps: whether the team's own threads take part in the next one.
+    void want_helpers(bool wanted) { wants_helpers_.store(wanted, std::memory_order_relaxed); }
 
     // There is something to take.
     void news() {
@@ -69,7 +72,7 @@ public:
 
     int64_t size() const { return int64_t(guests_.size()); }
     int64_t num_away() const { return num_away_.load(std::memory_order_relaxed); }
-    // Pieces that guests have done since the beginning.
+    // Pieces that were done on lent cores since the beginning.
     int64_t num_pieces() const { return num_pieces_.load(std::memory_order_relaxed); }
 
 private:
@@ -83,13 +86,17 @@ private:
         std::thread thread;
     };
 
+    static bool is_lent(const LentCore& core) { return !core.owners.empty(); }
+
     bool may_come(const LentCore& lent) const {
+        if (!is_lent(lent)) return wants_helpers_.load(std::memory_order_relaxed);
         for (int64_t owner : lent.owners)
             if (!board_->is_idle(owner)) return false;
         return true;
     }
 
     bool may_stay(const LentCore& lent) const {
+        if (!is_lent(lent) && !wants_helpers_.load(std::memory_order_relaxed)) return false;
         for (int64_t owner : lent.owners)
             if (board_->is_busy(owner)) return false;
         return !stopping_.load(std::memory_order_relaxed);
@@ -102,7 +109,7 @@ private:
             for (int64_t spins = 0; may_stay(guest.lent);) {
                 const uint32_t seen = news_.load();
                 if (help(first_stage)) {
-                    num_pieces_.fetch_add(1, std::memory_order_relaxed);
+                    num_pieces_.fetch_add(is_lent(guest.lent), std::memory_order_relaxed);
                     spins = 0;
                 } else if (++spins < kSpins) {
                     relax();
@@ -113,7 +120,7 @@ private:
                     break;
                 }
             }
-            board_->release(guest.lent.core);
+            if (is_lent(guest.lent)) board_->release(guest.lent.core);
             num_away_.fetch_sub(1, std::memory_order_relaxed);
             guest.place.store(kHome);
             if (stopping_) return;
@@ -140,7 +147,7 @@ private:
 
     const std::unique_ptr<CoreBoard> board_;
     std::vector<Stage>& stages_;
-    std::atomic<bool> stopping_{false}, in_step_{false};
+    std::atomic<bool> stopping_{false}, in_step_{false}, wants_helpers_{false};
     std::atomic<uint32_t> news_{0};
     std::atomic<int64_t> num_away_{0}, num_pieces_{0};
     std::vector<std::unique_ptr<Guest>> guests_;

@@ -92,6 +92,7 @@ class NativeForward:
         self._model = model
         self._layers = len(weights.layers)
         weakref.finalize(self, library.baton_model_destroy, model)
+        self._has_guests = seat is not None
         if seat is not None:
             borrow(library, model, seat)
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
@@ -178,7 +179,8 @@ class NativeForward:
             self._copies = kept
 
     def start_profile(self) -> Tensor:
-        """Seconds [num_threads, len(STAGES), 2] that later steps add to: work, and waits at a stage's end."""
+        """Seconds [num_threads, len(STAGES), 2] that later steps add to: work, and waits at a stage's end. A
+        thread that only helps in a step adds nothing to it."""
         self._profile = torch.zeros(self._num_threads, len(STAGES), 2, dtype=torch.float64)
         self._library.baton_model_profile(self._model, self._profile.data_ptr())
         return self._profile
@@ -188,7 +190,8 @@ class NativeForward:
 
     @property
     def num_borrowed(self) -> int:
-        """Pieces of work done on borrowed cores so far."""
+        if not self._has_guests:
+            return 0
         count: int = self._library.baton_model_num_borrowed(self._model)
         return count
 

@@ -91,15 +91,22 @@ public:
             result.tiles = {cut, steps, tiles};
         }
         const Share share(num_rows, alone ? 0 : rank, alone ? 1 : team_.size());
-        for (int64_t m = share.begin; m < share.end; ++m) {
-            const float* row = x + m * in_features;
-            if (is_int8) quantize_row(row, in_features, m, result.int8);
-            if constexpr (kHasAmx) {
-                if (is_tiled && is_int8) amx_int8_row(result.int8, in_features, m, result.tiles.cut, tiles);
-                if (is_tiled && !is_int8) amx_bf16_row(row, in_features, m, result.tiles.cut, tiles);
+        const auto prepare_rows = [&](int64_t begin, int64_t end) {
+            for (int64_t m = begin; m < end; ++m) {
+                const float* row = x + m * in_features;
+                if (is_int8) quantize_row(row, in_features, m, result.int8);
+                if constexpr (kHasAmx) {
+                    if (is_tiled && is_int8) amx_int8_row(result.int8, in_features, m, result.tiles.cut, tiles);
+                    if (is_tiled && !is_int8) amx_bf16_row(row, in_features, m, result.tiles.cut, tiles);
+                }
             }
+        };
+        if (alone) {
+            prepare_rows(share.begin, share.end);
+        } else {
+            team_.divide(rank, share.begin, share.end, 1, kOwnRows, prepare_rows);
+            team_.barrier();
         }
-        if (!alone) team_.barrier();
         return result;
     }
 

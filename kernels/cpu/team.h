@@ -1,5 +1,5 @@
-// Threads that work on one step together: they sleep between steps and wait for one another within a step. Guests on
-// cores that are lent to the team (`guests.h`) help where a rank offers its work (`divide`).
+// Threads that work on one step together: they sleep between steps and wait for one another within a step. Helpers, the
+// team's own and guests on cores that are lent to it (`guests.h`), take part where a rank offers its work (`divide`).
 //
 // A step meets at some hundred barriers, each far shorter than waking a thread takes, so a waiting thread spins;
 // but not for long: whoever is late may have lost its core to another process, and then this core is better left
@@ -20,8 +20,12 @@ namespace baton {
 
 class Team {
 public:
-    explicit Team(int64_t num_threads) : size_(num_threads), stages_(size_t(num_threads)) {
-        for (int64_t rank = 1; rank < size_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
+    // `num_helpers` threads are there for steps of one rank (`gather`): they take pieces of what it divides, and nothing
+    // waits for them to come.
+    explicit Team(int64_t num_ranks, int64_t num_helpers = 0)
+        : num_ranks_(num_ranks), size_(num_ranks), helpers_(size_t(num_helpers)), stages_(size_t(num_ranks)) {
+        if (num_helpers > 0) guests_.emplace(nullptr, helpers_, stages_);
+        for (int64_t rank = 1; rank < num_ranks_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
     }
     ~Team() {
         stopping_ = true;
@@ -31,6 +35,14 @@ public:
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
+    // Before a step: it has one rank and the helpers, if there are any, or all ranks and no helper.
+    void gather(bool as_one) {
+        const bool with_helpers = as_one && !helpers_.empty();
+        size_ = with_helpers ? 1 : num_ranks_;
+        if (guests_) guests_->want_helpers(with_helpers);
+    }
+
+    // Ranks of this step.
     int64_t size() const { return size_; }
     // Threads that may work on one `divide`.
     int64_t most() const { return size_ + (guests_ ? guests_->size() : 0); }
@@ -39,7 +51,8 @@ public:
     int64_t num_borrowed() const { return guests_ ? guests_->num_pieces() : 0; }
 
     // From the next step on; before the first.
-    void borrow(std::unique_ptr<CoreBoard> board, const std::vector<LentCore>& cores) {
+    void borrow(std::unique_ptr<CoreBoard> board, std::vector<LentCore> cores) {
+        cores.insert(cores.begin(), helpers_.begin(), helpers_.end());
         guests_.emplace(std::move(board), cores, stages_);
     }
 
@@ -114,12 +127,14 @@ private:
         }
     }
 
-    const int64_t size_;
+    const int64_t num_ranks_;
+    int64_t size_;
     const std::function<void(int64_t)>* body_ = nullptr;
     bool stopping_ = false;
     alignas(64) std::atomic<uint32_t> jobs_{0};
     alignas(64) std::atomic<int64_t> arrived_{0};
     alignas(64) std::atomic<uint32_t> round_{0};
+    const std::vector<LentCore> helpers_;
     std::vector<Stage> stages_;
     std::optional<Guests> guests_;
     std::vector<std::thread> threads_;

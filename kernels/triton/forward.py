@@ -48,6 +48,10 @@ class TritonForward:
         self._is_compiled = interpreting()
         self._sizes = [count * shape.head_dim for count in (shape.num_heads, *(shape.num_kv_heads,) * 2)]
 
+    @property
+    def num_borrowed(self) -> int:
+        return 0
+
     def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult:
         if not self._is_compiled:
             self.compile_ahead(pool)

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine.batch import Row, StepOutput, StepPlan
+from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine_thread import EngineThread
 from cluster.errors import DeviceLost, StepError
 from cluster.ids import Attempt, RequestId
+from cluster.sampling import SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 from cluster.step_watchdog import FACTOR, StepWatchdog
 from cluster.worker_io import StepDone, StepFailed
@@ -40,7 +41,7 @@ class Runner:
     def __init__(self, *steps: Callable[[], None]) -> None:
         self._steps = list(steps)
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def run(self, plan: StepPlan, await_history: Callable[[], None] | None = None) -> StepOutput:
         self._steps.pop(0)()
         return StepOutput((None,) * len(plan.rows), 0.001)
 
@@ -197,6 +198,89 @@ async def test_a_process_that_stood_still_does_not_blame_its_engine() -> None:
     assert isinstance(outcome, StepDone)
     assert not engine.stuck.done()
     await engine.thread.close(5.0)
+
+
+class Counting:
+    """A runner whose rows sample: the n-th step gives token n, once histories are complete."""
+
+    def __init__(self, fail_at: int = 0) -> None:
+        self.plans: list[StepPlan] = []
+        self.has_leave = threading.Event()  # it was said whether the first step may go on
+        self._fail_at = fail_at
+
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        self.plans.append(plan)
+        if len(self.plans) == self._fail_at:
+            raise ValueError("out of memory")
+        assert self.has_leave.wait(30)
+        if await_history is not None:
+            await_history()
+        return StepOutput((TokenOutput(len(self.plans)),) * len(plan.rows), 0.001)
+
+
+class GoingOn:
+    """An engine thread and a core that books tokens, and gives leave for as many steps as the test says."""
+
+    def __init__(self, runner: Counting, max_tokens: int, leaves: int) -> None:
+        self.outcomes: list[StepDone | StepFailed] = []
+        self.runner = runner
+        self.history: list[int] = []
+        self.leaves = leaves
+        self.ended = asyncio.Event()
+        self.thread = EngineThread(
+            lambda: runner,
+            on_outcome=self.on_outcome,
+            on_stuck=lambda reason: None,
+            step_timeout_s=60.0,
+        )
+        spec = SampleSpec(SamplingParams(max_tokens=max_tokens), [1], self.history)
+        self.plan = StepPlan((Row(RequestId("r"), Attempt(1), [1], 0, [], spec),))
+
+    def on_outcome(self, outcome: StepDone | StepFailed) -> None:
+        self.outcomes.append(outcome)
+        if isinstance(outcome, StepDone):
+            token = outcome.output.outputs[0]
+            assert token is not None
+            self.history.append(token.token_id)
+            if outcome.went_on:
+                self._allow()
+                return
+        self.ended.set()
+
+    async def run(self) -> list[bool]:
+        """Whether each step went on."""
+        await self.thread.loaded()
+        self.thread.submit(self.plan)
+        self._allow()
+        self.runner.has_leave.set()
+        await asyncio.wait_for(self.ended.wait(), 30)
+        await self.thread.close(5.0)
+        return [isinstance(outcome, StepDone) and outcome.went_on for outcome in self.outcomes]
+
+    def _allow(self) -> None:
+        self.thread.allow(self.leaves > 0)
+        self.leaves -= 1
+
+
+async def test_steps_go_on_by_themselves_until_a_row_ends() -> None:
+    runner = Counting()
+    engine = GoingOn(runner, max_tokens=5, leaves=100)
+    assert await engine.run() == [True, True, True, True, False]
+    assert engine.history == [1, 2, 3, 4, 5]
+    assert [plan.rows[0].start for plan in runner.plans] == [0, 1, 2, 3, 4]
+    assert [list(plan.rows[0].token_ids) for plan in runner.plans] == [[1], [1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 3])
+async def test_leave_holds_for_one_step(leaves: int) -> None:
+    engine = GoingOn(Counting(), max_tokens=9, leaves=leaves)
+    assert await engine.run() == [True] * leaves + [False]
+
+
+async def test_a_step_that_was_not_asked_for_fails_as_any_other() -> None:
+    engine = GoingOn(Counting(fail_at=2), max_tokens=9, leaves=9)
+    assert await engine.run() == [True, False]
+    assert engine.outcomes[1] == StepFailed("ValueError: out of memory")
 
 
 def test_nothing_measured_means_the_longest_limit() -> None:

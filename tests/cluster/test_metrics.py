@@ -19,7 +19,9 @@ from cluster.wire.messages import Role, WorkerLoad
 
 ROOT = Path(__file__).resolve().parents[2]
 P, D = WorkerId("prefill-0"), WorkerId("decode-0")
-LOAD = WorkerLoad(running=3, waiting=2, blocks_used=30, blocks_cached=10, blocks_free=60, steps=5)
+LOAD = WorkerLoad(
+    running=3, waiting=2, blocks_used=30, blocks_cached=10, blocks_free=60, steps=5, borrowed_pieces=40
+)
 GOOD = RequestRecord(
     Outcome.STOP, 10, 4, 5, 1, 1.2, ttft_s=0.3, tpot_s=0.05,
     queue_s=0.1, prefill_s=0.2, kv_transfer_s=0.01, decode_s=0.9,
@@ -95,10 +97,13 @@ def test_the_series_of_a_worker() -> None:
     assert value(found, "baton_kv_cache_usage_perc", worker=D) == 0.3
     assert value(found, "baton_worker_requests_running", worker=D) == 3
     assert value(found, "baton_cache_config_info", worker=D, block_size="32", num_blocks="100") == 1
-    made.observe_worker(D, Role.DECODE, "stuck", WorkerLoad(blocks_free=50, steps=2))  # restarted, smaller
+    made.observe_worker(
+        D, Role.DECODE, "stuck", WorkerLoad(blocks_free=50, steps=2, borrowed_pieces=4)
+    )  # restarted, smaller
     found = samples(made)
     assert value(found, "baton_cache_config_info", worker=D) == 1
     assert value(found, "baton_worker_steps_total", worker=D) == 7  # 5, and 2 since the restart
+    assert value(found, "baton_engine_borrowed_pieces_total", worker=D) == 44
     assert value(found, "baton_worker_state", worker=D, state="stuck") == 1
     made.forget_worker(D)
     made.forget_worker(D)

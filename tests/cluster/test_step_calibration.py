@@ -33,7 +33,7 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def run(self, plan: StepPlan, await_history: object = None) -> StepOutput:
         self.plans.append(plan)
         seconds = self._model.step_s(work_of(plan)) * (4.0 if self._rng.random() < self._disturbed else 1.0)
         self.now += seconds

@@ -34,7 +34,7 @@ class NoEdges:
 
 
 class NoRunner:
-    def run(self, plan: StepPlan) -> StepOutput:
+    def run(self, plan: StepPlan, await_history: object = None) -> StepOutput:
         raise AssertionError(plan)
 
 

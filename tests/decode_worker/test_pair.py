@@ -319,3 +319,28 @@ def test_tokens_do_not_depend_on_companions_place_or_order() -> None:
     complete(pair, rng)
     answers = {tuple(pair.router.requests[r].delivered) for r in requests}
     assert len(answers) == 3
+
+
+def test_workers_count_the_pieces_that_others_cores_did_for_them() -> None:
+    pair = SimulatedPair(in_place=True)
+    pair.router.submit(list(range(9)), long_output(5))
+    complete(pair, random.Random(1))
+    for node in pair.nodes.values():
+        load = node.core.load()
+        assert load.borrowed_pieces == 2 * load.steps > 0  # `ScriptedRunner` says two for each
+
+
+@both_edges
+def test_steps_that_go_on_by_themselves_change_nothing(in_place: bool) -> None:
+    """Whatever comes between their end and the core's hearing of it: new prompts, clients that leave."""
+    rng = random.Random(3)
+    pair = SimulatedPair(in_place=in_place, decode_blocks=64)
+    for index in range(30):
+        request = pair.router.submit([index % 7] * 5, long_output(14), local=index % 3 == 0)
+        for _ in range(rng.randrange(60)):
+            if ops := pair.pending():
+                pair.do(ops[rng.randrange(len(ops))])
+        if index % 4 == 0:
+            pair.router.abort(request)
+    complete(pair, rng)
+    assert pair.num_went_on > 20

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.engine.batch import StepOutput
+from cluster.engine.following import following_plan
 from cluster.engine.sequence import num_blocks_for
-from cluster.sampling import FinishReason
+from cluster.sampling import FinishReason, TokenOutput
 from tests.support.decode_bench import DecodeBench
 
 
@@ -166,3 +168,72 @@ def test_rows_that_need_not_be_in_every_step_are_told_apart() -> None:
     late = bench.scheduler.sequences()[0]
     late.pace.is_late = True
     assert bench.scheduler.yielding() == (1, len(late.token_ids))
+
+
+def test_a_step_may_go_on_while_all_that_is_here_decodes_and_has_a_place() -> None:
+    bench = DecodeBench(16)
+    scheduler = bench.scheduler
+    first, second = bench.add([1] * 5, 9), bench.add([2] * 5, 9)
+    assert first is not None
+    assert second is not None
+    assert not scheduler.may_go_on()  # no step
+    assert scheduler.plan(0.0) is not None
+    assert scheduler.may_go_on()  # six tokens each, of eight that have a place
+    third = bench.add([3] * 5, 9, ready=False)
+    assert third is not None
+    assert not scheduler.may_go_on()  # a prompt waits
+    scheduler.cancel(third)
+    assert scheduler.may_go_on()
+    second.pace.is_late = True
+    assert not scheduler.may_go_on()  # a row that may have to stand back
+    second.pace.is_late = False
+    scheduler.cancel(second)
+    assert not scheduler.may_go_on()  # a row nobody wants
+
+
+def test_a_step_does_not_go_on_past_the_last_block() -> None:
+    bench = DecodeBench(16)
+    sequence = bench.add([1] * 5, 9, growth=0)
+    assert sequence is not None
+    assert bench.scheduler.plan(0.0) is not None
+    answers = []
+    for _ in range(3):
+        answers.append((len(sequence.token_ids), bench.scheduler.may_go_on()))
+        bench.scheduler.account(StepOutput((TokenOutput(9),), 0.001), 0.0, went_on=True)
+    assert answers == [(6, True), (7, True), (8, False)]
+
+
+def test_what_is_cancelled_in_a_step_that_went_on_keeps_its_blocks_until_the_next_one_ends() -> None:
+    bench = DecodeBench(16)
+    first, second = bench.add([1] * 5, 9), bench.add([2] * 5, 9)
+    assert first is not None
+    assert second is not None
+    plan = bench.scheduler.plan(0.0)
+    assert plan is not None
+    output = bench.runner.finish(plan)
+    following = following_plan(plan, output)
+    assert following is not None
+    bench.runner.begin(following)
+    bench.scheduler.cancel(second)  # before its token is booked: it has none
+    new = bench.scheduler.account(output, 0.0, went_on=True)
+    assert [one.sequence for one in new] == [first]
+    assert bench.scheduler.busy
+    assert bench.blocks.counts().used == 6  # both are written to
+    tokens = bench.scheduler.account(StepOutput((TokenOutput(9), TokenOutput(9)), 0.001), 0.0)
+    assert [one.sequence for one in tokens] == [first]
+    assert bench.blocks.counts().used == 3
+    assert second.num_computed == 0
+    bench.blocks.check_integrity()
+
+
+def test_a_failed_step_that_went_on_drops_all_that_was_in_it() -> None:
+    bench = DecodeBench(16)
+    first, second = bench.add([1] * 5, 9), bench.add([2] * 5, 9)
+    assert first is not None
+    assert second is not None
+    plan = bench.scheduler.plan(0.0)
+    assert plan is not None
+    bench.scheduler.account(bench.runner.finish(plan), 0.0, went_on=True)
+    bench.scheduler.cancel(first)
+    assert bench.scheduler.fail_step() == [second]
+    assert bench.blocks.counts().used == 0

@@ -83,7 +83,7 @@ def test_serve_restart_and_stop(served: Served) -> None:
         os.kill(served.workers()[name]["pid"], signal.SIGKILL)
         served.wait(
             f"{name} back",
-            20,
+            60,
             lambda _, name=name: (
                 served.workers().get(name, {}).get("epoch") == 2
                 and served.workers()[name]["state"] == "ready"

@@ -64,7 +64,7 @@ class Broken:
     def __init__(self, pool: torch.Tensor) -> None:
         self._pool = pool
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def run(self, plan: StepPlan, await_history: object = None) -> StepOutput:
         self._pool[plan.rows[0].block_ids[0]] = 9.0
         raise RuntimeError("out of memory")
 

@@ -46,7 +46,7 @@ CASES = VARIANTS | ODD
 # threads only change who computes what: a few shapes show it
 THREADED = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
 RUNS = [(variant, 1, False) for variant in CASES]
-RUNS += [(variant, n, n == 3) for variant in THREADED for n in (2, 3)]
+RUNS += [(variant, n, n == 3) for variant in THREADED for n in (2, 3, 5)]  # 5: ranks, see `Model`
 RUNS += [(variant, 1, True) for variant in THREADED]
 QUANTIZED = [("llama-biases", 1), ("qwen3", 2), ("odd", 1), ("odd", 3), ("tiny-vocabulary", 2)]
 

@@ -307,7 +307,7 @@ def test_a_step_that_fails_ends_when_the_device_has(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     class Failing:
-        def run(self, plan: StepPlan) -> StepOutput:
+        def run(self, plan: StepPlan, await_history: object) -> StepOutput:
             raise error
 
     runner: Any = Failing()

@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from cluster.core_board import BOARD_BYTES, BoardFile
+from cluster.engine.batch import Row, StepPlan
 from cluster.engine.model_spec import Dtype
 from cluster.engine.packed_batch import pack
+from cluster.engine.runner import ModelRunner
+from cluster.ids import Attempt, BlockId, RequestId
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.core_board import LentCore, Seat, open_board
 from kernels.cpu.native_forward import NativeForward
@@ -112,7 +115,7 @@ def run_all(engine: Engine) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]
     return [step(engine, rows) for rows in batches(engine)]
 
 
-@pytest.mark.parametrize(("num_threads", "num_lent"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("num_threads", "num_lent"), [(1, 1), (1, 2), (2, 1), (5, 1)])
 @pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
 def test_bits_are_the_same_while_guests_come_and_go(
     dtype: Dtype, num_threads: int, num_lent: int, script: Script, prepared_of: Any
@@ -167,6 +170,13 @@ def test_guests_go_home_without_work_and_at_the_end(script: Script, prepared_of:
     assert watcher.claim(2)
 
 
+def test_a_teams_own_helpers_are_no_guests(prepared_of: Any) -> None:
+    engine = Engine(prepared_of(Dtype.FP32), CpuBackend(3))
+    for _ in range(20):
+        run_all(engine)
+    assert fused(engine)._library.baton_model_num_borrowed(fused(engine)._model) == 0
+
+
 def test_one_guest_at_a_time_on_a_core(script: Script, prepared_of: Any) -> None:
     engine = Engine(prepared_of(Dtype.FP32), guests_of(script, 1, 1))
     other = open_board(fused(engine)._library, script.file.path)
@@ -175,6 +185,21 @@ def test_one_guest_at_a_time_on_a_core(script: Script, prepared_of: Any) -> None
     assert fused(engine).num_borrowed == 0
     other.release(1)
     run_until_helped(engine)
+
+
+def test_a_step_tells_how_many_of_its_pieces_were_borrowed(script: Script, prepared_of: Any) -> None:
+    prepared = prepared_of(Dtype.FP32)
+    spec = prepared.spec
+    pool = torch.zeros(4, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    runner = ModelRunner(prepared, pool, guests_of(script, 1, 1))
+    plan = StepPlan((Row(RequestId("a"), Attempt(1), [3] * 8, 0, [BlockId(0), BlockId(1)], None),))
+    told, deadline = 0, time.monotonic() + TIMEOUT_S
+    while told == 0:
+        assert time.monotonic() < deadline, "no guest has come"
+        told += runner.run(plan).num_borrowed
+    fused = runner.decoder.fused
+    assert fused is not None
+    assert told == fused.num_borrowed
 
 
 def test_a_board_that_is_not_there_is_said(prepared_of: Any) -> None:

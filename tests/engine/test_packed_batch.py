@@ -83,6 +83,34 @@ def test_any_run_of_steps(seed):
         assert plain(pack(rows, BLOCK, MAX_LEN, CPU), rows) == expected(rows)
 
 
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6))
+def test_any_run_of_decode_steps(seed):
+    """Rows go on by a token each, until one needs a block, stands back, leaves, or is read again."""
+    rng = random.Random(seed)
+    packer = Packer(BLOCK, 60, CPU)
+    sequences = [([BlockId(rng.randrange(1, 99)) for _ in range(20)], rng.randrange(20)) for _ in range(3)]
+    for _ in range(40):
+        rows = [row([rng.randrange(99)], start, blocks) for blocks, start in sequences]
+        step = rng.randrange(16)
+        if step == 0:
+            rows[rng.randrange(3)] = row([7], sequences[0][1], sequences[0][0], samples=False)
+        elif step == 1:
+            rows = rows[::-1]
+        elif step == 2:
+            rows[0] = row([7, 8], sequences[0][1], sequences[0][0])
+        elif step == 3:
+            with pytest.raises(ValueError, match="brings no tokens"):
+                packer.pack([rows[0], row([], 5, [BlockId(1)] * 2), rows[1]])
+        elif step == 4:
+            sequences[0][0].append(BlockId(rng.randrange(1, 99)))
+        elif step == 5:
+            rows = rows[1:]
+        assert plain(packer.pack(rows), rows) == expected(rows)
+        if step != 6:  # else the same positions again
+            sequences = [(blocks, (start + 1) % 59) for blocks, start in sequences]
+
+
 def test_a_smaller_batch_after_a_bigger_one_and_back():
     packer = Packer(BLOCK, MAX_LEN, CPU)
     big = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 import socket
 import time
@@ -119,9 +120,17 @@ class LocalCluster:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free, as the two after it are (routers, admin ports), and that no connection is given:
+    those a system hands out begin at 32768 (Linux) or 49152."""
+    for port in random.Random().sample(range(20_000, 32_000), 200):
+        with contextlib.ExitStack() as probes:
+            try:
+                for number in range(port, port + 3):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no three ports in a row are free")
 
 
 @contextlib.contextmanager

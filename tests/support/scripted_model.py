@@ -102,7 +102,7 @@ class ScriptedRunner:
             assert list(row.sample.prompt_ids) == list(oracle.prompt)
             assert list(row.sample.output_ids) == oracle.tokens[len(oracle.prompt) : end]
             outputs.append(sample(oracle.tags[end - 1], row.sample.params))
-        return StepOutput(tuple(outputs), compute_s=0.001 * plan.num_tokens)
+        return StepOutput(tuple(outputs), compute_s=0.001 * plan.num_tokens, num_borrowed=2)
 
     def crash(self, plan: StepPlan) -> None:
         """The step wrote garbage where it was to write KV."""

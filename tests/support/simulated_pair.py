@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.engine.batch import StepPlan
+from cluster.engine.following import following_plan
 from cluster.ids import BlockId, Epoch, RouterId, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import Piece, Staged
@@ -69,6 +70,7 @@ class Node:
     blocks: BlockManager
     runner: ScriptedRunner
     step: StepPlan | None = None
+    outcome: StepDone | None = None  # of the step before, which went on: the core has not heard of it yet
     inbox: deque[Event] = field(default_factory=deque)  # the stream from the router, in order
     alive: bool = True
 
@@ -132,6 +134,7 @@ class SimulatedPair:
         self.unproven: list[tuple[Node, Peer]] = []  # D nodes that wait for the proof of a writer's death
         self.failing: set[WorkerId] = set()
         self.num_steps = Counter[str]()
+        self.num_went_on = 0  # steps that were not asked for
         self.bytes_sent = 0
         for worker in (*prefills, *decodes):
             self._start(worker, Epoch(1))
@@ -144,7 +147,9 @@ class SimulatedPair:
         for node in self.nodes.values():
             if node.inbox and node.alive:
                 ops.append(partial(self._pop, node, node.inbox))
-            if node.step is not None and node.alive:
+            if node.outcome is not None and node.alive:
+                ops.append(partial(self._tell, node, node.outcome))
+            elif node.step is not None and node.alive:
                 ops.append(partial(self._end_step, node))
             if self.to_router[node.worker]:
                 ops.append(partial(self._deliver_to_router, node.worker))
@@ -332,9 +337,7 @@ class SimulatedPair:
                     self.to_router[node.worker].append(action)
             case RunStep(plan):
                 assert node.step is None, "two steps at once"
-                node.step = plan
-                node.runner.begin(plan)
-                self.num_steps[node.worker] += 1
+                self._begin(node, plan)
             case ToPeer(peer, message):
                 edge = self._edge(node, peer)
                 assert edge is not None, f"{node.worker} talks to {peer} without an edge"
@@ -478,4 +481,20 @@ class SimulatedPair:
             node.runner.crash(plan)
             self._handle(node, StepFailed("out of memory"))
             return
-        self._handle(node, StepDone(node.runner.finish(plan)))
+        output = node.runner.finish(plan)
+        following = following_plan(plan, output) if node.core.may_go_on() else None
+        if following is None or self.num_steps[node.worker] % 4 == 0:  # an engine may, it need not
+            self._handle(node, StepDone(output))
+            return
+        self._begin(node, following)
+        self.num_went_on += 1
+        node.outcome = StepDone(output, went_on=True)
+
+    def _tell(self, node: Node, outcome: StepDone) -> None:
+        node.outcome = None
+        self._handle(node, outcome)
+
+    def _begin(self, node: Node, plan: StepPlan) -> None:
+        node.step = plan
+        node.runner.begin(plan)
+        self.num_steps[node.worker] += 1

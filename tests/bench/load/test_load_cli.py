@@ -179,6 +179,7 @@ def test_a_closed_terminal_leaves_what_was_measured(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             cwd=ROOT,
             text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests' own may be ignored
         )
         deadline = time.monotonic() + 60
         while not read_truths(stalled.target):  # under way once the server has a request

@@ -255,3 +255,18 @@ def test_a_table_of_an_older_comparison_is_added_to(tmp_path: Path, stage: Stage
     again = read_written(tmp_path / "table.json")
     assert [one.name for one in again.peers] == ["baton-disaggregated", "baton", "quick"]
     assert set(again.searches) == {"baton-disaggregated", "baton", "quick"}
+
+
+def test_rounds_without_a_trace_keep_what_is_known_of_the_searches(tmp_path: Path, stage: Stage) -> None:
+    stage.broken["search quick"] = BatonError("the trace is too short")
+    run(tmp_path, "baton", "quick")
+    again = {
+        "earlier": tmp_path / "table.json",
+        "trace": None,
+        "no_trace_reason": "no trace",
+        "num_rounds": 1,
+    }
+    found = run(tmp_path, "baton", "quick", "other", **again)
+    assert found["baton"].goodput
+    assert found["quick"].goodput_note == "not searched: the trace is too short"
+    assert found["other"].goodput_note == "no trace"
