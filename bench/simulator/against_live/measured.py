@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
+import msgspec
+
 from bench.simulator.against_live.recording import Phase, Recording, WorkerSeen
 from bench.simulator.hardware import HANDOFF_S
 from cluster.errors import BatonError
@@ -66,13 +68,21 @@ def world_of(recording: Recording) -> World:
     for last in both.workers:
         role = Role(last.role)
         alone = last if is_alone else _of(last, decode if role is Role.DECODE else prompts)
-        workers.append(MeasuredWorker(role, alone.step_model, last.step_model, last.num_blocks))
+        model = _whole(alone.step_model, last.step_model)
+        workers.append(MeasuredWorker(role, model, last.step_model, last.num_blocks))
     return World(
         workers=tuple(workers),
         front_s=median(one.ttft_s - one.prefill_s for one in prompts.requests),
         tail_s=median(one.tail_s for one in decode.requests),
         tokens_s=_tokens_s(both),
     )
+
+
+def _whole(alone: StepModel, beside: StepModel) -> StepModel:
+    """What the phase alone had no steps to tell (decode has no chunks) is as it is beside others."""
+    told = {name: getattr(alone, name) for name in ("per_token_s", "per_context_s", "per_attention_s")}
+    missing = {name: getattr(beside, name) for name, value in told.items() if value <= 0}
+    return msgspec.structs.replace(alone, **missing)
 
 
 def check(phase: Phase) -> None:
@@ -86,7 +96,7 @@ def check(phase: Phase) -> None:
             f"others used {others:.2f} cores while `{phase.load.name}` ran: "
             "record it again when the machine is quiet"
         )
-    for worker in phase.workers:
+    for worker in phase.workers if phase.load.name == BOTH else ():
         model = worker.step_model
         if model.per_token_s <= 0 or model.fixed_s + model.floor_s <= 0:
             raise BatonError(

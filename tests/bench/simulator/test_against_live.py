@@ -116,9 +116,20 @@ def test_a_machine_that_was_not_quiet_is_not_measured(others: float, stolen: flo
 def test_steps_that_follow_no_model_are_no_measurement() -> None:
     whole = recording(1)
     workers = [seen_worker("decode-0", StepModel(36e-3, 0.0, 0.0, 0.0, 1e-5))]
+    phase = msgspec.structs.replace(whole.measuring[BOTH], workers=workers)
+    with pytest.raises(BatonError, match="the steps of decode-0 in `both` follow no model"):
+        world_of(msgspec.structs.replace(whole, measuring=whole.measuring | {BOTH: phase}))
+
+
+def test_what_decode_alone_cannot_tell_is_as_beside_others() -> None:
+    whole = recording(2)
+    workers = [
+        seen_worker("decode-0", StepModel(5e-3, 0.0, 0.0, 2e-6, 0.0)),
+        whole.measuring[DECODE].workers[1],
+    ]
     phase = msgspec.structs.replace(whole.measuring[DECODE], workers=workers)
-    with pytest.raises(BatonError, match="the steps of decode-0 in `decode` follow no model"):
-        world_of(msgspec.structs.replace(whole, measuring=whole.measuring | {DECODE: phase}))
+    decoder, _ = world_of(msgspec.structs.replace(whole, measuring=whole.measuring | {DECODE: phase})).workers
+    assert decoder.alone == StepModel(5e-3, 0.0, 1e-4, 2e-6, 0.0)
 
 
 def test_alone_a_request_takes_its_steps_and_what_was_measured_beside_them() -> None:

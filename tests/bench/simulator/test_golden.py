@@ -14,7 +14,7 @@ from bench.simulator.distserve import OPT_13B, DistServeTimes, MixedSteps, learn
 from bench.simulator.fleet.request import Request
 from bench.simulator.golden import __main__ as command
 from bench.simulator.golden import reference
-from bench.simulator.golden.cases import CASES, TARGETS, Pool, Reference
+from bench.simulator.golden.cases import CASES, TARGETS, Case, Pool, Reference
 from bench.simulator.golden.lengths import MOST_TOKENS, NAMES, PAPER_MEANS, sharegpt_like
 from bench.simulator.golden.measure import GRID, measure
 from bench.simulator.golden.protocol import bisect, passes, rate_per_gpu, requests_at
@@ -111,7 +111,8 @@ def test_without_overload_our_simulator_gives_the_restated_system_s_quantiles() 
     rows = sharegpt_like("paper", 400)
     [ours] = [case for case in CASES if case.name == "ours, their placement, keys as the memory allows"]
     found = []
-    for case in (Reference(""), ours):
+    cases: list[Case] = [Reference(""), ours]
+    for case in cases:
         requests = requests_at(rows, 3.0, 150, seed=1)
         case.serve(requests)
         ttfts = [request.first_s - request.arrival_s for request in requests if request.first_s is not None]
@@ -122,7 +123,8 @@ def test_without_overload_our_simulator_gives_the_restated_system_s_quantiles() 
 
 def test_more_load_is_never_faster() -> None:
     rows = sharegpt_like("paper", 400)
-    for case in (Reference(""), Pool("", (2, 1), "static:1p1d:163008"), Pool("", (1, 1), "elastic")):
+    cases: list[Case] = [Reference(""), Pool("", (2, 1), "static:1p1d:163008"), Pool("", (1, 1), "elastic")]
+    for case in cases:
         waits = []
         for rate in (0.5, 3.0, 12.0):
             requests = requests_at(rows, rate, 100, seed=2)
