@@ -179,8 +179,7 @@ class Simulation:
                 self._begin_prompt(request, worker)
             tokens += count
             attention += chunk_attention(request.num_computed, count)
-        model = worker.model
-        seconds = model.step_s(StepWork(tokens, context, attention))
+        seconds = worker.model.step_s(StepWork(tokens, context, attention))
         if chunks and rows:
             seconds += worker.hardware.mixed_s
         for request in joining:
@@ -194,7 +193,7 @@ class Simulation:
             length = max(1, length)
         worker.chunks = chunks
         worker.run_start_s, worker.run_base_s, worker.run_length = self.now, seconds, length
-        worker.run_growth_s = model.per_context_s * rows
+        worker.run_growth_s = worker.model.per_context_s * rows
         worker.is_busy = True
         worker.version += 1
         self._push(self.now + worker.run_s(length), STEP_END, worker.index, worker.version)
