@@ -2,7 +2,7 @@
 
 1. Who joined and left is followed; a fleet of one cell is the elastic policy's alone, decision by decision.
 2. `router.cells` probes a few cells, among them the one that holds most of the prompt's prefix, and orders
-   them by their load summaries. These are at most `refresh_s` old; what was placed since is added to them.
+   them by their load summaries. These are at most `oldest_s` old; what was placed since is added to them.
 3. `Elastic` decides over a copy of the best cell's rows, as of now; if nobody there can take the request, in
    the next one.
 4. A request for which none of these has a place is decided over the whole fleet. So it waits or is refused
@@ -52,8 +52,7 @@ class InCells:
         cached = view.prefix.lookup(request.hashes, view.fleet.num_workers)
         ask = self._ask(view, request, cached, now)
         probed = self._book.probed(ask)
-        for cell in probed:
-            self._refresh(cell, now)
+        self._refresh(probed, now)
         for cell in self._book.best_first(probed, ask):
             self._parts[cell].refresh(cached)
             decision = self._inside.place(self._parts[cell], request, now)
@@ -97,11 +96,15 @@ class InCells:
             tokens[int(self._cell_of[row])] = min(longest * view.block_size, most)
         return tokens
 
-    def _refresh(self, cell: int, now: float) -> None:
-        part = self._parts[cell]
-        if now - part.told_at >= self._settings.refresh_s:
-            part.told_at = now
-            self._book.tell(cell, part.load())
+    def _refresh(self, probed: Sequence[int], now: float) -> None:
+        """New summaries: of the cell that needs it most, and of those that must have one; the others have
+        theirs made by later decisions, so that none makes many."""
+        settings = self._settings
+        aged = sorted((self._parts[cell].told_at, cell) for cell in probed)
+        for order, (told_at, cell) in enumerate(aged):
+            if now - told_at >= (settings.refresh_s if order == 0 else settings.oldest_s):
+                self._parts[cell].told_at = now
+                self._book.tell(cell, self._parts[cell].load())
 
     def _follow(self, view: ClusterView) -> None:
         is_other = self._followed is None or self._followed[0] is not view

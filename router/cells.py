@@ -48,7 +48,8 @@ class CellSettings:
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
     near: float = 0.9  # of its predicted seconds, for the cell where the session was last
     most_held: float = 0.95  # share of the KV; a cell that holds more comes later
-    refresh_s: float = 0.05  # age of a summary after which the live router makes a new one
+    refresh_s: float = 0.05  # age of a summary after which the live router makes a new one, one per decision
+    oldest_s: float = 0.5  # and after which it makes one in any case
 
 
 class CellLoad(msgspec.Struct):

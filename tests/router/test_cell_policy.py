@@ -17,7 +17,7 @@ from router.policy import Elastic, Placement, PlacementRequest, Reject, RejectRe
 from tests.router.view_peers import DEFAULTS, Book, ask, hashes
 
 ELASTIC = Elastic(PolicyConfig(), DEFAULTS)
-FOURS = CellSettings(workers=4, most_together=4, refresh_s=0.0)
+FOURS = CellSettings(workers=4, most_together=4, refresh_s=0.0, oldest_s=0.0)
 
 
 def names(num_prefill: int, num_decode: int) -> list[str]:
@@ -195,7 +195,7 @@ def test_workers_that_come_and_go_are_followed() -> None:
 def test_summaries_age_and_placements_count_meanwhile() -> None:
     """A burst within one summary's life spreads over the cells."""
     book = Book(*names(0, 8))
-    policy = InCells(ELASTIC, CellSettings(4, 4, refresh_s=10.0))
+    policy = InCells(ELASTIC, CellSettings(4, 4, refresh_s=10.0, oldest_s=15.0))
     counts = {0: 0, 1: 0}
     for index in range(100):
         _, decode = placed(policy, book, ask(max_tokens=index + 1), now=index * 1e-3)
@@ -205,3 +205,18 @@ def test_summaries_age_and_placements_count_meanwhile() -> None:
         book.beat(name, on_time_prefill_s=1.0)
     late = [placed(policy, book, ask(max_tokens=index + 1), now=20.0)[1] for index in range(20)]
     assert {cell_of(decode, 2) for decode in late} == {1}
+
+
+def test_a_decision_makes_one_summary_unless_another_is_too_old() -> None:
+    book = Book(*names(0, 8))
+    policy = InCells(ELASTIC, CellSettings(4, 4, refresh_s=1.0, oldest_s=5.0))
+
+    def ages(now: float) -> list[float]:
+        placed(policy, book, ask(), now=now)
+        return [now - part.told_at for part in policy._parts]
+
+    assert ages(10.0) == [0.0, 0.0]  # there was none
+    assert ages(10.5) == [0.5, 0.5]
+    assert ages(11.5) == [0.0, 1.5]
+    assert ages(12.0) == [0.5, 0.0]
+    assert ages(20.0) == [0.0, 0.0]
