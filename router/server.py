@@ -167,7 +167,7 @@ class _Protocol(HttpToolsProtocol):
             if self.cycle is not None:
                 self.scope[BODY_WRITER] = _BodyWriter(self.cycle)  # type: ignore[literal-required]
                 if self.scope["http_version"] == "1.0":
-                    self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
+                    self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign, assignment]
 
     def on_body(self, body: bytes) -> None:
         self._had_body = True

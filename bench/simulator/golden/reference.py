@@ -56,7 +56,8 @@ def _decode(requests: Sequence[Request], times: DistServeTimes, most_keys: int) 
         if not queue:
             now = max(now, _first_s(requests[joined]))
         joined = _join(queue, requests, joined, now)
-        rows, context = [], 0
+        rows: list[Request] = []
+        context = 0
         while queue and (not rows or context + _keys(queue[0]) <= most_keys):
             context += _keys(queue[0])
             rows.append(queue.popleft())
