@@ -35,7 +35,7 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
                 "workers": note,
                 **({"formats": " ".join(formats)} if formats else {}),
                 **({"placement": "--placement remote (default: elastic)"} if placement else {}),
-                "launcher": "--launcher local: Ray, which no request passes, would take some of a core from peers",
+                "launcher": "--launcher local: no request passes Ray, and it would take some of a core",
                 "everything else": "defaults of `baton serve`",
             },
             argv=(*argv, "--prefill", str(num_prefill), "--decode", "1", *formats, *placement),
