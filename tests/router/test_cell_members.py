@@ -84,7 +84,7 @@ def test_everybody_is_in_one_cell_whatever_happened(steps: list[dict[int, bool]]
             assert max(map(len, members.rows())) <= 2 * SETTINGS.workers
 
 
-@pytest.mark.parametrize(("num_workers", "num_cells"), [(1_000, 1), (1_100, 5), (10_000, 40)])
+@pytest.mark.parametrize(("num_workers", "num_cells"), [(2_048, 1), (2_100, 9), (10_000, 40)])
 def test_a_large_fleet_has_cells_of_equal_size(num_workers: int, num_cells: int) -> None:
     members = CellMembers(CellSettings())
     members.follow(here(num_workers // 4, num_workers - num_workers // 4))
