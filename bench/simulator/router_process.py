@@ -19,7 +19,7 @@ from bench.simulator.shared_limits import SharedLimits
 from bench.simulator.site import Site
 from bench.simulator.violation import Violation
 from cluster.ids import Epoch, RequestId, RouterId, WorkerId
-from cluster.request import LifecycleEvent, RequestSpec
+from cluster.request import RequestSpec
 from cluster.wire.messages import Heartbeat, Refused, Register, Role, Welcome
 from router.conductor import Conductor
 from router.conductor_io import (
@@ -43,9 +43,6 @@ from router.worker_links import FENCE_S
 
 if TYPE_CHECKING:
     from bench.simulator.clients import Client
-
-
-_JUDGED = (LifecycleEvent.RETRIED, LifecycleEvent.FAILED)
 
 
 class _Link:
@@ -130,8 +127,7 @@ class RouterProcess(Process):
             while self._events:
                 for action in self._handle(self._events.popleft()):
                     if isinstance(action, Lifecycle):
-                        if action.event in _JUDGED:
-                            self.clients[action.request].lifecycle(action)
+                        self.clients[action.request].lifecycle(action)
                     elif isinstance(action, Send):
                         link = self._links.get(action.worker)
                         if link is not None:
