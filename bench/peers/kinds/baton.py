@@ -16,8 +16,8 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
     def peer(
         name: str, title: str, num_prefill: int, *, is_int8: bool = False, why_unusual: str | None = None
     ) -> Peer:
-        argv = (places.python, "-m", "cluster.cli", "serve", "--model", places.model, "--port", PORT)
-        argv = (*argv, "--launcher", "local")
+        serve = (places.python, "-m", "cluster.cli", "serve", "--launcher", "local")
+        argv = (*serve, "--model", places.model, "--port", PORT)
         formats = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
         placement = ("--placement", "remote") if why_unusual is not None else ()
         note = (
