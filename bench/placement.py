@@ -1,5 +1,7 @@
 """How long the live router takes to decide: `python -m bench.placement [--workers 1000] [--blocks 1000000]`.
 
+The policy is the live one: above some number of workers it decides in cells (`router.cells`).
+
 1. A router's book is filled: workers of both roles under load, and an index of as many cached blocks. Every
    worker has a system prompt's blocks, each conversation is on one to three of them.
 2. Requests come: new ones behind a system prompt, and next turns of conversations. Each decision is timed
@@ -29,6 +31,7 @@ from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
 from cluster.wire.kv_events import KvEvents
 from cluster.wire.messages import KVGeometry, Register, Role, WorkerLoad, WorkerState
+from router.cell_policy import InCells
 from router.claims import Claim, Phase
 from router.config import PolicyConfig
 from router.policy import Elastic, Placement, PlacementRequest
@@ -40,6 +43,7 @@ NUM_SYSTEMS = 8
 CHAT_BLOCKS = 64  # of a conversation, beyond its system prompt
 NUM_BLOCKS = 20_000  # of each worker
 TARGETS = Targets(2.0, 0.1)
+GAP_S = 1e-3  # between requests, as the policy is told
 MODELS = (
     StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9),
     StepModel(0.9e-3, 4.2e-3, 128e-6, 39.2e-9, 7e-9),
@@ -207,14 +211,15 @@ class Site:
 def measure(num_workers: int, num_blocks: int, num_decisions: int, seed: int) -> dict[str, Any]:
     started = time.perf_counter()
     site = Site(num_workers, num_blocks, seed)
-    policy = Elastic(PolicyConfig(), TARGETS)
+    config = PolicyConfig()
+    policy = InCells(Elastic(config, TARGETS), config.cells)
     view, watch = site.book.view(), Stopwatch()
     built_s = time.perf_counter() - started
     running: list[tuple[str, Placement]] = []
     kinds = {"local": 0, "remote": 0, "rejected": 0}
     for index in range(num_decisions):
         request = site.request()
-        decision = watch.timed("decide", policy.place, view, request, 0.0)
+        decision = watch.timed("decide", policy.place, view, request, index * GAP_S)
         if isinstance(decision, Placement):
             kinds["local" if decision.prefill is None else "remote"] += 1
             name = f"r{index}"
@@ -231,6 +236,7 @@ def measure(num_workers: int, num_blocks: int, num_decisions: int, seed: int) ->
             watch.timed("report", site.report, worker)
     return {
         "workers": num_workers,
+        "cells": policy.num_cells,
         "indexed_blocks": len(view.prefix),
         "decisions": num_decisions,
         "seed": seed,
@@ -250,7 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     result = measure(given.workers, given.blocks, given.decisions, given.seed)
-    print(f"{result['workers']} workers, {result['indexed_blocks']} indexed blocks, {result['placed']}")
+    print(
+        f"{result['workers']} workers in {result['cells']} cells, {result['indexed_blocks']} indexed blocks, "
+        f"{result['placed']}"
+    )
     print(f"{'':<10}{'num':>8}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}  microseconds")
     for name, row in result["times"].items():
         figures = "".join(f"{row[f'{key}_us']:>10.1f}" for key in ("mean", "p50", "p90", "p99", "max"))

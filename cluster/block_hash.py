@@ -53,11 +53,16 @@ def root_hash(key: bytes, block_size: int, salt: str) -> BlockHash:
     return BlockHash(hasher.digest())
 
 
+@lru_cache
+def _block_hasher(key: bytes) -> blake2b:
+    """What every block's hash begins with; a copy of it is made faster than another."""
+    return blake2b(key=key, digest_size=DIGEST_BYTES, person=b"baton-block")
+
+
 def chain_hash(key: bytes, parent: BlockHash, packed_tokens: bytes) -> BlockHash:
     """The hash of one full block, from its parent's and its own packed tokens."""
-    hasher = blake2b(parent, key=key, digest_size=DIGEST_BYTES, person=b"baton-block")
-    hasher.update(len(packed_tokens).to_bytes(8, "little"))
-    hasher.update(packed_tokens)
+    hasher = _block_hasher(key).copy()
+    hasher.update(parent + len(packed_tokens).to_bytes(8, "little") + packed_tokens)
     return BlockHash(hasher.digest())
 
 

@@ -48,8 +48,12 @@ class CacheReports:
         if (audience := self._routers.get(router)) is not None:
             audience.knows_nothing = True
 
+    def is_due(self, now: float) -> bool:
+        """Whether `due` would look, without `force`: cheap enough for every event."""
+        return now - self._last_at >= self._interval_s
+
     def due(self, now: float, *, force: bool = False) -> list[tuple[RouterId, KvEvents]]:
-        if not force and now - self._last_at < self._interval_s:
+        if not (force or self.is_due(now)):
             return []
         self._last_at = now
         changes = self._blocks.take_cache_changes()

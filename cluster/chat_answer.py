@@ -23,6 +23,7 @@ class Answer:
     first_at: float | None = None
     last_at: float | None = None
     num_pieces: int = 0
+    finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     timings: dict[str, Any] | None = None
 
@@ -31,6 +32,7 @@ class Answer:
         self.usage = chunk.get("usage") or self.usage
         self.timings = chunk.get("timings") or self.timings
         choices: Sequence[dict[str, Any]] = chunk.get("choices") or ({},)
+        self.finish_reason = choices[0].get("finish_reason") or self.finish_reason
         piece = choices[0].get("delta", {}).get("content") or ""
         if piece:
             self.first_at = now if self.first_at is None else self.first_at
@@ -63,6 +65,8 @@ class Answer:
         if self.tpot_s:
             parts.append(f"{duration(self.tpot_s)} per token ({1 / self.tpot_s:.0f}/s)")
         parts.append(f"{plural(self.num_tokens, 'token')} in {duration(self.last_at - self.sent_at)}")
+        if self.finish_reason == "length":
+            parts.append("cut short: it reached its longest length (`--max-tokens`, or the model's)")
         if self.usage:
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             parts.append(f"prompt {self.usage['prompt_tokens']}" + (f", {cached} cached" if cached else ""))

@@ -4,6 +4,8 @@
 2. The answer is shown while it comes, then where its time went. Ctrl-C stops the answer, not the program:
    what came stays part of the conversation.
 3. An error is told and the message taken back, so that it can be asked again. Ctrl-D ends the chat.
+
+What a model writes is shown as text: a terminal obeys none of it (`_CONTROLS`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,13 @@ COMMANDS: Final = {
     "/system TEXT": "set the system message, or remove it without TEXT; begins anew",
     "/help": "show this",
     "/exit": "end the chat (as Ctrl-D does)",
+}
+
+
+# Characters that would move the cursor, change colours, or write to the clipboard; shown by their pictures.
+_CONTROLS: Final = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
+    **dict.fromkeys(range(0x7F, 0xA0), 0x2421),
 }
 
 
@@ -105,7 +114,7 @@ class TerminalChat:
         try:
             self._receive(answer)
         except ClientError as error:
-            typer.secho(f"error: {error}", fg="red", err=True)
+            typer.secho(f"error: {error}".translate(_CONTROLS), fg="red", err=True)
         if not answer.text:
             messages.pop()
             return
@@ -120,7 +129,7 @@ class TerminalChat:
         with contextlib.closing(chunks):  # closes the connection, which ends the answer at the server
             try:
                 for chunk in chunks:
-                    typer.echo(answer.take(chunk, self._clock.now()), nl=False)
+                    typer.echo(answer.take(chunk, self._clock.now()).translate(_CONTROLS), nl=False)
             except KeyboardInterrupt:
                 typer.echo(" (stopped)", nl=False)
             finally:

@@ -30,6 +30,7 @@ LauncherName = Literal["auto", "ray", "local"]
 LogFormat = Literal["text", "json"]
 PlacementName = Literal["elastic", "remote"]
 
+DEFAULT_GPU_MEMORY_SHARE: Final = 0.9
 DEFAULT_KV_BYTES: Final = {Role.PREFILL: 256 * MiB, Role.DECODE: 512 * MiB}  # in host memory
 
 
@@ -66,16 +67,21 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
     idle_cores: Annotated[
         IdleCores, Meta(description="whether a worker's cores help the others of this machine while it rests")
     ] = "lend"
-    gpus_per_worker: Annotated[float, Meta(ge=0, description="GPUs that Ray reserves for each worker")] = 0.0
-    gpu_memory_share: Annotated[
+    gpus_per_worker: Annotated[
         float,
         Meta(
-            gt=0,
-            le=1,
-            description="of the GPU memory that weights and steps leave free, the share for a worker's KV "
-            "where no size is given",
+            ge=0,
+            description="GPUs that Ray reserves for each worker; 0: those there are, dealt out over workers "
+            "that compute on one",
         ),
-    ] = 0.9
+    ] = 0.0
+    gpu_memory_share: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(
+            description="of the GPU memory that weights and steps leave free, the share for a worker's KV "
+            "where no size is given (default: 0.9; of equal parts where workers share a GPU)",
+        ),
+    ] = None
     dtype: Annotated[DtypeName, Meta(description="numeric type of weights and activations")] = "bf16"
     quantization: Annotated[
         QuantizationName,
@@ -133,12 +139,16 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
         EdgeKind,
         Meta(
             description="how KV moves from prefill to decode; auto: shm on one host with KV in its memory, "
-            "else gloo; cuda_ipc: between GPUs of one host; nccl: of any hosts"
+            "else gloo; cuda_ipc: between GPUs of one host, nccl or gloo where one cannot reach the other's "
+            "memory; nccl: of any hosts"
         ),
     ] = "auto"
     max_kv_edges: Annotated[
         AtLeastOne,
-        Meta(description="nccl edges that a worker holds at once; each takes some 100 MB of its GPU"),
+        Meta(
+            description="nccl edges that a worker holds at once, each of some 100 MB of its GPU; edges of "
+            "any kind are made before requests need them up to so many"
+        ),
     ] = 16
     slo_ttft_ms: Annotated[
         float, Meta(gt=0, description="time to the first token that a request is promised unless it asks")

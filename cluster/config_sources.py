@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from cluster.cluster_token import TOKEN_VARIABLE
-from cluster.config import DEFAULT_KV_BYTES, ClusterConfig
+from cluster.config import DEFAULT_GPU_MEMORY_SHARE, DEFAULT_KV_BYTES, ClusterConfig
 from cluster.errors import ConfigError
 from cluster.request_config import RequestConfig
 from cluster.wire.messages import Role
@@ -107,7 +107,7 @@ def resolve_config(
 def shown_kv_bytes(config: ClusterConfig, role: Role) -> str:
     """KV memory of a worker where nobody has said how much."""
     default = str(DEFAULT_KV_BYTES[role])
-    on_gpu = f"{config.gpu_memory_share:g} of what a GPU has left"
+    on_gpu = f"{config.gpu_memory_share or DEFAULT_GPU_MEMORY_SHARE:g} of what a GPU has left"
     return {"triton": on_gpu, "auto": f"{default}, or {on_gpu}"}.get(config.backend, default)
 
 

@@ -26,6 +26,8 @@ from cluster.core_board import can_share, describe_shares, share_cores
 from cluster.edge_speed import loopback_bytes_per_s, shm_bytes_per_s
 from cluster.engine.cpu_isa import find_isa
 from cluster.errors import BatonError, ConfigError
+from cluster.gpu_placement import deal_out, describe_places, visible_names
+from cluster.gpus import Gpus, find_gpus, may_use_gpus
 from cluster.kv.memory import available_bytes
 
 LIBRARIES: Final = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "msgspec")
@@ -65,6 +67,7 @@ def run_checks(environment: Mapping[str, str]) -> tuple[Check, ...]:
         _memory(),
         _shared_memory(),
         _loopback(),
+        gpus_check(config, find_gpus(environment), environment),
         _kv_edge(config),
         _open_files(),
         *_ports(config),
@@ -194,6 +197,32 @@ def _loopback() -> Check:
     except OSError as error:
         return Check("loopback", False, f"it cannot be used: {error.strerror}")
     return Check("loopback", True, f"{speed / 1e9:.1f} GB/s over one TCP stream")
+
+
+def gpus_check(config: ClusterConfig, gpus: Gpus, environment: Mapping[str, str]) -> Check:
+    """Which there are, which reach one another's memory, and which worker would compute where."""
+    if gpus.problem is not None or not gpus:
+        problem = gpus.problem or "the NVIDIA driver shows no GPU"
+        if config.backend == "triton":
+            return Check("gpus", False, f"{problem}: the backend `triton` needs one")
+        return Check("gpus", True, f"{problem}; the backend `{config.backend}` needs none")
+    kinds = [
+        f"{name} ({size / 2**30:.0f} GiB)" for name, size in zip(gpus.names, gpus.memory_bytes, strict=True)
+    ]
+    text = [f"{len(gpus)}: {', '.join(kinds)}"]
+    strangers = gpus.strangers()
+    if strangers:
+        pairs = ", ".join(f"{one} and {other}" for one, other in strangers)
+        text.append(f"`cuda_ipc` not between {pairs}: KV goes by nccl or gloo there")
+    elif len(gpus) > 1:
+        text.append("each reaches the others' memory")
+    if may_use_gpus(config) and config.gpus_per_worker == 0:
+        names = [f"prefill-{i}" for i in range(config.prefill)] + [
+            f"decode-{i}" for i in range(config.decode)
+        ]
+        places = deal_out(len(names), visible_names(len(gpus), environment))
+        text.append(describe_places(names, places, config.gpu_memory_share))
+    return Check("gpus", True, "; ".join(text))
 
 
 def _kv_edge(config: ClusterConfig) -> Check:

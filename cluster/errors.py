@@ -22,6 +22,8 @@
     ├── StepError              a step could not be computed: its requests fail, the worker goes on
     ├── DeviceLost             the device computes no more for this process: the worker ends
     └── EdgeError              a KV transfer failed; the attempt fails closed
+        ├── EdgeUnfit            this kind of edge cannot join these two workers; another kind may
+        └── EdgeDeviceLost       as `DeviceLost`, found by an edge: the worker ends
 """
 
 from __future__ import annotations
@@ -154,6 +156,14 @@ class ProtocolError(WireError):
 
 class EdgeError(BatonError):
     """A KV edge broke or refused; no token may be computed from what it carried."""
+
+
+class EdgeUnfit(EdgeError):
+    """A KV edge of this kind cannot join these two workers, whatever is tried again; another kind may."""
+
+
+class EdgeDeviceLost(EdgeError):
+    """An edge found that the device cannot be used by this process any more; another process can."""
 
 
 class StepError(BatonError):

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from cluster.errors import InvalidRequest, ModelError
 from cluster.grammar_size import check_lark, check_pattern, check_schema
+from cluster.schema_parts import followable
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -52,7 +53,9 @@ _QUIET = 0
 def json_grammar(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
     """JSON that fits a schema. `lenient`: what cannot be enforced is left out instead of refused."""
     check_schema(schema)
-    grammar: str = LLMatcher.grammar_from_json_schema(dumps(_as_object(schema)), overrides=_options(lenient))
+    grammar: str = LLMatcher.grammar_from_json_schema(
+        dumps(_as_object(schema, lenient)), overrides=_options(lenient)
+    )
     return grammar
 
 
@@ -131,7 +134,7 @@ def literal(text: str) -> str:
 def inline_schema(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> Mapping[str, Any]:
     """A schema as `%json` takes it within a grammar."""
     check_schema(schema)
-    return {**_as_object(schema), "x-guidance": _options(lenient)}
+    return {**_as_object(schema, lenient), "x-guidance": _options(lenient)}
 
 
 def dumps(value: Any) -> str:
@@ -141,11 +144,14 @@ def dumps(value: Any) -> str:
         raise ValueError("it is nested too deeply") from error
 
 
-def _as_object(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
+def _as_object(schema: Mapping[str, Any] | bool, lenient: bool) -> Mapping[str, Any]:
     """True is any JSON, False none."""
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
-    return schema
+    if not lenient:
+        return schema
+    parts: Mapping[str, Any] = followable(schema)
+    return parts
 
 
 def _options(lenient: bool) -> Any:

@@ -31,6 +31,8 @@ from cluster.cluster_token import exposure, resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.core_board import BoardFile, can_share
 from cluster.errors import BatonError, ConfigError
+from cluster.gpu_placement import visible_names
+from cluster.gpus import find_gpus, may_use_gpus
 from cluster.launch_choice import can_import_ray, choose_launcher
 from cluster.launch_driver import Driver, Report
 from cluster.launch_guard import Guard
@@ -38,8 +40,8 @@ from cluster.launch_local import LocalSession
 from cluster.launch_plan import (
     ENTRIES,
     QUIET_RAY,
-    RoleSpec,
     Site,
+    describe_gpus,
     plan_roles,
     private_ray_environment,
 )
@@ -65,6 +67,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     preflight.check_own_packages()
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
+    preflight.check_allowed_origins(config)
     preflight.check_redis(config)
     preflight.check_kv_edge(config)
     choose_launcher(config, can_import_ray())
@@ -150,15 +153,18 @@ def _run(
         session: Session
         if choice.launcher == "ray":
             try:
-                session, specs = _start_ray(config, site, runtime_dir, entries)
+                session, site = _start_ray(config, site, runtime_dir, entries)
             except BatonError:
                 if directory.done():
                     directory.result()  # a model that cannot be loaded is told before what else is wrong
                 raise
         else:
-            session, specs = LocalSession(report.say), plan_roles(config, site, entries)
+            session = LocalSession(report.say)
         signals.install()  # Ray has put its own handler in place
         try:
+            specs = plan_roles(config, site, entries)
+            if (gpus := describe_gpus(config, site)) is not None:
+                report.say(gpus)
             report.phase("model")
             supervisor = Supervisor(
                 roles=[(spec.name, spec.role) for spec in specs],
@@ -197,14 +203,23 @@ def _site(config: ClusterConfig, runtime_dir: RuntimeDir, board: BoardFile | Non
         ),
         num_cores=num_available_cores(),
         core_board=board.path if board is not None and config.idle_cores == "lend" else None,
+        gpus=_visible_gpus(config),
         launcher_pid=os.getpid(),
     )
 
 
+def _visible_gpus(config: ClusterConfig) -> tuple[str, ...]:
+    """GPUs of this machine that workers are to be dealt out over. Where there are none, the workers say so:
+    what they need is their backend's to know."""
+    if not may_use_gpus(config) or config.gpus_per_worker > 0 or config.address is not None:
+        return ()
+    return visible_names(len(find_gpus(os.environ)), os.environ)
+
+
 def _start_ray(
     config: ClusterConfig, site: Site, runtime_dir: RuntimeDir, entries: Mapping[str, str]
-) -> tuple[Session, tuple[RoleSpec, ...]]:
-    """A private Ray, or the one at `address`; and the roles as they fit it.
+) -> tuple[Session, Site]:
+    """A private Ray, or the one at `address`; and the site as it is there.
 
     Raises:
         ConfigError: Ray cannot be imported, started or joined.
@@ -223,17 +238,19 @@ def _start_ray(
         ) from error
 
     if config.address is None:
+        site = replace(site, gpus=(), ray_gpus=len(site.gpus))
         specs = plan_roles(config, site, entries)
-        return RaySession.start_private(runtime_dir.path / "r", specs), specs
+        return RaySession.start_private(runtime_dir.path / "r", specs, site.ray_gpus or None), site
     session = RaySession.join(config.address)
     joined = replace(
         site,
         ray_cpus=session.num_cpus,
+        ray_gpus=session.num_gpus if may_use_gpus(config) else 0,
         router_host=session.host,
         router_control_ports=tuple(_free_port(session.host) for _ in range(config.routers)),
         core_board=None,  # which workers share a machine is Ray's choice
     )
-    return session, plan_roles(config, joined, entries)
+    return session, joined
 
 
 class _Signals:

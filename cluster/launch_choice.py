@@ -34,7 +34,9 @@ def choose_launcher(config: ClusterConfig, has_ray: bool) -> LauncherChoice:
     if config.address is not None:
         raise ConfigError(f"`--address` {needed}")
     if config.gpus_per_worker > 0:
-        raise ConfigError(f"`--gpus-per-worker` {needed} and set CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"`--gpus-per-worker` {needed}; workers are dealt out over the GPUs there are anyway"
+        )
     if config.launcher == "local":
         return LauncherChoice("local")
     return LauncherChoice(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -11,8 +11,16 @@ from typing import Final
 import msgspec
 
 from cluster.admin_address import admin_address
-from cluster.config import ClusterConfig, WorkerEdgeKind, threads_per_worker
+from cluster.config import DEFAULT_GPU_MEMORY_SHARE, ClusterConfig, WorkerEdgeKind, threads_per_worker
 from cluster.core_board import CoreShare, share_cores
+from cluster.gpu_placement import (
+    VISIBLE,
+    check_places,
+    deal_out,
+    describe_places,
+    describe_ray_share,
+    ray_share,
+)
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.request_config import RequestConfig
 from cluster.role_config import KV_ADDRESS_BY_ROUTE, LogConfig, RouterConfig, WorkerConfig
@@ -63,6 +71,8 @@ class Site:
     cluster_token: str
     num_cores: int  # of this machine
     core_board: str | None = None  # None: workers keep to their own threads
+    gpus: tuple[str, ...] = ()  # that workers here are dealt out over, as `CUDA_VISIBLE_DEVICES` calls them
+    ray_gpus: int = 0  # that Ray deals out instead
     ray_cpus: float | None = None  # CPUs of a Ray cluster that was joined; None: a Ray of our own
     router_host: str | None = None  # this machine's address in a joined cluster
     router_control_ports: tuple[int, ...] = (0,)  # of each router there
@@ -90,7 +100,11 @@ def plan_roles(
     """The routers first, then prefill, then decode workers.
 
     On one machine processes meet at unix sockets in the runtime directory, in a joined cluster over TCP.
-    Workers that want more CPUs than a joined cluster has get equal fractions: slower, but placed.
+    Workers that want more CPUs than a joined cluster has get equal fractions: slower, but placed. GPUs, see
+    `cluster.gpu_placement`; what was asked for with `gpus_per_worker` is asked of Ray.
+
+    Raises:
+        ConfigError: KV cannot move as asked between workers that share GPUs.
     """
     num_threads = threads_per_worker(config, site.num_cores)
     num_workers = config.prefill + config.decode
@@ -112,26 +126,69 @@ def plan_roles(
     shares: Sequence[CoreShare] = ()
     if site.core_board is not None:
         shares = share_cores(site.core_board, num_workers, num_threads, site.num_cores)
+    gpus = _gpu_parts(config, site)
     workers = tuple(
         RoleSpec(
-            name=f"{role.value}-{index}",
+            name=name,
             entry=entries[role.value],
             config=worker_config(
                 config,
                 site,
                 role,
-                f"{role.value}-{index}",
+                name,
                 num_threads,
                 shares[number] if shares else None,
                 addresses,
+                gpus[number].num_sharers,
             ),
             num_cpus=num_cpus,
-            num_gpus=config.gpus_per_worker,
-            env=process_environment(config, num_threads),
+            num_gpus=gpus[number].of_ray,
+            env=process_environment(config, num_threads) | gpus[number].env,
         )
-        for number, (role, index) in enumerate(_workers(config))
+        for number, (role, name) in enumerate(_workers(config))
     )
     return (*routers, *workers)
+
+
+@dataclass(frozen=True, slots=True)
+class _GpuPart:
+    """What one worker has of the GPUs."""
+
+    of_ray: float = 0.0
+    num_sharers: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def _gpu_parts(config: ClusterConfig, site: Site) -> list[_GpuPart]:
+    """For each worker, in the order in which they are counted."""
+    workers = _workers(config)
+    if config.gpus_per_worker > 0:
+        parts = [_GpuPart(of_ray=config.gpus_per_worker)] * len(workers)
+    elif site.ray_gpus:
+        fraction, num_sharers = ray_share(len(workers), site.ray_gpus)
+        parts = [_GpuPart(of_ray=fraction, num_sharers=num_sharers)] * len(workers)
+    elif places := deal_out(len(workers), site.gpus):
+        parts = [_GpuPart(num_sharers=one.num_sharers, env={VISIBLE: one.visible}) for one in places]
+    else:
+        parts = [_GpuPart()] * len(workers)
+    check_places(
+        config.kv_edge,
+        [name for _, name in workers],
+        [role.value for role, _ in workers],
+        [part.num_sharers for part in parts],
+    )
+    return parts
+
+
+def describe_gpus(config: ClusterConfig, site: Site) -> str | None:
+    """Which worker computes where, for a person; None where that is nobody's to say."""
+    names = [name for _, name in _workers(config)]
+    if config.gpus_per_worker > 0:
+        return None
+    if site.ray_gpus:
+        return describe_ray_share(*ray_share(len(names), site.ray_gpus), config.gpu_memory_share)
+    places = deal_out(len(names), site.gpus)
+    return describe_places(names, places, config.gpu_memory_share) if places else None
 
 
 def _control_addresses(config: ClusterConfig, site: Site) -> tuple[str, ...]:
@@ -182,10 +239,10 @@ def router_config(
     )
 
 
-def _workers(config: ClusterConfig) -> list[tuple[Role, int]]:
-    """In the order in which they are counted."""
+def _workers(config: ClusterConfig) -> list[tuple[Role, str]]:
+    """(role, name), in the order in which they are counted."""
     numbers = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
-    return [(role, index) for role, number in numbers for index in range(number)]
+    return [(role, f"{role.value}-{index}") for role, number in numbers for index in range(number)]
 
 
 def worker_config(
@@ -196,9 +253,13 @@ def worker_config(
     num_threads: int,
     core_share: CoreShare | None,
     router_addresses: tuple[str, ...],
+    gpu_sharers: int = 1,
 ) -> WorkerConfig:
-    """In its first epoch. `num_threads` compute threads, and what `core_share` says beside them."""
+    """In its first epoch. `num_threads` compute threads, and what `core_share` says beside them;
+    `gpu_sharers`: workers on its GPU."""
     is_decode = role is Role.DECODE
+    kv_bytes = config.decode_kv_bytes if is_decode else config.prefill_kv_bytes
+    has_equal_part = config.gpu_memory_share is None and kv_bytes is None  # what was asked for wins
     is_one_host = site.router_host is None
     kv_address = f"unix:{site.runtime_dir}/{name}-kv.sock" if is_one_host else KV_ADDRESS_BY_ROUTE
     return WorkerConfig(
@@ -228,8 +289,9 @@ def worker_config(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_chunk_tokens=config.local_chunk if is_decode else config.prefill_chunk,
-        kv_bytes=config.decode_kv_bytes if is_decode else config.prefill_kv_bytes,
-        gpu_memory_share=config.gpu_memory_share,
+        kv_bytes=kv_bytes,
+        gpu_memory_share=config.gpu_memory_share or DEFAULT_GPU_MEMORY_SHARE,
+        gpu_sharers=gpu_sharers if has_equal_part else 1,
         kv_edge=choose_edge(config, is_one_host),
         max_kv_edges=config.max_kv_edges,
     )
@@ -252,7 +314,7 @@ def _log(config: ClusterConfig, site: Site, name: str) -> LogConfig:
     return LogConfig(level=config.log_level, format=config.log_format, file=file)
 
 
-def process_environment(config: ClusterConfig, num_threads: int) -> Mapping[str, str]:
+def process_environment(config: ClusterConfig, num_threads: int) -> dict[str, str]:
     """Thread counts must be set before numeric libraries load: they read them once."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(num_threads))
     others = {
@@ -261,7 +323,7 @@ def process_environment(config: ClusterConfig, num_threads: int) -> Mapping[str,
         "GOMP_SPINCOUNT": "20000",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return MappingProxyType(threads | others | kernel_environment(config))
+    return threads | others | kernel_environment(config)
 
 
 def kernel_environment(config: ClusterConfig) -> dict[str, str]:

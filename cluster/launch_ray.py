@@ -46,14 +46,17 @@ class RaySession:
 
     def __init__(self, *, is_private: bool) -> None:
         self.is_private = is_private
-        self.num_cpus = float(ray.cluster_resources().get("CPU", 0.0))
+        resources = ray.cluster_resources()
+        self.num_cpus = float(resources.get("CPU", 0.0))
+        self.num_gpus = int(resources.get("GPU", 0.0))
         context = ray.get_runtime_context()
         self._node_id = context.get_node_id()
         self.host: str = ray.util.get_node_ip_address()
 
     @classmethod
-    def start_private(cls, session_dir: Path, specs: Sequence[RoleSpec]) -> RaySession:
-        """Start Ray on this machine with room for `specs`, whatever the machine has.
+    def start_private(cls, session_dir: Path, specs: Sequence[RoleSpec], num_gpus: int | None) -> RaySession:
+        """Start Ray on this machine with room for `specs`, whatever the machine has; `num_gpus` None: Ray
+        looks for itself. A worker that asks for a GPU, or a part of one, sees that one alone: Ray's doing.
 
         Raises:
             ConfigError: Ray does not start.
@@ -62,6 +65,7 @@ class RaySession:
             ray.init(
                 address="local",
                 num_cpus=max(1, math.ceil(sum(spec.num_cpus for spec in specs))),
+                num_gpus=num_gpus,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,

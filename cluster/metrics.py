@@ -74,7 +74,8 @@ class RequestRecord:
 
 
 class Metrics:
-    """All series of one router; safe to call from its event loop only."""
+    """All series of one router; safe to call from its event loop only. `render` takes milliseconds: it may
+    run on a thread, while requests are observed, but no workers are."""
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import cluster
+from cluster.allowed_origins import parse_origins
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.redis_server import PACKAGE, needs_own_redis
@@ -89,6 +90,15 @@ def check_key_limits(config: ClusterConfig) -> None:
             raise ConfigError(
                 f"`{flag}` limits API keys, and there are none: name their file with --api-keys-file"
             )
+
+
+def check_allowed_origins(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: one of the allowed origins is none.
+    """
+    if config.allowed_origins is not None:
+        parse_origins(config.allowed_origins)
 
 
 def check_api_keys(config: ClusterConfig) -> None:

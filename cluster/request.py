@@ -24,6 +24,8 @@ class RequestState(Enum):
     DONE = auto()
     ABORTED = auto()  # ended without an answer: the client left, or it failed
 
+    __hash__ = object.__hash__  # an enum's own is Python; `TRANSITIONS` is asked at every move
+
 
 _S = RequestState
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {

@@ -12,7 +12,7 @@ MiB: Final = 1 << 20
 
 OverloadStatus = Literal[429, 503, 529]
 RequestTemplates = Literal["refuse", "trust"]
-ToolFormatName = Literal["auto", "hermes", "json"]
+ToolFormatName = Literal["auto", "hermes", "json", "mistral"]
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 
@@ -51,6 +51,13 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_keys_file: Annotated[
         str | None,
         Meta(description="file with a line `sha256:…` per API key (default: no key is asked for)"),
+    ] = None
+    allowed_origins: Annotated[
+        str | None,
+        Meta(
+            description="web pages that browsers may let use the API, as https://HOST[:PORT], separated by "
+            "commas; *: any (default: the router's own page alone)"
+        ),
     ] = None
     key_requests_per_min: Annotated[
         AtLeastOne | None,

@@ -25,6 +25,8 @@ from cluster.cluster_token import exposure, resolve_cluster_token
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.config_sources import resolve_config, setting_infos
 from cluster.errors import BatonError, ConfigError, ModelError
+from cluster.gpu_placement import VISIBLE, own_device
+from cluster.gpus import find_gpus
 from cluster.launch_plan import ENTRIES, process_environment
 from cluster.launch_prepare import start_preparation
 from cluster.role_by_hand import ROUTER, ROUTER_ADDRESS, SETTINGS, ByHand, config_by_hand
@@ -42,8 +44,9 @@ A cluster by hand, one terminal each, with one secret for all:
   python -m prefill_worker --cluster-token-file token --model demo --threads-per-worker 1
   python -m decode_worker  --cluster-token-file token --model demo --threads-per-worker 1
 The order does not matter. Across machines the router gets --listen tcp:0.0.0.0:8500 and every worker
---router tcp:ROUTER_HOST:8500. Every setting may also be BATON_SETTING in the environment (the secret:
-BATON_CLUSTER_TOKEN) or a key of the --config file. SIGTERM or Ctrl-C drains the process, again ends it.
+--router tcp:ROUTER_HOST:8500. On a host with several GPUs each worker gets a --device cuda:K. Every setting
+may also be BATON_SETTING in the environment (the secret: BATON_CLUSTER_TOKEN) or a key of the --config file.
+SIGTERM or Ctrl-C drains the process, again ends it.
 """
 
 
@@ -112,6 +115,11 @@ def _parser(entry: str, role: str | None) -> argparse.ArgumentParser:
             help="number of this start, above those of earlier starts under this name (default: the seconds "
             "since 1970)",
         )
+        place.add_argument(
+            "--device",
+            metavar="cuda:K",
+            help="the GPU that it computes on, the only one that it sees (default: the first visible one)",
+        )
     if role == Role.DECODE.value:
         place.add_argument(
             "--kv-address",
@@ -159,10 +167,13 @@ def _by_hand(role: str, options: argparse.Namespace) -> RouterConfig | WorkerCon
         print(warning, file=sys.stderr)
     if isinstance(own, WorkerConfig):
         os.environ.update(process_environment(config, own.num_threads))
+        if options.device is not None:  # read once, when the process first asks for a GPU
+            os.environ[VISIBLE] = own_device(options.device, config.backend, find_gpus(), os.environ)
         return own
     os.environ.update(process_environment(config, 1))
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
+    preflight.check_allowed_origins(config)
     preflight.check_redis(msgspec.structs.replace(config, routers=1))
     preflight.check_port(config.host, config.port)
     return msgspec.structs.replace(own, model_dir=_prepared(config))

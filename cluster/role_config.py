@@ -109,6 +109,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     max_chunk_tokens: int = 512  # prompt tokens per step, at most
     kv_bytes: int | None = None  # None: by role on a CPU, by `gpu_memory_share` on a GPU
     gpu_memory_share: float = 0.9  # of what weights and steps leave free
+    gpu_sharers: int = 1  # workers that have its GPU's memory in equal parts; what is free is of such a part
     kv_edge: WorkerEdgeKind = "shm"
     max_kv_edges: int = 16
     step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted

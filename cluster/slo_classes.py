@@ -139,8 +139,10 @@ def classify(
             wait_s = min(wait_s, prompt.deadline_s - now)
             dropped.append((index, victim))
         slack_s.append(prompt.deadline_s - now - wait_s)
-    kept.sort(key=lambda entry: entry[1])
-    dropped.sort(key=lambda entry: entry[0])
+    if len(kept) > 1:
+        kept.sort(key=lambda entry: entry[1])
+    if len(dropped) > 1:
+        dropped.sort(key=lambda entry: entry[0])
     return Classes(
         [entry[4] for entry in kept],
         [prompt for _, prompt in dropped],

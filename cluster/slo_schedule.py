@@ -132,6 +132,8 @@ class SloScheduler(Generic[P]):
     @property
     def late_s(self) -> float:
         """Prefill of the prompts that are late, of the batch class, or were demoted by the last plan."""
+        if not (self._late or self._batch or self._demoted):
+            return 0.0
         prompts = chain(self._late, self._batch, self._demoted)
         return sum(prefill_s(self.model, one.num_tokens, one.num_computed) for one in prompts)
 
@@ -220,17 +222,17 @@ class SloScheduler(Generic[P]):
                     break
         if oldest is None or step.has(oldest):
             self._aged_at = now
-        self.planned_late_s = None if oldest is None else self._late_s(step.chunks, on_time)
-        return StepPlan(step.chunks, step.num_yielding)
+        chunks = step.chunks
+        self.planned_late_s = None if oldest is None else self._late_s(chunks, on_time)
+        return StepPlan(chunks, step.num_yielding)
 
     def _not_on_time(self) -> Iterable[P]:
         return chain(self._late, self._demoted, self._batch)
 
     def _oldest(self) -> P | None:
         """Of those that are not on time."""
-        past = [queue[0] for queue in (self._late, self._batch) if queue]
-        if past:
-            return min(past, key=_deadline)
+        if self._late or self._batch:
+            return min([queue[0] for queue in (self._late, self._batch) if queue], key=_deadline)
         return self._demoted[0] if self._demoted else None
 
     def _lend(self, step: StepFilling[P], prompts: Iterable[P], share: float, reserve: int) -> None:
@@ -261,14 +263,15 @@ class SloScheduler(Generic[P]):
         )
 
     def _expire(self, now: float) -> None:
+        if not self._waiting or self._waiting[0].deadline_s > now:
+            self.newly_late = []
+            return
         count = 0
         for prompt in self._waiting:
             if prompt.deadline_s > now:
                 break
             count += 1
         self.newly_late = self._waiting[:count]
-        if not count:
-            return
         self._late.extend(self.newly_late)
         del self._waiting[:count]
 

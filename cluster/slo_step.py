@@ -92,28 +92,29 @@ class StepFilling(Generic[P]):
         return self.has(prompt)
 
     def _take(self, prompt: P, budget_s: float, least: int = 0) -> bool:
-        _, taken = self._taken.get(id(prompt), (prompt, 0))
+        known = self._taken.get(id(prompt))
+        taken = 0 if known is None else known[1]
         new_tokens = 0 if taken else prompt.new_kv_tokens
         if new_tokens and new_tokens > self.room:
             return True  # others may be smaller
-        count = self._count(prompt, taken, budget_s, least)
+        start, num_tokens = prompt.num_computed + taken, prompt.num_tokens
+        count = self._count(start, num_tokens, budget_s, least)
         if count <= 0:
-            return prompt.num_tokens - prompt.num_computed == taken
+            return start == num_tokens
         if new_tokens and self._begin is not None:
             self._begin(prompt)
-            count = self._count(prompt, 0, budget_s, 1)
-        start = prompt.num_computed + taken
+            start = prompt.num_computed
+            count = self._count(start, num_tokens, budget_s, 1)
         self._taken[id(prompt)] = (prompt, taken + count)
         self.room -= new_tokens
         self._left -= count
         self._tokens += count
         self._attention += chunk_attention(start, count)
-        if start + count == prompt.num_tokens and self._now < prompt.deadline_s < self._now + self._budget_s:
+        if start + count == num_tokens and self._now < prompt.deadline_s < self._now + self._budget_s:
             # its first token comes when the step ends: not later than it is due, if that can be
             self._budget_s = max(prompt.deadline_s - self._now, self._model.step_s(self._work))
         return True
 
-    def _count(self, prompt: P, taken: int, budget_s: float, least: int) -> int:
-        start = prompt.num_computed + taken
-        limit = min(prompt.num_tokens - start, self._left)
+    def _count(self, start: int, num_tokens: int, budget_s: float, least: int) -> int:
+        limit = min(num_tokens - start, self._left)
         return min(limit, max(least, self._model.most_chunk_tokens(self._work, start, limit, budget_s)))

@@ -65,16 +65,19 @@ class StepModelFit:
         trust = np.ones(steps.shape[1])
         trust[num_steps:] = _ANCHOR_WEIGHT
         model = start or _scaled(self._base, scale)
-        problem = _Relative(steps)
+        problem, seconds = _Relative(steps), steps[3]
         predicted = _predict(model, steps)
         for _ in range(num_rounds):
-            errors = predicted / steps[3]
+            errors = predicted / seconds
             errors -= 1
-            weights = trust / np.maximum(np.abs(errors), _SMALLEST_ERROR)
+            np.abs(errors, out=errors)
+            np.maximum(errors, _SMALLEST_ERROR, out=errors)
+            weights = np.divide(trust, errors, out=errors)
             ridge = model.ridge_tokens if model.per_token_s > 0 else self._base.ridge_tokens
             model = problem.solve(ridge, weights)
             before, predicted = predicted, _predict(model, steps)
-            if max(np.abs(predicted / before - 1).tolist()) < _SETTLED:
+            change = np.divide(predicted, before, out=before)
+            if change.item(change.argmax()) - 1 < _SETTLED and 1 - change.item(change.argmin()) < _SETTLED:
                 break
         return model
 
@@ -93,10 +96,10 @@ def median(values: _Array) -> float:
 
 def quantile(values: _Array, share: float) -> float:
     """As numpy's linear one; see `median`."""
-    ordered = sorted(values.tolist())
+    ordered = np.sort(values)
     at = (len(ordered) - 1) * share
     index = int(at)
-    low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
+    low, high = ordered.item(index), ordered.item(min(index + 1, len(ordered) - 1))
     rest = at - index
     return float(high - (high - low) * (1 - rest) if rest >= 0.5 else low + (high - low) * rest)
 
@@ -170,15 +173,16 @@ class _Relative:
         self._columns = np.empty((5, len(seconds)))
         self._columns[0] = self._each
         self._columns[3:] = steps[1:3] / seconds
+        self._weighted = np.empty_like(self._columns)
 
     def solve(self, ridge_tokens: float, weights: _Array) -> StepModel:
         columns = self._columns
         is_above = self._tokens > ridge_tokens
         np.multiply(self._each, ~is_above, out=columns[1])
         np.multiply(self._per_token, is_above, out=columns[2])
-        weighted = columns * weights
+        weighted = np.multiply(columns, weights, out=self._weighted)
         fixed_s, floor_s, per_token_s, per_context_s, per_attention_s = _non_negative(
-            weighted @ columns.T, weighted.sum(axis=1)
+            weighted @ columns.T, np.add.reduce(weighted, axis=1)
         )
         if 1 not in is_above.tobytes():  # the weights' reading alone: the ridge stays where it is
             per_token_s = floor_s / ridge_tokens
@@ -190,16 +194,20 @@ def _non_negative(gram: _Array, moment: _Array) -> list[float]:
     until none is."""
     size = np.sqrt(gram.diagonal())
     kept = [index for index, of_column in enumerate(size.tolist()) if of_column > 0]
-    size[size == 0] = 1.0  # of what no step has: left out
+    if len(kept) < len(size):
+        size[size == 0] = 1.0  # of what no step has: left out
     square = gram / (size[:, None] * size)
     square += _DAMPING
     target = moment / size
     result = [0.0] * len(size)
     while kept:
-        found = np.linalg.solve(square[kept][:, kept], target[kept])
+        if len(kept) == len(size):
+            found = np.linalg.solve(square, target)
+        else:
+            found = np.linalg.solve(square.take(kept, 0).take(kept, 1), target.take(kept))
         worst = int(found.argmin())
         if found.item(worst) >= 0:
-            for index, value in zip(kept, (found / size[kept]).tolist(), strict=True):
+            for index, value in zip(kept, (found / size.take(kept)).tolist(), strict=True):
                 result[index] = value
             break
         del kept[worst]

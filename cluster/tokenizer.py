@@ -50,7 +50,7 @@ _TEMPLATE_ERRORS = (
     RecursionError,
 )
 
-_LONG_TEXT = 2**12  # characters; a shorter text is encoded in about a millisecond
+_LONG_TEXT = 2**10  # characters; a shorter text is encoded in less than half a millisecond
 
 # llama.cpp's names of byte-level pre-tokenizers that isolate every digit before GPT-2's split.
 # transformers' GGUF conversion does not know them and would leave GPT-2's split alone.

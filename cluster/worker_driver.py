@@ -125,7 +125,8 @@ class WorkerDriver:
         """Serve until `stop`, then drain.
 
         Raises:
-            BatonError: a router refused this worker, none took it in `join_timeout_s`, or a step got stuck.
+            BatonError: a router refused this worker, none took it in `join_timeout_s`, a step got stuck,
+                or the device was lost.
         """
         self._edges = edges
         join_timer = None
@@ -172,6 +173,11 @@ class WorkerDriver:
         finally:
             self._in_handle = False
         self._after_event()
+
+    def device_lost(self, reason: str) -> None:
+        """An edge found that the device computes no more: this process ends, its launcher starts another."""
+        self._is_stuck = True
+        self._end(BatonError(f"the device is lost: {reason}"))
 
     # ---- actions -------------------------------------------------------------------------------
 

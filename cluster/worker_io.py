@@ -104,6 +104,14 @@ class PieceScattered(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class ScatterFailed(msgspec.Struct, frozen=True):
+    """D only: `Scatter` is over, and nobody knows what the blocks hold. Its edge goes down, too."""
+
+    peer: Peer
+    piece: Piece
+    reason: str
+
+
 class StepDone(msgspec.Struct, frozen=True):
     """`went_on`: the same rows are in flight again, each with the token it has got here. That step ends
     with a `StepDone` or `StepFailed` of its own."""
@@ -139,6 +147,7 @@ Event = (
     | ReceivePosted
     | PieceStaged
     | PieceScattered
+    | ScatterFailed
     | StepDone
     | StepFailed
     | Calibrated
@@ -165,10 +174,11 @@ class RunStep(msgspec.Struct, frozen=True):
 
 class OpenEdge(msgspec.Struct, frozen=True):
     """P only: dial this decode worker, unless a dial or an edge is up. Answered by `EdgeUp`/`EdgeDown`.
-    The same peer may be dialled again after `EdgeDown`."""
+    The same peer may be dialled again after `EdgeDown`. `warm`: no request needs it yet."""
 
     peer: Peer
     address: str
+    warm: bool = False
 
 
 class CloseEdge(msgspec.Struct, frozen=True):
@@ -196,7 +206,8 @@ class PostReceive(msgspec.Struct, frozen=True):
 
 
 class Scatter(msgspec.Struct, frozen=True):
-    """D only: answered by `PieceScattered`, always, even after `EdgeDown`: it is a local copy."""
+    """D only: answered by `PieceScattered` or `ScatterFailed`, always, even after `EdgeDown`: it is a local
+    copy."""
 
     peer: Peer
     staged: Staged

@@ -67,6 +67,7 @@ from cluster.worker_io import (
     ReceivePosted,
     RouterLost,
     RunStep,
+    ScatterFailed,
     StepDone,
     StepFailed,
     Tick,
@@ -189,6 +190,16 @@ class DecodeCore:
     def state(self) -> WorkerState:
         return WorkerState.READY if self._drain is None else WorkerState.DRAINING
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is here to be computed or to come, and more is welcome."""
+        return (
+            self._drain is None
+            and self._scheduler.num_sequences == 0
+            and self._leases.num_live == 0
+            and not self._scheduler.busy
+        )
+
     def quiet(self) -> bool:
         """Nothing is held, awaited or in flight."""
         return (
@@ -220,6 +231,8 @@ class DecodeCore:
                 return self._intake.staged(peer, staged)
             case PieceScattered(peer, piece, num_bytes):
                 return self._intake.scattered(peer, piece, num_bytes, now)
+            case ScatterFailed(peer, piece, reason):
+                return self._intake.scatter_failed(peer, piece, reason)
             case EdgeUp(peer, in_place):
                 return self._intake.edge_up(peer, in_place)
             case EdgeDown(peer):

@@ -138,6 +138,18 @@ class Intake:
         self._leases.settle(lease)
         return self._start_if_complete(lease, now)
 
+    def scatter_failed(self, peer: Peer, piece: Piece, reason: str) -> list[Action]:
+        """The blocks hold anything, and nothing writes into them any more."""
+        lease, receive = self._receive(peer, piece, ReceiveState.SCATTERING)
+        if lease is None or receive is None:
+            return self._stale()
+        del lease.receives[piece.index]
+        lease.mark(piece, Block.MISSING)
+        if lease.live:
+            return self._leases.fail(lease, "kv_lost", f"KV that had arrived was lost: {reason}")
+        self._leases.settle(lease)
+        return []
+
     # ---- steps of a lease
 
     def _open(self, peer: Peer, message: KvOpen, now: float) -> list[Action]:

@@ -35,6 +35,8 @@ class LeaseState(Enum):
     ENDING = auto()
     ENDED = auto()
 
+    __hash__ = object.__hash__  # an enum's own is Python; `TRANSITIONS` is asked at every move
+
 
 _S = LeaseState
 TRANSITIONS: dict[LeaseState, frozenset[LeaseState]] = {

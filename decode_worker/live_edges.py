@@ -1,12 +1,13 @@
 """D's live KV side: it listens; prefill workers dial in, one stream and one receiver per peer.
 
 1. `EdgeHello`: for this epoch, same model bits, fitting layout, same edge kind, or `Refused` with the reason.
-   Then the receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears `EdgeUp`.
+   Then the receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears `EdgeUp`. One that no
+   request needs yet is refused while this worker is busy: setting it up would hold up what is here.
 2. Messages become `FromPeer`. `PostReceive`, `Scatter` and `Discard` go to the receiver; what they
    lead to comes back as `ReceivePosted`, `PieceStaged`, `PieceScattered`.
-3. The stream or the receiver breaks: `EdgeDown`, once. For an in-place edge the peer may still write, so
-   its process is watched and `WriterGone` follows when it is dead, or when the same process dials again
-   (it closes its old sender before it does, see `prefill_worker.live_edges`).
+3. The stream or the receiver breaks, even before it is ready: `EdgeDown`, once. For an in-place edge the peer
+   may still write, so its process is watched and `WriterGone` follows when it is dead, or when the same
+   process dials again (it closes its old sender before it does, see `prefill_worker.live_edges`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.errors import EdgeError, ProtocolError, WireError
+from cluster.errors import EdgeDeviceLost, EdgeError, ProtocolError, WireError
 from cluster.kv.edge import KVReceiver
 from cluster.kv.process_watch import process_exit
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome, PrefillToDecode
@@ -36,6 +37,7 @@ from cluster.worker_io import (
     PostReceive,
     ReceivePosted,
     Scatter,
+    ScatterFailed,
     ToPeer,
     WriterGone,
 )
@@ -71,8 +73,12 @@ class DecodeEdges:
         make_receiver: MakeReceiver,
         token: bytes,
         dispatch: Callable[[Event], None],
+        is_busy: Callable[[], bool] = lambda: False,
+        on_device_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`me`: this worker and its epoch; `check_hello` returns why a peer is refused, or None."""
+        self._on_device_lost = on_device_lost
+        self._is_busy = is_busy
         self._me = me
         self._make_welcome = make_welcome
         self._check_hello = check_hello
@@ -139,6 +145,9 @@ class DecodeEdges:
             logger.warning("refused a KV edge from `%s`: %s", hello.worker, reason)
             await stream.send(Refused(reason=reason))
             return
+        if hello.warm and self._is_busy():
+            await stream.send(Refused(reason="it is busy, and no request needs this edge yet"))
+            return
         await self._end_older(peer)
         try:
             receiver = self._make_receiver(hello)
@@ -151,19 +160,26 @@ class DecodeEdges:
         reason = "closed by the prefill worker"
         try:
             stream.post(self._make_welcome(receiver))
-            await receiver.ready()
-            self._dispatch(EdgeUp(peer, in_place=receiver.in_place))
-            await self._serve(peer, edge)
+            first = asyncio.ensure_future(anext(aiter(stream), None))
+            try:
+                await _ready(edge, first)
+                self._dispatch(EdgeUp(peer, in_place=receiver.in_place))
+                await self._serve(peer, edge, first)
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
         except (EdgeError, WireError, OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             logger.warning("KV edge from `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
         finally:
             await self._end(peer, edge, hello.pid, reason)
 
-    async def _serve(self, peer: Peer, edge: _Edge) -> None:
+    async def _serve(self, peer: Peer, edge: _Edge, first: asyncio.Future[PrefillToDecode | None]) -> None:
         async def read() -> None:
-            async for message in edge.stream:
+            message = await first
+            while message is not None:
                 self._dispatch(FromPeer(peer, message))
+                message = await anext(aiter(edge.stream), None)
 
         reader = asyncio.create_task(read())
         try:
@@ -195,11 +211,12 @@ class DecodeEdges:
 
     # ---- operations of the receiver ------------------------------------------------------------
 
-    @staticmethod
-    async def _guard(edge: _Edge, operation: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, edge: _Edge, operation: Coroutine[Any, Any, None]) -> None:
         try:
             await operation
         except EdgeError as error:
+            if isinstance(error, EdgeDeviceLost):
+                self._on_device_lost(str(error))
             if not edge.broken.done():
                 edge.broken.set_exception(error)
 
@@ -209,7 +226,11 @@ class DecodeEdges:
         self._dispatch(PieceStaged(action.peer, await edge.receiver.wait(action.piece)))
 
     async def _scatter(self, edge: _Edge, action: Scatter) -> None:
-        await edge.receiver.scatter(action.staged, action.target_blocks)
+        try:
+            await edge.receiver.scatter(action.staged, action.target_blocks)
+        except EdgeError as error:
+            self._dispatch(ScatterFailed(action.peer, action.staged.piece, str(error)))
+            raise
         self._dispatch(PieceScattered(action.peer, action.staged.piece, action.staged.num_bytes))
 
     # ---- writers that may outlive their stream -------------------------------------------------
@@ -232,6 +253,29 @@ class DecodeEdges:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             self._dispatch(WriterGone(peer))
+
+
+async def _ready(edge: _Edge, first: asyncio.Future[PrefillToDecode | None]) -> None:
+    """Until the receiver is ready. `first`: the peer's next message, which may come before; None: it left.
+
+    Raises:
+        EdgeError: it will not be.
+        WireError: the stream broke.
+    """
+    ready = asyncio.ensure_future(edge.receiver.ready())
+    try:
+        either: set[asyncio.Future[Any]] = {ready, first, edge.broken}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not (ready.done() or edge.broken.done()) and first.result() is not None:
+            await asyncio.wait({ready, edge.broken}, return_when=asyncio.FIRST_COMPLETED)
+        if edge.broken.done():
+            edge.broken.result()
+        if not ready.done():
+            raise EdgeError("the prefill worker left before the edge was up")
+        ready.result()
+    finally:
+        ready.cancel()
+        await asyncio.gather(ready, return_exceptions=True)
 
 
 def _track(tasks: set[asyncio.Task[None]], operation: Coroutine[Any, Any, None]) -> None:

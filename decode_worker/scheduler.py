@@ -147,10 +147,16 @@ class DecodeScheduler:
         assert not self._step
         if not self._all:
             return None
-        self._resume(now)
-        decoding = [sequence for sequence in tuple(self._decoding) if self._has_room(sequence)]
+        if self._preempted:
+            self._resume(now)
+        size = self._blocks.block_size
+        decoding = [
+            sequence
+            for sequence in tuple(self._decoding)
+            if len(sequence.token_ids) <= len(sequence.block_ids) * size or self._has_room(sequence)
+        ]
         chunks: list[tuple[WaitingPrompt, int]] = []
-        if self._prefilling or any(sequence.pace.yields for sequence in decoding):
+        if self._prefilling or any([sequence.pace.yields for sequence in decoding]):
             pacer = self.pacer
             batch = decode_batch(decoding, now, pacer.model, pacer.settings, self.lives.mean_s)
             planned = pacer.prompts.plan(now, batch, room=0)
@@ -160,17 +166,18 @@ class DecodeScheduler:
                 decoding = [sequence for sequence in decoding if sequence.key not in resting]
         self._num_decode_rows = len(decoding)
         self._step = [(sequence, 1) for sequence in decoding]
-        attention = 0.0
+        attention, total = 0.0, len(decoding)
         for prompt, num_tokens in chunks:
             sequence = prompt.sequence
             if sequence.started_s is None:
                 sequence.started_s = now
             attention += chunk_attention(sequence.num_computed, num_tokens)
+            total += num_tokens
             self._step.append((sequence, num_tokens))
         if not self._step:
             return None
-        context = sum(len(sequence.token_ids) for sequence in decoding)
-        self.pacer.begin(StepWork(self.num_step_tokens, context, attention), now)
+        context = sum([len(sequence.token_ids) for sequence in decoding])
+        self.pacer.begin(StepWork(total, context, attention), now)
         rows: list[Row] = [sequence.row(num_tokens) for sequence, num_tokens in self._step]
         return StepPlan(tuple(rows))
 

@@ -12,6 +12,7 @@ from cluster.engine.worker_engine import open_engine
 from cluster.errors import ConfigError, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
+from cluster.kv.edge_fallback import accepted
 from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edges import check_kind, check_memory, edge_kind, make_receiver
 from cluster.kv.layout import single_edge
@@ -42,6 +43,7 @@ async def run(
     fingerprint = engine.fingerprint
     geometry = engine.layout.to_geometry()
     pool = engine.make_pool(shared=kind.in_ds_pool)
+    mover = await asyncio.to_thread(engine.make_mover, pool.whole) if kind.on_gpu else None
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
     core = DecodeCore(
         DecodeConfig(
@@ -65,6 +67,8 @@ async def run(
         join_timeout_s=config.join_timeout_s,
     )
 
+    kinds = [one.value for one in accepted(kind)]
+
     def check_hello(hello: EdgeHello) -> str | None:
         if hello.geometry.dtype != geometry.dtype:
             return (
@@ -73,7 +77,7 @@ async def run(
             )
         if hello.fingerprint != fingerprint:
             return "it runs another model, dtype, backend or instruction set: bits would differ"
-        if hello.kind != config.kv_edge:
+        if hello.kind not in kinds:
             return f"it speaks the KV edge `{hello.kind}`, this worker `{config.kv_edge}`"
         try:
             single_edge(hello.geometry, geometry)
@@ -95,7 +99,10 @@ async def run(
 
     def receiver_for(hello: EdgeHello) -> KVReceiver:
         name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
-        return make_receiver(kind, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit)
+        spoken = edge_kind(hello.kind)
+        return make_receiver(
+            spoken, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit, mover=mover
+        )
 
     edges = DecodeEdges(
         make_welcome=make_welcome,
@@ -104,6 +111,8 @@ async def run(
         make_receiver=receiver_for,
         token=config.token,
         dispatch=driver.dispatch,
+        is_busy=lambda: not core.idle,
+        on_device_lost=driver.device_lost,
     )
     try:
         await driver.loaded()

@@ -115,16 +115,15 @@ class AttemptTable:
 
     def begin_pieces(self, max_in_flight: int, now: float) -> list[Action]:
         """Begin pieces on every edge that has fewer than `max_in_flight` under way."""
-        handoffs = [attempt.handoff for attempt in self._attempts.values()]
-        streaming = [handoff for handoff in handoffs if handoff.state is HandoffState.STREAMING]
-        if not streaming:
+        waiting = [attempt.handoff for attempt in self._attempts.values() if attempt.handoff.has_piece()]
+        if not waiting:
             return []
         actions: list[Action] = []
         in_flight: dict[Peer, int] = {}
-        for handoff in handoffs:
-            if handoff.state in (HandoffState.STREAMING, HandoffState.CLOSING):  # else nothing is under way
-                in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + handoff.num_in_flight
-        for handoff in streaming:
+        for attempt in self._attempts.values():
+            handoff = attempt.handoff
+            in_flight[handoff.peer] = in_flight.get(handoff.peer, 0) + handoff.num_in_flight
+        for handoff in waiting:
             under_way = in_flight[handoff.peer]
             while under_way < max_in_flight and (begun := handoff.next_piece(now)):
                 under_way = in_flight[handoff.peer] = under_way + 1

@@ -3,7 +3,7 @@
 Life of an attempt here:
 
 1. `Prefill` → queued in the scheduler; the edge to its decode worker is dialled unless it is up, and the
-   hand-off opens the attempt there as soon as it is.
+   hand-off opens the attempt there as soon as it is. While nothing is here, edges are dialled beforehand.
 2. Steps compute the prompt in chunks; after each, the hand-off gets pieces of the finished blocks under way.
 3. Token 0 goes to the router the moment it is sampled. If it ends the request there is nothing to commit.
 4. The hand-off commits; D's `KvCommitted` ends the attempt. Its full blocks stay as prefix cache.
@@ -15,6 +15,7 @@ Life of an attempt here:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -22,7 +23,7 @@ from cluster.clock import soonest
 from cluster.engine.fence import AttemptFence
 from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
-from cluster.ids import RouterId
+from cluster.ids import RouterId, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import TokenOutput
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
@@ -33,6 +34,7 @@ from cluster.wire.messages import (
     Drained,
     Finish,
     FirstToken,
+    Partners,
     Prefill,
     RouterToWorker,
     Welcome,
@@ -60,17 +62,23 @@ from prefill_worker.attempts import AttemptTable, PrefillAttempt, Refusal, admit
 from prefill_worker.handoff import Handoff, HandoffConfig
 from prefill_worker.scheduler import PrefillScheduler, PrefillSchedulerConfig
 from prefill_worker.transfers import Transfers
+from prefill_worker.warming import Warming
+
+_NOBODY: Final = WorkerId("")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
     """`block_bytes`: KV of one block over all layers and heads of this rank. `max_step_tokens`, and `targets`
-    of requests that bring none: see `prefill_worker.scheduler`."""
+    of requests that bring none: see `prefill_worker.scheduler`. `worker`: this one's name, for
+    `prefill_worker.warming`."""
 
     block_bytes: int
     max_step_tokens: int = 512
     max_piece_bytes: int = 8 * 1024 * 1024
     max_pieces_in_flight: int = 4  # per edge
+    worker: WorkerId = _NOBODY
+    warm_edges: int = 0  # made before requests need them, at most
     peer_timeout_s: float = 10.0
     targets: Targets = DEFAULT_TARGETS
 
@@ -103,7 +111,8 @@ class PrefillCore:
             blocks.block_size, config.block_bytes, config.max_piece_bytes, config.peer_timeout_s
         )
         self._attempts = AttemptTable(blocks, self._scheduler)
-        self._transfers = Transfers(self._attempts)
+        self._warming = Warming(config.worker, config.warm_edges)
+        self._transfers = Transfers(self._attempts, self._warming)
         self._fence = AttemptFence()
         self._routers: set[RouterId] = set()
         self._num_accepted = 0
@@ -115,16 +124,30 @@ class PrefillCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; the returned actions are to be carried out in order."""
         actions = self._apply(event, now)
-        actions += self._run(now)
+        if not self._scheduler.busy:
+            plan = self._scheduler.plan(now)
+            if plan is not None:
+                actions.append(RunStep(plan))
         actions += self._attempts.begin_pieces(self._config.max_pieces_in_flight, now)
-        actions += self._announce_drained()
+        if self._drain is not None:
+            actions += self._announce_drained(self._drain)
+        if self._is_idle:
+            actions += self._transfers.warm_up(now)
         self._transfers.note_sent(actions)
         return actions
 
     def next_deadline(self) -> float | None:
+        due = self._work_due()
+        return soonest(due, self._transfers.next_warm_up()) if self._is_idle else due
+
+    def _work_due(self) -> float | None:
         drain = self._drain
         is_draining = drain is not None and not drain.expired and self._attempts
         return soonest(self._transfers.next_deadline(), drain.deadline if drain and is_draining else None)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._attempts and not self._scheduler.busy and self._drain is None
 
     def may_go_on(self) -> bool:
         """No row is in two steps without a decision between."""
@@ -156,7 +179,7 @@ class PrefillCore:
             not self._attempts
             and not self._scheduler.busy
             and self._blocks.counts().used == 0
-            and self.next_deadline() is None
+            and self._work_due() is None
         )
 
     # ---- events
@@ -190,6 +213,7 @@ class PrefillCore:
                 return self._transfers.edge_down(peer, reason, now)
             case RouterLost(router):
                 self._routers.discard(router)
+                self._warming.router_lost(router)
                 lost = [a for a in self._attempts if a.sequence.router == router]
                 return [action for a in lost for action in self._attempts.end(a, "the router is gone", now)]
             case Calibrated(model):
@@ -215,6 +239,9 @@ class PrefillCore:
                     self._drain = _Drain(now + grace_s)
                 return []
             case Welcome():
+                return []
+            case Partners():
+                self._warming.told(router, message)
                 return []
             case _:
                 return self._stale()
@@ -288,18 +315,10 @@ class PrefillCore:
                 actions += self._attempts.fail(attempt, "draining", "this prefill worker is leaving", now)
         return actions + self._transfers.tick(now)
 
-    # ---- what follows every event
-
-    def _run(self, now: float) -> list[Action]:
-        if self._scheduler.busy:
+    def _announce_drained(self, drain: _Drain) -> list[Action]:
+        if drain.announced or self._attempts:
             return []
-        plan = self._scheduler.plan(now)
-        return [] if plan is None else [RunStep(plan)]
-
-    def _announce_drained(self) -> list[Action]:
-        if self._drain is None or self._drain.announced or self._attempts:
-            return []
-        self._drain.announced = True
+        drain.announced = True
         return [ToRouter(router, Drained()) for router in sorted(self._routers)]
 
     def _stale(self) -> list[Action]:

@@ -6,6 +6,8 @@
    without new work, so that D can ask (`KvAbort`) and be told (`KvClosed`). Delays double from
    `REDIAL_DELAY_S`, at most `MAX_REDIALS` times: a decode worker that cannot be reached for so long is dead,
    and its successor is another peer.
+3. An edge that no request needs yet may be dialled *warm* (`prefill_worker.warming`). Attempts that come
+   meanwhile wait for it; if it does not come up it is dialled again, for them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class _Edge:
     in_place: bool = False
     owes_closed: bool = False  # D may hold blocks until it hears from us
     has_told_closed: bool = False  # over this connection; D does not answer it
+    is_warm: bool = False  # being dialled for nobody yet
     num_redials: int = 0
     redial_s: float = 0.0
 
@@ -46,6 +49,28 @@ class EdgeBook:
         """Whether the edge works in place; None if it is not up."""
         edge = self._edges.get(peer)
         return edge.in_place if edge is not None and edge.state is _State.UP else None
+
+    def has(self, peer: Peer) -> bool:
+        """Whether it is up, being dialled or waiting for that."""
+        return peer in self._edges
+
+    @property
+    def is_warming(self) -> bool:
+        return any(edge.is_warm for edge in self._edges.values())
+
+    def warm(self, peer: Peer, address: str) -> list[Action]:
+        """Dial one that is not there, for nobody yet."""
+        assert peer not in self._edges
+        self._edges[peer] = _Edge(address, is_warm=True)
+        return [OpenEdge(peer, address, warm=True)]
+
+    def dial_for_waiting(self, peer: Peer) -> list[Action]:
+        """A warm dial has failed, and attempts wait for it: dial for them. Empty: it was none."""
+        edge = self._edges.get(peer)
+        if edge is None or not edge.is_warm:
+            return []
+        edge.is_warm = False
+        return [OpenEdge(peer, edge.address)]
 
     def dial(self, peer: Peer, address: str) -> list[Action]:
         """Make sure that a dial is under way; the edge is not up."""
@@ -62,6 +87,7 @@ class EdgeBook:
         edge = self._edges.get(peer)
         assert edge is not None, "an edge came up that was not dialled"
         edge.state = _State.UP
+        edge.is_warm = False
         edge.in_place = in_place
         edge.owes_closed = edge.has_told_closed = False
         edge.num_redials = 0

@@ -56,6 +56,8 @@ class HandoffState(Enum):
     CLOSING = auto()
     CLOSED = auto()
 
+    __hash__ = object.__hash__  # an enum's own is Python; `TRANSITIONS` is asked at every move
+
 
 _S = HandoffState
 TRANSITIONS: dict[HandoffState, frozenset[HandoffState]] = {
@@ -136,15 +138,24 @@ class Handoff:
         """D granted exactly the blocks that the prompt takes."""
         return len(self._target_blocks) == self._num_blocks
 
+    def has_piece(self) -> bool:
+        """Blocks are finished that are in no piece yet, and may go."""
+        return self.state is HandoffState.STREAMING and self._next_block < self._num_finished()
+
+    def _num_finished(self) -> int:
+        """Blocks whose KV is computed; the last one, which may be partial, with the prompt."""
+        sequence = self._sequence
+        if not sequence.block_ids:
+            return 0
+        num_computed = sequence.num_computed
+        is_complete = num_computed == len(sequence.token_ids)
+        return self._num_blocks if is_complete else num_computed // self._config.block_size
+
     def next_piece(self, now: float) -> list[Action]:
         """Begin one more piece, if blocks are finished that are in none yet. Empty if not."""
-        if self.state is not HandoffState.STREAMING or not self._sequence.block_ids:
+        if not self.has_piece():
             return []
-        complete = self._sequence.num_remaining == 0
-        finished = self._num_blocks if complete else self._sequence.num_computed // self._config.block_size
-        num_blocks = min(finished - self._next_block, self._config.max_piece_blocks)
-        if num_blocks <= 0:
-            return []
+        num_blocks = min(self._num_finished() - self._next_block, self._config.max_piece_blocks)
         piece = Piece(*self._sequence.key, PieceIndex(self._num_pieces), self._next_block, num_blocks)
         self._num_pieces += 1
         self._next_block += num_blocks

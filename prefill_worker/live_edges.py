@@ -1,6 +1,7 @@
 """P's live KV side: one stream and one sender per decode worker it ships to.
 
 1. `OpenEdge`: dial D's KV address, `EdgeHello`, `EdgeWelcome`; build the sender from its endpoint; `EdgeUp`.
+   If no edge of that kind can join the two, it is dialled again at once, and the hello names another kind.
 2. `ToPeer` posts a control message; `SendPiece` moves bytes, one send at a time per edge, then `PieceSent`.
 3. Whatever breaks (stream, sender, handshake) ends the edge once: the sender is closed first, so that
    nothing of it writes any more, then `EdgeDown`. A later `OpenEdge` builds a new one.
@@ -15,7 +16,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from cluster.errors import EdgeError, ProtocolError, WireError
+import msgspec
+
+from cluster.errors import EdgeDeviceLost, EdgeError, EdgeUnfit, ProtocolError, WireError
 from cluster.kv.edge import KVSender
 from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
 from cluster.wire.messages import Refused
@@ -39,6 +42,11 @@ logger = logging.getLogger(__name__)
 MakeSender = Callable[[EdgeWelcome], Awaitable[KVSender]]
 
 HANDSHAKE_TIMEOUT_S = 10.0
+_TOO_LATE = f"the edge did not come up within {HANDSHAKE_TIMEOUT_S:g} s"
+
+
+class _NotNow(EdgeError):
+    """An edge that nobody needs yet is refused: that says nothing of its kind."""
 
 
 @dataclass(slots=True)
@@ -47,6 +55,7 @@ class _Edge:
 
     sends: asyncio.Queue[SendPiece]
     broken: asyncio.Future[None]
+    is_warm: bool  # no request needs it yet
     task: asyncio.Task[None] | None = None
     stream: Stream[DecodeToPrefill] | None = None
 
@@ -61,7 +70,11 @@ class PrefillEdges:
         token: bytes,
         make_sender: MakeSender,
         dispatch: Callable[[Event], None],
+        judge: Callable[[Peer, EdgeError], EdgeError] = lambda _, error: error,
+        on_device_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """`judge` says what a failed handshake means: `EdgeUnfit` if it is to be tried again at once."""
+        self._judge, self._on_device_lost = judge, on_device_lost
         self._make_hello = make_hello
         self._token = token
         self._make_sender = make_sender
@@ -73,9 +86,9 @@ class PrefillEdges:
     def carry(self, action: Action) -> None:
         """Start what the core decided; the outcome comes back as an event, never synchronously."""
         match action:
-            case OpenEdge(peer, address):
+            case OpenEdge(peer, address, warm):
                 if peer not in self._edges and not self._closing:
-                    edge = _Edge(asyncio.Queue(), asyncio.get_running_loop().create_future())
+                    edge = _Edge(asyncio.Queue(), asyncio.get_running_loop().create_future(), warm)
                     self._edges[peer] = edge
                     edge.task = asyncio.create_task(self._live(peer, address, edge))
             case CloseEdge(peer, reason):
@@ -107,28 +120,51 @@ class PrefillEdges:
 
     async def _live(self, peer: Peer, address: str, edge: _Edge) -> None:
         """The edge from dialing to its end."""
-        reason = "closed by the decode worker"
-        try:
-            if peer in self._unstopped:
-                raise EdgeError("an older edge has not stopped writing: this worker has to be started again")
-            stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
+        reason: str | None = None
+        while reason is None:
             try:
-                sender = await self._shake_hands(peer, stream)
-                try:
-                    edge.stream = stream
-                    self._dispatch(EdgeUp(peer, in_place=sender.in_place))
-                    await self._serve(peer, stream, sender, edge)
-                finally:
-                    edge.stream = None
-                    await self._stop(peer, sender)
-            finally:
-                await stream.close()
-        except (EdgeError, WireError, OSError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
-            logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
+                await self._dial(peer, address, edge)
+                reason = "closed by the decode worker"
+            except EdgeUnfit as error:  # the next dial is another kind, and there are only so many
+                logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, error)
+            except (EdgeError, WireError, OSError, TimeoutError) as error:
+                reason = str(error) or type(error).__name__
+                level = logging.INFO if edge.is_warm else logging.WARNING
+                level = logging.DEBUG if isinstance(error, _NotNow) else level  # once a minute, for ever
+                logger.log(level, "KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
+                if isinstance(error, EdgeDeviceLost):
+                    self._on_device_lost(reason)
         del self._edges[peer]
         if not self._closing:
             self._dispatch(EdgeDown(peer, reason))
+
+    async def _dial(self, peer: Peer, address: str, edge: _Edge) -> None:
+        """The edge as one kind; returns when D closes it.
+
+        Raises:
+            EdgeUnfit: it cannot be of this kind; nothing was sent over it.
+            EdgeError, WireError, OSError, TimeoutError: it is lost.
+        """
+        if peer in self._unstopped:
+            raise EdgeError("an older edge has not stopped writing: this worker has to be started again")
+        stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
+        try:
+            try:
+                sender = await self._shake_hands(peer, stream, edge.is_warm)
+            except _NotNow:
+                raise
+            except (EdgeError, TimeoutError) as error:
+                told = error if isinstance(error, EdgeError) else EdgeError(_TOO_LATE)
+                raise self._judge(peer, told) from error
+            try:
+                edge.stream, edge.is_warm = stream, False
+                self._dispatch(EdgeUp(peer, in_place=sender.in_place))
+                await self._serve(peer, stream, sender, edge)
+            finally:
+                edge.stream = None
+                await self._stop(peer, sender)
+        finally:
+            await stream.close()
 
     async def _stop(self, peer: Peer, sender: KVSender) -> None:
         if sender.in_place:
@@ -136,12 +172,13 @@ class PrefillEdges:
         await sender.close()
         self._unstopped.discard(peer)
 
-    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill]) -> KVSender:
-        stream.post(self._make_hello(peer))
+    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill], is_warm: bool) -> KVSender:
+        stream.post(msgspec.structs.replace(self._make_hello(peer), warm=is_warm))
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             welcome = await anext(aiter(stream), None)
             if isinstance(welcome, Refused):
-                raise EdgeError(f"refused by the decode worker: {welcome.reason}")
+                refusal = _NotNow if is_warm else EdgeError
+                raise refusal(f"refused by the decode worker: {welcome.reason}")
             if not isinstance(welcome, EdgeWelcome):
                 raise ProtocolError(f"expected EdgeWelcome, got {type(welcome).__name__}")
             if (welcome.worker, welcome.epoch) != (peer.worker, peer.epoch):

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from cluster.clock import MonotonicClock
 from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import open_engine
+from cluster.ids import Epoch, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
+from cluster.kv.edge_fallback import KindBook, accepted
 from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edges import check_kind, check_memory, edge_kind, make_sender
 from cluster.role_config import WorkerConfig
@@ -36,12 +38,15 @@ async def run(
     check_memory(kind, engine.backend.device.type)
     geometry = engine.layout.to_geometry()
     pool = engine.make_pool(shared=False)
+    mover = await asyncio.to_thread(engine.make_mover, pool.whole) if kind.on_gpu else None
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)
     core = PrefillCore(
         PrefillConfig(
             block_bytes=engine.layout.bytes_per_block,
             max_step_tokens=config.max_chunk_tokens,
             targets=default_targets(config),
+            worker=config.worker,
+            warm_edges=config.max_kv_edges,
         ),
         blocks,
     )
@@ -58,6 +63,11 @@ async def run(
         join_timeout_s=config.join_timeout_s,
     )
 
+    kinds = KindBook(accepted(kind))
+
+    def edge_to(decode: WorkerId, epoch: Epoch) -> EdgeName:
+        return EdgeName(config.worker, config.epoch, decode, epoch)
+
     def hello_to(peer: Peer) -> EdgeHello:
         return EdgeHello(
             worker=config.worker,
@@ -66,18 +76,20 @@ async def run(
             decode_epoch=peer.epoch,
             pid=os.getpid(),
             fingerprint=engine.fingerprint,
-            kind=config.kv_edge,
+            kind=kinds.kind_of(edge_to(*peer)).value,
             geometry=geometry,
         )
 
     async def sender_for(welcome: EdgeWelcome) -> KVSender:
+        name = edge_to(welcome.worker, welcome.epoch)
         sender = make_sender(
-            kind,
+            kinds.kind_of(name),
             pool,
-            name=EdgeName(config.worker, config.epoch, welcome.worker, welcome.epoch),
+            name=name,
             peer=welcome.geometry,
             endpoint=welcome.endpoint,
             limit=limit,
+            mover=mover,
         )
         try:
             await sender.ready()
@@ -87,7 +99,12 @@ async def run(
         return sender
 
     edges = PrefillEdges(
-        make_hello=hello_to, token=config.token, make_sender=sender_for, dispatch=driver.dispatch
+        make_hello=hello_to,
+        token=config.token,
+        make_sender=sender_for,
+        dispatch=driver.dispatch,
+        judge=lambda peer, error: kinds.failed(edge_to(*peer), error),
+        on_device_lost=driver.device_lost,
     )
     register = Register(
         worker=config.worker,
@@ -99,6 +116,7 @@ async def run(
         max_model_len=engine.max_model_len,
         max_num_seqs=config.max_num_seqs,
         geometry=geometry,
+        warm_edges=config.max_kv_edges,
     )
     try:
         await driver.loaded()

@@ -1,6 +1,7 @@
 """What decode workers and the edges to them say to a prefill worker, applied to the attempts it concerns.
 
 1. `dial_for` makes sure that the edge of a new attempt is up or dialled; `edge_up` opens what waited for it.
+   `warm_up` dials one for nobody yet.
 2. `from_peer` leads each attempt's hand-off on: opened, ready for a piece, committed.
 3. `edge_down`, a refusal, D's `KvAbort` and a deadline that passed fail the attempts they concern. The
    router is told; D too, unless it said so itself or cannot be reached.
@@ -29,13 +30,15 @@ from cluster.worker_io import Action, Peer, ToPeer
 from prefill_worker.attempts import AttemptTable, PrefillAttempt
 from prefill_worker.edges import EdgeBook
 from prefill_worker.handoff import HandoffState
+from prefill_worker.warming import Warming
 
 
 class Transfers:
     """Joins the attempts and the edges."""
 
-    def __init__(self, attempts: AttemptTable) -> None:
+    def __init__(self, attempts: AttemptTable, warming: Warming) -> None:
         self._attempts = attempts
+        self._warming = warming
         self._edges = EdgeBook()
         self.num_stale = 0
         self.num_bytes = 0  # KV sent
@@ -48,6 +51,15 @@ class Transfers:
 
     def next_deadline(self) -> float | None:
         return soonest(self._attempts.next_deadline(), self._edges.next_redial())
+
+    def warm_up(self, now: float) -> list[Action]:
+        """Nobody needs this worker: dial the next edge that it should have, one at a time."""
+        found = None if self._edges.is_warming else self._warming.next_dial(now, self._edges.has)
+        return [] if found is None else self._edges.warm(*found)
+
+    def next_warm_up(self) -> float | None:
+        """When `warm_up` is to be tried again, if nothing happens before."""
+        return None if self._edges.is_warming else self._warming.next_try(self._edges.has)
 
     def dial_for(self, attempt: PrefillAttempt, address: str, now: float) -> list[Action]:
         """Open the new attempt at its decode worker, now or once the edge is up."""
@@ -68,9 +80,14 @@ class Transfers:
 
     def edge_down(self, peer: Peer, reason: str, now: float) -> list[Action]:
         on_edge = self._attempts.on_edge(peer)
+        if any(attempt.handoff.state is HandoffState.DIALING for attempt in on_edge):
+            actions = self._edges.dial_for_waiting(peer)
+            if actions:
+                return actions
+        self._warming.down(peer, now)
         left_open = any(attempt.handoff.may_write for attempt in on_edge)
         self._edges.down(peer, now, redial=left_open)
-        actions: list[Action] = []
+        actions = []
         for attempt in on_edge:
             attempt.handoff.edge_down()
             message = f"the KV edge to {peer.worker} broke: {reason}"

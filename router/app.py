@@ -2,7 +2,8 @@
 
 Routes: `/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/tokenize`, `/detokenize`; `/health` (the
 process and its event loop live), `/ready` (a request can be served), `/ping`, `/version`, `/metrics`,
-`/cluster`. Generation requests bypass FastAPI's request and response objects (`router.endpoint`).
+`/cluster`, `/openapi.json`. Generation requests bypass FastAPI's request and response objects
+(`router.endpoint`).
 
 Every response has an `x-request-id`: the client's own, if it sent one, else ours. Every error has the OpenAI
 shape, also those that FastAPI raises itself. The one owner of fastapi.
@@ -10,6 +11,7 @@ shape, also those that FastAPI raises itself. The one owner of fastapi.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import uuid
@@ -21,20 +23,35 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from cluster.allowed_origins import parse_origins
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import RequestError, ServingError
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.request_context import enter_request
 from cluster.tokenizer import Tokenizer
 from router.api_keys import KeyCheck, KeyRing
-from router.asgi import BodyTooLarge, ClientLeft, Message, Receive, Scope, Send, header
-from router.delivery import ClusterSnapshot, ClusterStatus, RequestIntake, WorkerStatus
+from router.asgi import (
+    BodyTooLarge,
+    ClientLeft,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    UnsupportedMediaType,
+    header,
+    send_bytes,
+)
+from router.bodies import Bodies
+from router.cluster_report import observe_cluster, worker_json
+from router.delivery import ClusterStatus, RequestIntake
 from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
 from router.gateway import REQUEST_ID, Gateway
 from router.generation import InFlight
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo
-from router.openai_errors import PublicError, error_body, error_headers, http_error
+from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.openapi import describe
+from router.origins import AllowedOrigins
 from router.page import PAGE_PATHS, PageSource, page_routes
 from router.page_feed import PageFeed
 from router.public_side import PrivateRoutes
@@ -48,10 +65,11 @@ _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ROUTES = frozenset(
     {
         *("/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
-        *("/health", "/ready", "/ping", "/version", "/metrics", "/cluster"),
+        *("/health", "/ready", "/ping", "/version", "/metrics", "/cluster", "/openapi.json"),
         *PAGE_PATHS,
     }
 )
+_GET = ["GET", "HEAD"]  # who watches a server often asks for the head alone
 _HTTP_MESSAGES = {404: "There is no such path here.", 405: "This path does not take this method."}
 
 
@@ -72,7 +90,7 @@ def create_app(
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains.
 
     Raises:
-        ConfigError: the file with API keys cannot be used.
+        ConfigError: the file with API keys cannot be used, or an allowed origin is none.
     """
     limits, clock = limits or GatewayLimits(), clock or MonotonicClock()
     name = limits.tool_format
@@ -88,6 +106,7 @@ def create_app(
         quotas=QuotaGate(clock, metrics, sharing),
         grammars=GrammarsAhead(tokenizer),
         tool_format=format_of(tokenizer.chat_template) if name == "auto" else FORMATS[name],
+        bodies=Bodies(limits.most_bodies * limits.max_body_bytes),
     )
     app = FastAPI(
         title="Baton",
@@ -99,6 +118,7 @@ def create_app(
     )
     app.state.in_flight = gateway.in_flight
     app.state.quotas = gateway.quotas
+    app.state.bodies = gateway.bodies
     page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
     app.router.routes.extend(page_routes(page))
     for path, endpoint in (
@@ -114,12 +134,15 @@ def create_app(
     if limits.api_keys_file is not None:
         keys = KeyRing(Path(limits.api_keys_file).expanduser(), clock, limits.key_limits)
         app.add_middleware(KeyCheck, keys=keys)
+    if limits.allowed_origins:
+        app.add_middleware(AllowedOrigins, origins=parse_origins(limits.allowed_origins))
     app.add_middleware(Envelope, metrics=metrics)
     return app
 
 
 class Envelope:
-    """ASGI middleware around every route: names the request, counts the response."""
+    """ASGI middleware around every route: names the request, counts the response. What a route did not expect
+    is answered here, so that it, too, has its name and is counted."""
 
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app = app
@@ -134,14 +157,23 @@ class Envelope:
         scope[REQUEST_ID] = request_id
         enter_request(request_id, header(scope, b"traceparent"), header(scope, b"tracestate"))
         name = (b"x-request-id", request_id.encode())
+        has_started = False
 
         async def named_send(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 message["headers"] = [*message.get("headers", ()), name]
                 self._metrics.observe_http(_route(scope["path"]), message["status"])
             await send(message)
 
-        await self._app(scope, receive, named_send)
+        try:
+            await self._app(scope, receive, named_send)
+        except Exception as error:
+            if has_started:
+                raise
+            public = public_error(error, request_id)
+            await send_bytes(named_send, public.status, error_headers(public), error_body(public))
 
 
 def _route(path: str) -> str:
@@ -160,7 +192,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 def _told(gateway: Gateway, answer: TextAnswer) -> Response:
     """An answer, the fields that had no effect on it, and where its key's limits stand."""
-    response = _json(answer.body)
+    response = Response(answer.body, media_type="application/json")
     for name, value in answer.limits:
         response.headers[name.decode()] = value.decode()
     if ignored := gateway.ignored_fields.tell(answer.ignored, answer.served):
@@ -188,11 +220,11 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
             },
         }
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_GET)
     async def list_models() -> Response:
         return _json({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_GET)
     async def show_model(name: str) -> Response:
         gateway.check_model(name)
         return _json(card())
@@ -209,19 +241,25 @@ def _add_text_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pid: int | None) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=_GET)
     async def health() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/ping")
+    @app.api_route("/ping", methods=_GET)
     async def ping() -> Response:
         return _json({})
 
-    @app.get("/version")
+    description = orjson.dumps(describe(version, gateway.limits.request))
+
+    @app.api_route("/openapi.json", methods=_GET)
+    async def show_description() -> Response:
+        return Response(description, media_type="application/json")
+
+    @app.api_route("/version", methods=_GET)
     async def show_version() -> Response:
         return _json({"version": version})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=_GET)
     async def ready() -> Response:
         readiness = gateway.status.ready()
         if gateway.in_flight.draining:
@@ -230,7 +268,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
             return _json({"status": "not_ready", "phase": readiness.phase}, 503)
         return _json({"status": "ready", "phase": readiness.phase})
 
-    @app.get("/cluster")
+    @app.api_route("/cluster", methods=_GET)
     async def show_cluster() -> Response:
         snapshot = gateway.status.cluster()
         return _json(
@@ -241,68 +279,18 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
                 "router_pid": os.getpid(),
                 "launcher_pid": launcher_pid,
                 "stale_messages": {reason.value: num for reason, num in snapshot.stale_messages.items()},
-                "workers": [_worker(worker) for worker in snapshot.workers],
+                "workers": [worker_json(worker) for worker in snapshot.workers],
             }
         )
 
-    @app.get("/metrics")
+    scraping = asyncio.Lock()
+
+    @app.api_route("/metrics", methods=_GET)
     async def show_metrics() -> Response:
-        observe_cluster(gateway.metrics, gateway.status, gateway.in_flight, gateway.status.cluster())
-        return Response(gateway.metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-
-def observe_cluster(
-    metrics: Metrics, status: ClusterStatus, in_flight: InFlight, snapshot: ClusterSnapshot
-) -> None:
-    """Bring the gauges up to date with what the router sees now."""
-    metrics.observe_router(
-        ready=status.ready().ready and not in_flight.draining,
-        in_flight=len(in_flight),
-        queued=snapshot.queued,
-    )
-    metrics.observe_stale({reason.value: num for reason, num in snapshot.stale_messages.items()})
-    placement = snapshot.placement
-    metrics.placement.observe(
-        placement.placements,
-        placement.rejections,
-        placement.errors,
-        predicted_s=placement.predicted_s,
-        measured_s=placement.measured_s,
-        error_s=placement.error_s,
-    )
-    for worker in metrics.known_workers() - {worker.worker for worker in snapshot.workers}:
-        metrics.forget_worker(worker)
-    for item in snapshot.workers:
-        metrics.observe_worker(item.worker, item.role, item.state, item.load)
-
-
-def _worker(worker: WorkerStatus) -> dict[str, Any]:
-    load = worker.load
-    return {
-        "id": worker.worker,
-        "role": worker.role.value,
-        "epoch": worker.epoch,
-        "pid": worker.pid,
-        "state": worker.state,
-        "heartbeat_age_s": round(worker.heartbeat_age_s, 3),
-        "kv_blocks": {
-            "used": load.blocks_used,
-            "cached": load.blocks_cached,
-            "free": load.blocks_free,
-            "total": load.blocks_used + load.blocks_cached + load.blocks_free,
-        },
-        "running": load.running,
-        "waiting": load.waiting,
-        "queued_prefill_tokens": load.queued_prefill_tokens,
-        "leases": load.leases,
-        "steps": load.steps,
-        "preemptions": load.preemptions,
-        "stale_messages": load.stale_messages,
-        "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
-        "decode_step_ms": round(load.decode_step_s * 1000, 3),
-        "kv_bytes_sent": load.kv_bytes_sent,
-        "kv_bytes_received": load.kv_bytes_received,
-    }
+        async with scraping:  # what is rendered on a thread stays as it is meanwhile
+            observe_cluster(gateway.metrics, gateway.status, gateway.in_flight, gateway.status.cluster())
+            page = await gateway.aside.run(gateway.metrics.render)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -328,6 +316,9 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     async def on_large(request: Request, error: Exception) -> Response:
         return answer(http_error(413, "The request body is too large."), request)
 
+    async def on_media_type(request: Request, error: Exception) -> Response:
+        return answer(http_error(415, str(error)), request)
+
     async def on_client_left(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
@@ -335,5 +326,5 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     app.add_exception_handler(ServingError, on_deliberate)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(BodyTooLarge, on_large)
+    app.add_exception_handler(UnsupportedMediaType, on_media_type)
     app.add_exception_handler(ClientLeft, on_client_left)
-    app.add_exception_handler(Exception, on_deliberate)

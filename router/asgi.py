@@ -34,6 +34,10 @@ class ClientLeft(Exception):
     """The connection closed before the request was read; there is nobody to answer."""
 
 
+class UnsupportedMediaType(Exception):
+    """The body is not JSON as it stands; the message says what to send."""
+
+
 class BodyTooLarge(Exception):
     """More bytes came, or were announced, than a request may have."""
 
@@ -47,8 +51,26 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole request body.
+def require_json(scope: Scope) -> None:
+    """Browsers cannot send JSON across origins without asking first, so nothing else is taken for it.
+
+    Raises:
+        UnsupportedMediaType: the body is not declared as JSON, or it is compressed.
+    """
+    media_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType("Send the request as `Content-Type: application/json`.")
+    encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMediaType(
+            "Send the request without `Content-Encoding`: bodies are not unpacked here."
+        )
+
+
+async def read_body(
+    scope: Scope, receive: Receive, limit_bytes: int, count: Callable[[int], None] | None = None
+) -> bytes:
+    """The whole request body; `count` is told of each part, and may raise.
 
     Raises:
         BodyTooLarge: without reading on, whether the length was announced or not.
@@ -67,6 +89,8 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         num_bytes += len(part)
         if num_bytes > limit_bytes:
             raise BodyTooLarge
+        if count is not None:
+            count(len(part))
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)

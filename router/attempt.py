@@ -79,6 +79,7 @@ class AttemptRecord(msgspec.Struct):
 class LiveRequest(msgspec.Struct):
     """Everything the conductor knows of a request that is not over."""
 
+    request: RequestId
     spec: RequestSpec
     arrived_at: float
     deadline_at: float | None
@@ -109,10 +110,6 @@ class LiveRequest(msgspec.Struct):
     last_token_at: float | None = None
     last_prefill: WorkerId | None = None
     last_decode: WorkerId | None = None
-
-    @property
-    def request(self) -> RequestId:
-        return self.spec.request
 
     @property
     def num_tokens(self) -> int:

@@ -38,14 +38,15 @@ from router.tool_parser import CallDelta, ParsedText, ToolParser
 @dataclass(frozen=True, slots=True)
 class ToolReading:
     """How calls are found in an answer: the model's format, and the names that are offered. `calls_only`:
-    calls are required, so there is nothing else."""
+    calls are required, so there is nothing else. `most_calls`: further ones are left out; None: none is."""
 
     style: ToolFormat
     names: frozenset[str]
     calls_only: bool = False
+    most_calls: int | None = None
 
     def parser(self) -> ToolParser:
-        return ToolParser(self.style, self.names, calls_only=self.calls_only)
+        return ToolParser(self.style, self.names, calls_only=self.calls_only, most_calls=self.most_calls)
 
 
 class ChatFormat:
@@ -203,7 +204,9 @@ class ChatFormat:
 
     def _call_id(self, index: int, call: int) -> str:
         """The same however the reply is sent."""
-        return "call_" + blake2b(f"{self._id}/{index}/{call}".encode(), digest_size=12).hexdigest()
+        digest = blake2b(f"{self._id}/{index}/{call}".encode(), digest_size=12).hexdigest()
+        num_chars = 0 if self._tools is None else self._tools.style.id_chars
+        return digest[:num_chars] if num_chars else f"call_{digest}"
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any]:
         return {"content": [self._entry(entry) for entry in entries], "refusal": None}

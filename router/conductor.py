@@ -37,9 +37,13 @@ from cluster.request import LifecycleEvent, RequestState
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.kv_events import KvEvents, KvResync, WorkerSays
 from cluster.wire.messages import (
+    AttemptFailed,
+    Committed,
     Drained,
+    FirstToken,
     Grant,
     Heartbeat,
+    Nack,
     Refused,
     Register,
     RenewLeases,
@@ -48,6 +52,7 @@ from cluster.wire.messages import (
     WorkerState,
 )
 from router.attempt import LiveRequest
+from router.cell_policy import InCells
 from router.conductor_io import (
     Action,
     ClientFinished,
@@ -66,6 +71,7 @@ from router.delivery import Failed, RequestSummary, StaleReason
 from router.legs import AttemptMessage, Broken, Legs, NotTaken, Progress, give_back, is_of_attempt
 from router.live_requests import LiveRequests
 from router.outcome import worker_lost
+from router.partner_news import PartnerNews
 from router.placement_stats import PlacementStats
 from router.placing import Placing
 from router.policy import Elastic, PlacementPolicy
@@ -88,8 +94,9 @@ class Conductor:
         self._stale = dict.fromkeys(StaleReason, 0)
         self._requests = LiveRequests(config, self._emit)
         self.workers = WorkerBook(config.stall_timeout_s, config.policy)
+        self._partners = PartnerNews()
         self._legs = Legs(config, self.workers, self._emit)
-        policy = policy or Elastic(config.policy, config.slo)
+        policy = policy or InCells(Elastic(config.policy, config.slo), config.policy.cells)
         self._placing = Placing(config, policy, self.workers, self._legs, self._requests, self._fail)
 
     # ---- the seam
@@ -169,9 +176,11 @@ class Conductor:
 
     def _on_message(self, worker: WorkerId, message: WorkerSays, now: float) -> None:
         match message:
-            case Tokens(rows=rows):
-                for row in rows:
+            case Tokens():
+                for row in message.rows:
                     self._take(worker, row, now)
+            case FirstToken() | Committed() | Grant() | Nack() | AttemptFailed():
+                self._take(worker, message, now)
             case Heartbeat(state=state, load=load):
                 self._on_heartbeat(worker, state, load, now)
             case KvEvents():
@@ -179,8 +188,6 @@ class Conductor:
                     self._emit(Send(worker, KvResync()))
             case Register() | Drained() | Refused():
                 pass  # membership is the driver's
-            case _:
-                self._take(worker, message, now)
 
     def _take(self, worker: WorkerId, message: AttemptMessage, now: float) -> None:
         """A message about an attempt, and what becomes of its request."""
@@ -192,10 +199,10 @@ class Conductor:
                 self._emit(Send(worker, give_back(message)))
             return
         match verdict:
-            case Progress(wait_s, outputs, finish):
-                self._requests.wait(live, now + wait_s)
-                if outputs:
-                    self._deliver(live, outputs, finish, now)
+            case Progress():
+                self._requests.wait(live, now + verdict.wait_s)
+                if verdict.outputs:
+                    self._deliver(live, verdict.outputs, verdict.finish, now)
             case NotTaken():
                 self._placing.place(live, now)
             case Broken(cause, culprit, detail, retryable=True):
@@ -216,6 +223,8 @@ class Conductor:
 
     def _on_heartbeat(self, worker: WorkerId, state: WorkerState, load: WorkerLoad, now: float) -> None:
         self._placing.room_may_be_free()
+        if (partners := self._partners.take(worker)) is not None:
+            self._emit(Send(worker, partners))
         if self.workers.heartbeat(worker, state, load, now):
             detail = f"{worker}: its engine is stuck"
             for request in self.workers.in_flight_of(worker):
@@ -228,12 +237,14 @@ class Conductor:
         if known is not None:
             self._on_gone(register.worker, known, f"replaced by epoch {register.epoch}", now)
         self.workers.join(register, now)
+        self._partners.joined(register)
 
     def _on_gone(self, worker: WorkerId, epoch: Epoch, reason: str, now: float) -> None:
         if self.workers.epoch(worker) != epoch:
             self._stale[StaleReason.EPOCH] += 1
             return
         requests = self.workers.leave(worker)
+        self._partners.left(worker)
         self._legs.leases.leave(worker)
         for request in requests:
             self._retry(self._requests[request], worker_lost(), set(), f"{worker}: {reason}", now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
+from router.cells import CellSettings
 from router.elastic import ElasticSettings
 
 
@@ -16,6 +17,7 @@ class PolicyConfig(_Config, frozen=True, kw_only=True):
     """What placement weighs; see `router.policy`."""
 
     elastic: ElasticSettings = ElasticSettings()
+    cells: CellSettings = CellSettings()  # of a fleet too large to look at as a whole
     always_remote: bool = False  # decode workers compute prompts only while no prefill worker can
     growth_tokens: int = 64  # generated tokens a new request should find room for at once
     default_prefill_tokens_per_s: float = 1000.0  # where nothing is measured: only ratios matter then

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from cluster.errors import InvalidRequest
 from cluster.grammar import (
     choice_grammar,
@@ -25,6 +23,7 @@ from cluster.grammar import (
     regex_rule,
     tag_grammar,
 )
+from router import nested_json
 
 SPELLINGS = frozenset(
     {
@@ -154,8 +153,8 @@ def _json(value: Any, where: str, *, lenient: bool = False) -> _Found:
     schema = value
     if isinstance(schema, str):
         try:
-            schema = orjson.loads(schema)
-        except orjson.JSONDecodeError:
+            schema = nested_json.loads(schema)
+        except ValueError:
             raise _must_be(where, "a JSON schema") from None
     if not isinstance(schema, dict | bool):
         raise _must_be(where, "a JSON schema")
@@ -190,8 +189,8 @@ def _tags(value: Any, where: str) -> _Found:
     """`{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, as an object or JSON in a string."""
     if isinstance(value, str):
         try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError:
+            value = nested_json.loads(value)
+        except ValueError:
             value = None
     structures = value.get("structures") if isinstance(value, dict) else None
     triggers = value.get("triggers") if isinstance(value, dict) else None

@@ -35,7 +35,8 @@ class Deadlines(Generic[K]):
         self._due[key] = at
         if known is None or at < known:  # a later one is found when the earlier entry surfaces
             self._push(key, at)
-        if len(self._heap) > 2 * len(self._due) + _MIN_LEFTOVERS:
+        num_entries = len(self._heap)
+        if num_entries > _MIN_LEFTOVERS and num_entries > 2 * len(self._due) + _MIN_LEFTOVERS:
             self._rebuild()
 
     def drop(self, key: K) -> None:

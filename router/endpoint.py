@@ -16,10 +16,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded, NotReady
+from cluster.errors import DeadlineExceeded, NotReady, Overloaded
 from cluster.metrics import RequestRecord
 from router.api_keys import API_KEY, ApiKey
 from router.asgi import (
@@ -31,8 +32,10 @@ from router.asgi import (
     Receive,
     Scope,
     Send,
+    UnsupportedMediaType,
     header,
     read_body,
+    require_json,
     send_bytes,
     until_disconnect,
 )
@@ -45,7 +48,7 @@ from router.generation import Answering, Generation, charge_of, outcome_of, tota
 from router.job import Job, JobBuilder
 from router.openai_errors import PublicError, error_body, error_headers, http_error
 from router.quotas.gate import Admission, demand_of
-from router.reply import Choice, ChoicePlan, ReplyFormat
+from router.reply import LARGE_NUM_SCORES, Choice, ChoicePlan, ReplyFormat, num_scores_of
 from router.schema import ChatRequest, CompletionRequest, field_names, parse_json, parse_request
 from router.slo_headers import slo_of
 from router.stream import StreamReply
@@ -86,7 +89,9 @@ class ChatRoute:
         tools = None
         if job.tools is not None:
             names = frozenset(tool.name for tool in job.tools.tools)
-            tools = ToolReading(gateway.tool_format, names, job.tools.use is ToolUse.REQUIRED)
+            is_required = job.tools.use is ToolUse.REQUIRED
+            most = None if job.tools.parallel else 1
+            tools = ToolReading(gateway.tool_format, names, calls_only=is_required, most_calls=most)
         return ChatFormat(reply_id, created, gateway.model.name, gateway.tokenizer, job.reply, plans, tools)
 
 
@@ -120,8 +125,8 @@ class GenerationEndpoint:
             await self._serve(scope, receive, send, arrived_s)
         except ClientLeft:
             return
-        except UnsupportedMediaType:
-            await _send_error(send, http_error(415, "Send the request as `Content-Type: application/json`."))
+        except UnsupportedMediaType as error:
+            await _send_error(send, http_error(415, str(error)))
         except BodyTooLarge:
             limit = self.gateway.limits.max_body_bytes
             await _send_error(send, http_error(413, f"The request body may have at most {limit} bytes."))
@@ -130,17 +135,21 @@ class GenerationEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, arrived_s: float) -> None:
         gateway = self.gateway
-        if not is_json(header(scope, b"content-type")):
-            raise UnsupportedMediaType
+        require_json(scope)
         key: ApiKey | None = scope.get(API_KEY)
         with self._recording_failures(arrived_s):
             gateway.quotas.look(key)
-        body = await read_body(scope, receive, gateway.limits.max_body_bytes)
         reply_id = f"{self.route.id_prefix}-{uuid.uuid4().hex}"
+        with gateway.bodies.hold() as held:
+            with self._recording_failures(arrived_s, Overloaded):
+                body = await read_body(scope, receive, gateway.limits.max_body_bytes, held.add)
+            with self._recording_failures(arrived_s):
+                if gateway.in_flight.draining:
+                    raise NotReady("The server is shutting down.", retry_after_s=1.0)
+                session = header(scope, b"x-session-id") or header(scope, b"x-session-token")
+                job = await self._read_job(body, session)
+            del body
         with self._recording_failures(arrived_s):
-            if gateway.in_flight.draining:
-                raise NotReady("The server is shutting down.", retry_after_s=1.0)
-            job = await self._read_job(body, header(scope, b"x-session-id"))
             admission = await gateway.quotas.take(key, demand_of(job))
             try:
                 answers = submit(gateway, replace(job, slo=slo_of(scope)), reply_id, arrived_s, key)
@@ -185,6 +194,7 @@ class GenerationEndpoint:
                     send=send,
                     body=scope.get(BODY_WRITER),
                     headers=headers,
+                    aside=gateway.aside,
                 )
                 await reply.run(receive)
             else:
@@ -193,7 +203,7 @@ class GenerationEndpoint:
 
     async def _read_job(self, body: bytes, session: str | None) -> Job:
         if len(body) > self.gateway.limits.offload_bytes:
-            job = await self.gateway.aside.run(lambda: self._build(parse_json(body)))
+            job = await self.gateway.aside.run_sized(len(body), lambda: self._build(parse_json(body)))
         else:
             raw = parse_json(body)
             slow = not _SLOW_FIELDS.isdisjoint(raw)
@@ -205,11 +215,11 @@ class GenerationEndpoint:
         return self.route.job(self.gateway.job_builder(), raw)
 
     @contextmanager
-    def _recording_failures(self, arrived_s: float) -> Iterator[None]:
+    def _recording_failures(self, arrived_s: float, kind: type[Exception] = Exception) -> Iterator[None]:
         """A request that ends in here was none for the cluster, but is one for the metrics."""
         try:
             yield
-        except Exception as error:
+        except kind as error:
             e2e_s = self.gateway.clock.now() - arrived_s
             self.gateway.metrics.observe_request(RequestRecord(outcome_of(error), 0, 0, 0, 0, e2e_s))
             raise
@@ -230,18 +240,9 @@ class GenerationEndpoint:
         ]
         if job.num_candidates > job.num_choices:
             choices, summaries = pick_best(choices, summaries, job.num_candidates, job.num_choices)
-        return wire.body(choices, total_usage(answers), summaries)
-
-
-class UnsupportedMediaType(Exception):
-    """The body is not declared as JSON. Browsers cannot send JSON across origins without asking first."""
-
-
-def is_json(content_type: str | None) -> bool:
-    if content_type is None:
-        return False
-    media_type = content_type.partition(";")[0].strip().lower()
-    return media_type == "application/json" or media_type.endswith("+json")
+        num_scores = sum(map(num_scores_of, choices))
+        body = partial(wire.body, choices, total_usage(answers), summaries)
+        return await self.gateway.aside.run(body) if num_scores > LARGE_NUM_SCORES else body()
 
 
 async def _collect_all(answers: Sequence[Answering]) -> list[list[Choice]]:

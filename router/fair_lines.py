@@ -94,7 +94,9 @@ class FairLines:
             self._finish[turn.tenant] = start + turn.work / turn.share
 
     def first(self) -> Claimant | None:
-        return min((self._head(tenant) for tenant in self._lines), default=(0.0, 0.0, "", None))[3]
+        if not self._lines:
+            return None
+        return min(map(self._head, self._lines))[3]
 
     def in_turn(self, limit: int) -> list[RequestId]:
         """Who is next, at most `limit`: as they would be served if each had its place at once."""

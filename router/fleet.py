@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +37,35 @@ class EdgeRow:
 
     base_s: Column
     byte_s: Column
+
+
+class Worker(msgspec.Struct, frozen=True, gc=False):
+    """One worker's entries, by the names and in the order of the columns."""
+
+    fixed_s: float
+    floor_s: float
+    per_token_s: float
+    per_context_s: float
+    per_attention_s: float
+    reading: float
+    kv_tokens: float
+    bytes_s: float
+    work_s: float
+    late_s: float
+    queued_load_s: float
+    rows: float
+    context: float
+    coming_rows: float
+    coming_context: float
+    kv_used: float
+    kv_promised: float
+    last_placed: float
+    yield_s: float
+    late_rate: float
+    on_time_share: float
+    can_prefill: bool
+    can_decode: bool
+    can_send: bool
 
 
 class Fleet:
@@ -123,6 +153,15 @@ class Fleet:
             exposed = edge.base_s + num_bytes * edge.byte_s
         return exposed
 
+    def worker(self, row: int) -> Worker:
+        """As of now."""
+        return Worker(*self._floats[:, row].tolist(), *self._flags[:, row].tolist())
+
+    def workers(self) -> list[Worker]:
+        """All rows, as of now."""
+        rows = zip(self._floats.T.tolist(), self._flags.T.tolist(), strict=True)
+        return [Worker(*floats, *flags) for floats, flags in rows]
+
     def copy(self) -> Fleet:
         """A recorded view: what it says does not change any more."""
         other = Fleet([], [], [])
@@ -131,6 +170,12 @@ class Fleet:
             row: EdgeRow(edge.base_s.copy(), edge.byte_s.copy()) for row, edge in self.edges.items()
         }
         return other
+
+    def take(self, whole: Fleet, rows: NDArray[np.intp]) -> None:
+        """Become a copy of these rows of another fleet, as many as here; without its edges."""
+        whole._floats.take(rows, axis=1, out=self._floats, mode="clip")
+        whole._flags.take(rows, axis=1, out=self._flags, mode="clip")
+        self._least_reading = None
 
     def equals(self, other: Fleet) -> bool:
         """Every entry."""

@@ -10,6 +10,7 @@ from cluster.errors import InvalidRequest, ModelNotFound
 from cluster.metrics import Metrics
 from cluster.tokenizer import Tokenizer
 from router.aside import Aside
+from router.bodies import Bodies
 from router.delivery import ClusterStatus, RequestIntake
 from router.fields import IgnoredFields
 from router.generation import InFlight
@@ -39,6 +40,7 @@ class Gateway:
     quotas: QuotaGate
     grammars: GrammarsAhead
     tool_format: ToolFormat
+    bodies: Bodies
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     aside: Aside = field(default_factory=Aside)
 

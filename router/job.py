@@ -90,7 +90,8 @@ class JobBuilder:
         last = request.messages[-1]
         lead = last.content if request.echo and last.role == "assistant" else ""
         prompts = [("messages", prompt, lead)]
-        return self._job(request, prompts, num_logprobs, None, _Extras(ignored, plan))
+        labels = sorted({f"messages.{name}" for message in request.messages for name in message.ignored})
+        return self._job(request, prompts, num_logprobs, None, _Extras((*ignored, *labels), plan))
 
     def completion(self, request: CompletionRequest, ignored: tuple[str, ...] = ()) -> Job:
         """Raises `InvalidRequest` or `ContextLengthExceeded`."""

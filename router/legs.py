@@ -117,22 +117,23 @@ class Legs:
 
     def _claim(self, live: LiveRequest, placement: Placement, num_tokens: int, now: float) -> None:
         """What the attempt takes on its workers, in the book."""
-        new = placement.prefill_tokens
+        new, is_local = placement.prefill_tokens, placement.prefill is None
         prompt = Claim(
             Phase.PREFILL,
             num_tokens,
             new_tokens=new,
             attention=new * (num_tokens - new) + new * (new + 1) // 2,
+            num_blocks=placement.decode_blocks if is_local else placement.prefill_blocks,
+            stays=is_local,
             hashes=live.hashes,
+            sent_at=now if is_local else None,
         )
         if placement.prefill is None:
-            num_blocks = placement.decode_blocks
-            claim = msgspec.structs.replace(prompt, num_blocks=num_blocks, stays=True, sent_at=now)
-        else:
-            prompt = msgspec.structs.replace(prompt, num_blocks=placement.prefill_blocks)
-            self._workers.place(placement.prefill, live.request, prompt)
-            claim = Claim(Phase.COMING, num_tokens, num_blocks=placement.decode_blocks, hashes=live.hashes)
-        self._workers.place(placement.decode, live.request, claim)
+            self._workers.place(placement.decode, live.request, prompt)
+            return
+        self._workers.place(placement.prefill, live.request, prompt)
+        coming = Claim(Phase.COMING, num_tokens, num_blocks=placement.decode_blocks, hashes=live.hashes)
+        self._workers.place(placement.decode, live.request, coming)
 
     def take(
         self, worker: WorkerId, live: LiveRequest, message: AttemptMessage, now: float

@@ -49,13 +49,15 @@ class GatewayLimits:
     """What one request may cost the gateway."""
 
     max_body_bytes: int = 8 * 2**20
+    most_bodies: int = 32  # of the largest size, held at a time before they are requests
     max_header_bytes: int = 64 * 2**10
-    offload_bytes: int = 32 * 2**10  # bodies above this are parsed and tokenized on a thread
+    offload_bytes: int = 2 * 2**10  # bodies above this, a millisecond's work, are read on a thread
     request_deadline_s: float | None = None  # None: as long as it takes
     fork_min_tokens: int = 64  # several answers to a prompt this long wait until it is computed once
     overload_status: OverloadStatus = 503
     tool_format: ToolFormatName = "auto"
     api_keys_file: str | None = None  # None: no key is asked for
+    allowed_origins: str | None = None  # None: no other server's web page
     key_limits: KeyLimits = field(default_factory=KeyLimits)  # of keys that have none of their own
     patience: Patience = field(default_factory=Patience)
     request: RequestLimits = field(default_factory=RequestLimits)
@@ -68,6 +70,7 @@ class GatewayLimits:
             overload_status=config.overload_status,
             tool_format=config.tool_format,
             api_keys_file=config.api_keys_file,
+            allowed_origins=config.allowed_origins,
             key_limits=KeyLimits(
                 config.key_requests_per_min, config.key_tokens_per_min, config.key_concurrent
             ),

@@ -61,6 +61,7 @@ class LiveRequests:
         assert spec.request not in self._requests, f"request id used twice: {spec.request}"
         self._num_added += 1
         live = LiveRequest(
+            request=spec.request,
             spec=spec,
             arrived_at=now,
             deadline_at=None if spec.deadline_s is None else now + spec.deadline_s,

@@ -4,7 +4,9 @@ Content is a string or a list of text parts; parts are joined with a newline, in
 `developer` is OpenAI's newer name of `system` and is rendered as that; `function` is the older name of
 `tool`. `name` is the client's label of a speaker; `cache_control` asks for prefix caching, which is always
 on. Tool calls of an earlier answer reach the template with their arguments as an object, as templates
-expect. What belongs to images or audio is refused by name.
+expect; arguments that were cut short, as text. What belongs to images or audio is refused by name.
+
+Whatever an answer of this server was, it can be sent back as a message.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from cluster.errors import InvalidRequest
+from router import nested_json
+from router.fields import MESSAGE_LABELS
 from router.limits import RequestLimits
 
 _ROLES = {
@@ -41,17 +43,20 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] | str
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """`ignored`: fields that say nothing to a template."""
+
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    ignored: tuple[str, ...] = ()
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it; what was not sent is not there."""
@@ -97,8 +102,9 @@ def _parse_message(value: Any, where: str) -> ChatMessage:
         )
     strings: dict[str, str] = {}
     calls: tuple[ToolCall, ...] = ()
+    ignored: list[str] = []
     for name, field in value.items():
-        if name in ("role", "content") or field is None:
+        if name in ("role", "content", "cache_control") or field is None:
             continue
         if name in _STRINGS:
             if not isinstance(field, str):
@@ -106,6 +112,8 @@ def _parse_message(value: Any, where: str) -> ChatMessage:
             strings[name] = field
         elif name == "tool_calls":
             calls = _parse_calls(field, f"{where}.tool_calls")
+        elif name in MESSAGE_LABELS:
+            ignored.append(name)
         elif name not in _NEUTRAL:
             raise _unknown(f"{where}.{name[:64]}")
         elif field not in _NEUTRAL[name]:
@@ -115,7 +123,8 @@ def _parse_message(value: Any, where: str) -> ChatMessage:
             f"`{where}.tool_calls`: only the assistant calls tools.", param=f"{where}.tool_calls"
         )
     content = value.get("content")
-    if content is None and role == "assistant" and (calls or "refusal" in strings):
+    has_calls = value.get("tool_calls") is not None  # an empty list, too: of a call that was cut in its name
+    if content is None and role == "assistant" and (has_calls or "refusal" in strings):
         content = strings.get("refusal", "")
     return ChatMessage(
         _ROLES[role],
@@ -124,6 +133,7 @@ def _parse_message(value: Any, where: str) -> ChatMessage:
         strings.get("tool_call_id"),
         strings.get("name"),
         strings.get("reasoning_content") or strings.get("reasoning") or None,
+        tuple(ignored),
     )
 
 
@@ -148,14 +158,15 @@ def _parse_call(value: Any, where: str) -> ToolCall:
     return ToolCall(call_id, name, _parse_arguments(function.get("arguments"), f"{where}.function.arguments"))
 
 
-def _parse_arguments(value: Any, where: str) -> Mapping[str, Any]:
-    """JSON in a string, as answers have it. Nothing at all counts as no arguments."""
-    arguments = value if value else {}
+def _parse_arguments(value: Any, where: str) -> Mapping[str, Any] | str:
+    """JSON in a string, as answers have it; nothing at all counts as no arguments. What is no JSON, as of a
+    call that was cut by `max_tokens`, stays text."""
+    arguments = {} if value is None or value == "" else value
     if isinstance(arguments, str):
         try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            arguments = None
+            arguments = nested_json.loads(arguments)
+        except ValueError:
+            return str(value)
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"`{where}` must be a JSON object in a string.", param=where)
     return arguments

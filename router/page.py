@@ -143,6 +143,10 @@ class PageEvents:
         self._num_viewers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+            await send({"type": "http.response.body", "body": b""})
+            return
         if self._num_viewers >= MAX_VIEWERS:
             error = http_error(503, f"{MAX_VIEWERS} viewers watch this router already.")
             await send_bytes(send, error.status, error_headers(error), error_body(error))

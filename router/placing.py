@@ -102,6 +102,8 @@ class Placing:
         if not self._has_room:
             return
         self._has_room = False
+        if not len(self._queue):
+            return
         too_large: LiveRequest | None = None
         for request in self._queue.candidates():
             live = self._requests[request]

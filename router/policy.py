@@ -108,7 +108,8 @@ class Elastic:
         if not is_any(ready):
             return Reject(RejectReason.NO_WORKER)
         large = view.decode_capacity >= max(1, request.max_kv_tokens)
-        _bar(view, large, request.too_large_for)
+        if request.too_large_for:
+            _bar(view, large, request.too_large_for)
         if not is_any(large):
             limit = int(highest(view.decode_capacity)) + 1
             return Reject(RejectReason.TOO_LARGE, limit)

@@ -55,9 +55,10 @@ class PrefixIndex:
     def store(self, row: int, hashes: Iterable[BlockHash]) -> None:
         """Blocks that are in this worker's cache now. Fine for known ones."""
         stored = self._stored.setdefault(row, {})
+        holders, bit = self._holders, self._bit(row)
         for block_hash in hashes:
             stored[block_hash] = None
-            self._add(row, block_hash)
+            holders[block_hash] = holders.get(block_hash, 0) | bit
 
     def remove(self, row: int, hashes: Iterable[BlockHash]) -> None:
         """Blocks that have left this worker's cache. Fine for unknown ones."""
@@ -81,9 +82,10 @@ class PrefixIndex:
     def expect(self, row: int, hashes: Sequence[BlockHash]) -> None:
         """A request's blocks will soon be in this worker's cache."""
         expected = self._expected.setdefault(row, {})
+        holders, bit = self._holders, self._bit(row)
         for block_hash in hashes:
             expected[block_hash] = expected.get(block_hash, 0) + 1
-            self._add(row, block_hash)
+            holders[block_hash] = holders.get(block_hash, 0) | bit
 
     def unexpect(self, row: int, hashes: Sequence[BlockHash]) -> None:
         """Undo one `expect` of the same hashes. Fine after `leave`."""
@@ -164,12 +166,10 @@ class PrefixIndex:
 
     # ---- parts
 
-    def _add(self, row: int, block_hash: BlockHash) -> None:
+    def _bit(self, row: int) -> int:
         while row >= len(self._bits):
             self._bits.append(1 << len(self._bits))
-        bit = self._bits[row]
-        known = self._holders.get(block_hash)
-        self._holders[block_hash] = bit if known is None else known | bit
+        return self._bits[row]
 
     def _drop(self, row: int, block_hash: BlockHash) -> None:
         rest = self._holders[block_hash] & ~self._bits[row]

@@ -80,6 +80,20 @@ class Choice:
     prompt_scores: tuple[PromptScore, ...] = ()
 
 
+LARGE_NUM_SCORES = 1000  # log-probabilities; to write more takes milliseconds, which streams would wait for
+
+
+def num_scores_of(choice: Choice) -> int:
+    """Log-probabilities of an answer, alternatives included."""
+    entries = choice.whole.entries
+    num_alternatives = len(entries[0].output.top_logprobs) if entries else 0
+    return len(entries) * (1 + num_alternatives) + num_prompt_scores(choice.prompt_scores)
+
+
+def num_prompt_scores(scores: Sequence[PromptScore]) -> int:
+    return len(scores) * (1 + len(scores[0].best)) if scores else 0
+
+
 class ReplyFormat(Protocol):
     """The wire format of one reply, chat or text; `finish_reason` of a piece ends the choice."""
 

@@ -1,6 +1,7 @@
 """The public request schema: strict types and ranges, one error for the first field at fault.
 
-1. `parse_json`: bytes → object. NaN, Infinity and numbers beyond a double are not JSON and are refused.
+1. `parse_json`: bytes → object. NaN, Infinity and numbers beyond a double are not JSON and are refused; so is
+   what is nested too deeply.
 2. `fields.screen_fields`: nulls dropped; internal and unsupported fields refused; unknown ones set aside.
 3. `parse_request`: a pydantic model in strict mode (no numbers in strings, no booleans or fractions for
    integers); its first complaint becomes an `InvalidRequest` that names the field. What the operator limits
@@ -15,7 +16,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
-import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from cluster.errors import InvalidRequest
+from router import nested_json
 from router.fields import screen_fields
 from router.limits import RequestLimits
 from router.messages import ChatMessage, parse_messages
@@ -259,9 +260,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
         InvalidRequest: it is not JSON, or not an object.
     """
     try:
-        raw = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+        raw = nested_json.loads(body)
+    except ValueError as error:
+        message = f"The request body cannot be read as JSON: {error}."
+        raise InvalidRequest(message, code="invalid_json") from None
     if not isinstance(raw, dict):
         raise InvalidRequest("The request body must be a JSON object.", code="invalid_json")
     return raw

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,14 +22,15 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.errors import ConfigError
+from router.address import BACKLOG, bind, cannot_listen
 from router.asgi import BODY_WRITER, Receive, Scope, Send
 from router.generation import InFlight
+from router.http_one_zero import without_chunks
 from router.openai_errors import error_body, http_error
 from router.public_side import on_its_side
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_BACKLOG = 2048
 _END_WITHIN_S = 2.0  # for open streams to write their error event
 _CLOSE_WITHIN_S = 2  # for connections to close after that
 
@@ -61,10 +61,10 @@ class _Server(uvicorn.Server):
 
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(make_protocol, sock=listener, backlog=_BACKLOG)
+            server = await loop.create_server(make_protocol, sock=listener, backlog=BACKLOG)
         except OSError as error:
             host, port = listener.getsockname()[:2]
-            raise _cannot_listen(host, port, error) from error
+            raise cannot_listen(host, port, error) from error
         self.servers.insert(0, server)
 
     def leave_port(self) -> None:
@@ -166,6 +166,8 @@ class _Protocol(HttpToolsProtocol):
             super().on_headers_complete()
             if self.cycle is not None:
                 self.scope[BODY_WRITER] = _BodyWriter(self.cycle)  # type: ignore[literal-required]
+                if self.scope["http_version"] == "1.0":
+                    self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign, assignment]
 
     def on_body(self, body: bytes) -> None:
         self._had_body = True
@@ -221,6 +223,9 @@ class _Protocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request.")
 
     def _answer(self, status: int, phrase: bytes, message: str) -> None:
+        if self._is_writing():  # an answer is no place for another one
+            self.transport.close()
+            return
         body = error_body(http_error(status, message))
         self.transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -228,6 +233,13 @@ class _Protocol(HttpToolsProtocol):
             % (status, phrase, uuid.uuid4().hex.encode(), len(body), body)
         )
         self.transport.close()
+
+    def _is_writing(self) -> bool:
+        """An earlier request is being answered."""
+        cycle = self.cycle
+        return bool(self.pipeline) or (
+            cycle is not None and cycle.response_started and not cycle.response_complete
+        )
 
     def _decline_upgrade(self) -> None:
         """The parser stopped after the headers: a new one takes up the body, with the same framing."""
@@ -238,37 +250,6 @@ class _Protocol(HttpToolsProtocol):
         self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(lines))
         self.parser.feed_data(b"\r\n")
         self._resuming = False
-
-
-def bind(host: str, port: int, flag: str = "--port", *, is_shared: bool = False) -> socket.socket:
-    """A listening address of our own, or one that others share, where nobody listens yet: each connection is
-    given to one of those who do; those of one that ends go to the others. Port 0 takes a free one.
-
-    Raises:
-        ConfigError: the address is in use, not ours, or not allowed.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is given, and accepted sockets inherit it.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise _cannot_listen(host, port, error, flag) from error
-    if not is_shared:
-        listener.listen(_BACKLOG)
-    listener.setblocking(False)
-    return listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError | OverflowError, flag: str = "--port") -> ConfigError:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        reason = f"it is in use by another process; choose another with `{flag}`"
-    return ConfigError(f"cannot listen on {host} port {port}: {reason}")
 
 
 async def serve_http(
@@ -318,7 +299,7 @@ async def serve_http(
         ws="none",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_CLOSE_WITHIN_S,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=listeners[is_shared:]))

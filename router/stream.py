@@ -23,11 +23,20 @@ import msgspec
 from cluster.errors import DeadlineExceeded
 from cluster.sampling import FinishReason
 from router.asgi import BodyWriter, ClientLeft, HeaderList, Receive, Send, until_disconnect
+from router.aside import Aside
 from router.delivery import Delivery
 from router.generation import Generation, total_usage
 from router.openai_errors import error_body, public_error
 from router.output import Piece
-from router.reply import DONE, ReplyFormat, ReplyOptions, Usage, timings_field
+from router.reply import (
+    DONE,
+    LARGE_NUM_SCORES,
+    ReplyFormat,
+    ReplyOptions,
+    Usage,
+    num_prompt_scores,
+    timings_field,
+)
 
 SSE_HEADERS: HeaderList = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -69,6 +78,7 @@ class StreamReply:
         send: Send,
         body: BodyWriter | None,
         headers: Callable[[], HeaderList],
+        aside: Aside,
     ) -> None:
         """`body`: where the server offers one. `headers`: further ones, asked for when the reply starts."""
         self._generations = generations
@@ -80,6 +90,7 @@ class StreamReply:
         self._asgi_send = send
         self._body = body
         self._headers = headers
+        self._aside = aside
         self._lock = asyncio.Lock()  # two tasks send
         self._num_unsent = 0  # parts that are rendered: they leave in this order
         self._started = False
@@ -134,13 +145,21 @@ class StreamReply:
                 part = await self._write_on(generation, self._body)
             else:
                 piece = await generation.next_piece()
-                part = self._render(generation, piece, opens=not opened)
+                opening = b"" if opened else await self._open(generation)
+                part = self._render(generation, piece, opening)
                 opened = True
             if part.data:
                 await self._send(part.data, more=not part.ends_reply)
             self._num_unsent -= 1
             if part.ends_choice:
                 return
+
+    async def _open(self, generation: Generation) -> bytes:
+        """What comes before the first delta; with the log-probabilities of a prompt it may be much."""
+        index, scores = generation.plan.index, generation.prompt_scores
+        if num_prompt_scores(scores) > LARGE_NUM_SCORES:
+            return await self._aside.run(self._wire.opening, index, scores)
+        return self._wire.opening(index, scores)
 
     async def _write_on(self, generation: Generation, body: BodyWriter) -> _Part:
         """Write what comes the moment it comes; returns with what has to be sent: the client does not take it
@@ -172,11 +191,11 @@ class StreamReply:
             if rest.done() and not rest.cancelled():
                 rest.exception()  # seen, even if this task is cancelled at the same moment
 
-    def _render(self, generation: Generation, piece: Piece, *, opens: bool = False) -> _Part:
+    def _render(self, generation: Generation, piece: Piece, data: bytes = b"") -> _Part:
+        """After `data`, what the piece adds."""
         wire, index = self._wire, generation.plan.index
         self._num_unsent += 1
         self._last_token_s = self._now()
-        data = wire.opening(index, generation.prompt_scores) if opens else b""
         if piece.text or piece.entries:
             data += wire.delta(index, piece, self._usage_so_far())
         if piece.finish_reason is None:

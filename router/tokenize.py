@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+
+import orjson
 
 from cluster.errors import InvalidRequest
 from router.api_keys import API_KEY, ApiKey
-from router.asgi import Receive, Scope, read_body
+from router.asgi import Receive, Scope, read_body, require_json
 from router.gateway import Gateway
 from router.prompt_builder import plan_tools
 from router.quotas.headers import Headers
@@ -29,10 +30,10 @@ from router.schema import (
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
-    """`ignored`: request fields without effect; `served`: those that would have one. `limits`: headers that
-    tell where its key's limits stand."""
+    """`body`: JSON. `ignored`: request fields without effect; `served`: those that would have one. `limits`:
+    headers that tell where its key's limits stand."""
 
-    body: dict[str, Any]
+    body: bytes
     ignored: tuple[str, ...]
     served: frozenset[str]
     limits: Headers = ()
@@ -44,18 +45,21 @@ async def within_limits(
     """`work` on the request's body, if its key may send a request now. One that is not valid costs nothing.
 
     Raises:
-        RequestError: the request is not valid, or beyond its key's limits.
+        UnsupportedMediaType: it is not declared as JSON.
+        RequestError: it is not valid, or beyond its key's limits.
     """
+    require_json(scope)
     key: ApiKey | None = scope.get(API_KEY)
     gateway.quotas.look(key)
-    body = await read_body(scope, receive, gateway.limits.max_body_bytes)
-    admission = await gateway.quotas.take(key, Demand(0, 0))
-    num_tokens = None  # it counts nowhere, unless it is answered
-    try:
-        answer = await work(gateway, body)
-        num_tokens = 0
-    finally:
-        admission.settle(num_tokens)
+    with gateway.bodies.hold() as held:
+        body = await read_body(scope, receive, gateway.limits.max_body_bytes, held.add)
+        admission = await gateway.quotas.take(key, Demand(0, 0))
+        num_tokens = None  # it counts nowhere, unless it is answered
+        try:
+            answer = await work(gateway, body)
+            num_tokens = 0
+        finally:
+            admission.settle(num_tokens)
     return replace(answer, limits=admission.headers())
 
 
@@ -81,7 +85,7 @@ async def _maybe_on_thread(
     gateway: Gateway, work: Callable[[Gateway, bytes], TextAnswer], body: bytes
 ) -> TextAnswer:
     if len(body) > gateway.limits.offload_bytes:
-        return await gateway.aside.run(work, gateway, body)
+        return await gateway.aside.run_sized(len(body), work, gateway, body)
     return work(gateway, body)
 
 
@@ -104,7 +108,7 @@ def _tokenize(gateway: Gateway, body: bytes) -> TextAnswer:
         "tokens": token_ids,
         "token_strs": texts,
     }
-    return TextAnswer(answer, ignored, served)
+    return TextAnswer(orjson.dumps(answer), ignored, served)
 
 
 def _detokenize(gateway: Gateway, body: bytes) -> TextAnswer:
@@ -118,4 +122,4 @@ def _detokenize(gateway: Gateway, body: bytes) -> TextAnswer:
                 param=f"tokens[{index}]",
             )
     text = gateway.tokenizer.decode(request.tokens, skip_special_tokens=False)
-    return TextAnswer({"prompt": text}, ignored, field_names(DetokenizeRequest))
+    return TextAnswer(orjson.dumps({"prompt": text}), ignored, field_names(DetokenizeRequest))

@@ -4,6 +4,8 @@
              {"name": "f", "arguments": {…}}
              </tool_call>                          Hermes, Qwen, SmolLM and many more
     json     {"name": "f", "parameters": {…}}      Llama 3: the call is the whole answer
+    mistral  [TOOL_CALLS] [{"name": "f", "arguments": {…}}, …]
+                                                   Mistral 7B v0.3; the mark, a special token, is not shown
 
 1. `format_of` picks the format. A template that knows no tools is told of them in Hermes' words
    (`with_instructions`), so every model can be offered tools.
@@ -28,13 +30,18 @@ from router.tools import ToolPlan, ToolUse
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`opening` and `closing` are what stands around a call's JSON object; `separator` between two calls."""
+    """`opening` and `closing` are what stands around a call's JSON object; `separator` between two calls;
+    `heads` may come before the first one, in this order, and `tail` after the last. `id_chars`: how long the
+    template wants the ids of calls to be; 0: it does not care."""
 
     name: str
     opening: str
     closing: str
     separator: str
     arguments_key: str
+    heads: tuple[str, ...] = ()
+    tail: str = ""
+    id_chars: int = 0
 
     @property
     def mark(self) -> str:
@@ -48,7 +55,8 @@ class ToolFormat:
 
 HERMES = ToolFormat("hermes", "<tool_call>\n", "\n</tool_call>", "\n", "arguments")
 JSON = ToolFormat("json", "", "", "; ", "parameters")
-FORMATS = {tool_format.name: tool_format for tool_format in (HERMES, JSON)}
+MISTRAL = ToolFormat("mistral", "", "", ", ", "arguments", ("[TOOL_CALLS]", "["), "]", 9)
+FORMATS = {tool_format.name: tool_format for tool_format in (HERMES, JSON, MISTRAL)}
 
 _READS_TOOLS = re.compile(r"\btools\b")
 
@@ -62,6 +70,8 @@ def format_of(template: str | None) -> ToolFormat:
     """What a model with this template writes."""
     if template is None or not knows_tools(template) or HERMES.mark in template:
         return HERMES
+    if MISTRAL.heads[0] in template and "[ARGS]" not in template:  # its later models write names apart
+        return MISTRAL
     return JSON if '"parameters"' in template else HERMES
 
 
@@ -106,7 +116,9 @@ def _call_rules(plan: ToolPlan, style: ToolFormat) -> list[str]:
     """Rules for `calls` and their parts."""
     more = f" ({literal(style.separator)} call)*" if plan.parallel else ""
     around = [literal(text) if text else "" for text in (style.opening, style.closing)]
-    rules = [f"calls: call{more}", f"call: {around[0]} body {around[1]}"]
+    ends = (style.heads[-1] if style.heads else "", style.tail)
+    head, tail = (literal(text) if text else "" for text in ends)
+    rules = [f"calls: {head} call{more} {tail}", f"call: {around[0]} body {around[1]}"]
     rules.append("body: " + " | ".join(f"call_{index}" for index in range(len(plan.tools))))
     for index, tool in enumerate(plan.tools):
         head = literal(f'{{"name": {dumps(tool.name)}, "{style.arguments_key}": ')
@@ -118,7 +130,8 @@ def _call_rules(plan: ToolPlan, style: ToolFormat) -> list[str]:
 def _text_with_calls(style: ToolFormat) -> list[str]:
     """`start`: any text, but what looks like a call is one."""
     if not style.mark:
-        return ["start: calls | text", "text: /([^{](.|\\n)*)?/"]
+        first = "\\[" if style.heads else "{"
+        return ["start: calls | text", f"text: /([^{first}](.|\\n)*)?/"]
     rest = style.opening[len(style.mark) :]
     return [
         "%llguidance {}",

@@ -6,8 +6,9 @@
 3. A call is a JSON object. Once its name and the key of its arguments are there, the call begins, and its
    arguments are passed on as they were written, character by character.
 4. What looks like a call and is none (no JSON, a name that is not offered) stays what it is: content. Nothing
-   is ever dropped, but where the answer can be calls alone (`calls_only`) the head of one that was cut before
-   its name was complete: it is no content, and a call without a name is none yet.
+   is ever dropped but two things: where the answer can be calls alone (`calls_only`) the head of one that was
+   cut before its name was complete, which is no content, and no call without a name; and calls after the
+   `most_calls` that the client wants.
 
 How the text was cut into pushes does not matter: the deltas add up to the same calls and the same content.
 """
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from router.tool_formats import ToolFormat
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:')
-_BETWEEN = " \t\r\n;,"  # what may stand between two calls that have no marks
+_WHITE = " \t\r\n"
+_BETWEEN = _WHITE + ";,"  # what may stand between two calls that have no marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,19 @@ class ParsedText:
 class ToolParser:
     """One answer being read."""
 
-    def __init__(self, style: ToolFormat, names: Collection[str], *, calls_only: bool = False) -> None:
+    def __init__(
+        self,
+        style: ToolFormat,
+        names: Collection[str],
+        *,
+        calls_only: bool = False,
+        most_calls: int | None = None,
+    ) -> None:
         self._mark, self._end_mark = style.mark, style.end_mark
+        self._heads, self._between = style.heads, _BETWEEN + style.tail
         self._names = names
         self._calls_only = calls_only
+        self._most_calls = most_calls
         self._held = ""  # not decided yet: outside of calls, or after the object of one
         self._object: _CallObject | None = None
         self._after_object = False  # the end mark is awaited
@@ -74,7 +85,7 @@ class ToolParser:
         parsed = ParsedText("", [])
         if self._object is not None:
             self._close_object(parsed, complete=False)
-        elif not self._after_object and not (self.num_calls and self._held.strip(_BETWEEN) == ""):
+        elif not self._after_object and not (self.num_calls and self._held.strip(self._between) == ""):
             self._cut_head(parsed, self._held)
         self._held = ""
         return parsed
@@ -110,15 +121,24 @@ class ToolParser:
             parsed.content += self._held
             self._held = ""
             return False
-        skipped = _BETWEEN if self.num_calls else " \t\r\n"
-        rest = self._held.lstrip(skipped)
-        if not rest:
+        at = len(self._held) - len(self._held.lstrip(self._between)) if self.num_calls else self._past_heads()
+        if at is None or at == len(self._held):
             return False
-        if rest[0] == "{":
-            self._begin(self._held[: len(self._held) - len(rest)], rest)
+        if self._held[at] == "{":
+            self._begin(self._held[:at], self._held[at:])
         else:
             self._is_plain = True
         return True
+
+    def _past_heads(self) -> int | None:
+        """Where the first call would begin, after what may come before it; None: that is still to come."""
+        rest = self._held.lstrip(_WHITE)
+        for head in self._heads:
+            if rest.startswith(head):
+                rest = rest[len(head) :].lstrip(_WHITE)
+            elif head.startswith(rest):
+                return None
+        return len(self._held) - len(rest)
 
     def _begin(self, before: str, rest: str) -> None:
         self._object = _CallObject(before, self._names)
@@ -138,6 +158,8 @@ class ToolParser:
     def _emit(self, parsed: ParsedText, begun: str | None, arguments: str) -> None:
         if begun is not None:
             self.num_calls += 1
+        if self._most_calls is not None and self.num_calls > self._most_calls:
+            return
         if begun is not None or arguments:
             parsed.calls.append(CallDelta(self.num_calls - 1, begun, arguments))
 
@@ -216,10 +238,13 @@ class _CallObject:
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in self._names:
             return None
-        arguments = value.get("arguments", value.get("parameters", {}))
+        key = "arguments" if "arguments" in value else "parameters"
+        arguments = value.get(key, {})
         if isinstance(arguments, str):
-            return name, arguments
-        return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+            return name, _without_halves(arguments)
+        if not isinstance(arguments, dict):
+            return None
+        return name, _text_of(key, self._body) if key in value else "{}"
 
     def _try_begin(self) -> str | None:
         match = _HEAD.match(self._body.lstrip())
@@ -287,6 +312,31 @@ def _step(char: str, depth: int, in_string: bool, escaped: bool) -> tuple[int, b
     if char in "}]":
         return depth - 1, False, False
     return depth, False, False
+
+
+def _text_of(key: str, body: str) -> str:
+    """A value of a JSON object as it was written; the last one counts, as it does for who reads the whole."""
+    read = json.JSONDecoder().raw_decode
+    at, found = _past_space(body, body.index("{") + 1), ""
+    while body[at] != "}":
+        name, at = read(body, at)
+        start = _past_space(body, body.index(":", at) + 1)
+        _, end = read(body, start)
+        found = body[start:end] if name == key else found
+        at = _past_space(body, end)
+        at = _past_space(body, at + 1) if body[at] == "," else at
+    return found
+
+
+def _past_space(text: str, at: int) -> int:
+    while text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _without_halves(text: str) -> str:
+    """JSON can spell half a character (`\\ud83d`), which no text can hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _held_back(text: str, mark: str) -> int:

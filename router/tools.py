@@ -2,7 +2,7 @@
 
 1. `parse_tools`: names and descriptions by OpenAI's rules. What is wrong with a schema of parameters is found
    when its grammar is compiled (`router.tool_formats`).
-2. `parse_tool_choice`: none, auto, required, or one tool by name.
+2. `parse_tool_choice`: none, auto, required, one tool by name, or some of them (`allowed_tools`).
 
 How calls look in the model's text is the business of `router.tool_formats` and `router.tool_parser`.
 """
@@ -49,7 +49,8 @@ class ToolUse(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """`tools`: those the answer may call; with a named choice that one. `shown`: what the model knows of."""
+    """`tools`: those the answer may call; with a named choice that one. `shown`: what the model knows of: all
+    of them, so that the prompt's prefix is the same from one choice to the next."""
 
     use: ToolUse
     tools: tuple[Tool, ...]
@@ -127,6 +128,9 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool], parallel: bool) -> Tool
             return None
         raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
     every = tuple(tools)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        use, some = _allowed(value, every)
+        return ToolPlan(use, some, every, parallel)
     if isinstance(value, dict):
         named = _named(value, every)
         return ToolPlan(ToolUse.REQUIRED, (named,), every, parallel=False)
@@ -138,6 +142,20 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool], parallel: bool) -> Tool
         )
     use = uses[value]
     return None if use is ToolUse.NONE else ToolPlan(use, every, every, parallel)
+
+
+def _allowed(value: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[ToolUse, tuple[Tool, ...]]:
+    """Some of the tools, as OpenAI's clients name them; the model is shown all."""
+    inner = value.get("allowed_tools")
+    mode, names = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+    uses = {"auto": ToolUse.AUTO, "required": ToolUse.REQUIRED}
+    if not isinstance(mode, str) or mode not in uses or not isinstance(names, list) or not names:
+        raise InvalidRequest(
+            '`tool_choice.allowed_tools` must be an object with a `mode`, "auto" or "required", and `tools`.',
+            param="tool_choice",
+        )
+    wanted = [_named(name if isinstance(name, dict) else {}, tools) for name in names]
+    return uses[mode], tuple({tool.name: tool for tool in wanted}.values())
 
 
 def _named(value: Mapping[str, Any], tools: Sequence[Tool]) -> Tool:

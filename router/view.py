@@ -105,7 +105,7 @@ class ClusterView:
     def write_room(self, row: int, slots: int, blocks: int, refused: float) -> None:
         """How many more requests this row's worker could take, and how large one; after its ability."""
         self.slots[row], self.blocks[row], self.refused[row] = slots, blocks, refused
-        is_open = slots > 0 and self.fleet.can_decode.item(row)
+        is_open = slots > 0 and self.fleet.can_decode[row]
         self.open_blocks[row] = min(blocks, refused - 1) if is_open else -1.0
 
     def _grow(self) -> int:

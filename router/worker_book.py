@@ -299,20 +299,26 @@ class WorkerBook:
         """This worker's row of the view."""
         if not known.is_load_written:
             self._write_load(known)
-        view, fleet, row = self._view, self._view.fleet, known.row
-        register, load, totals, foreign = known.register, known.load, known.claims.totals, known.foreign
+        view, row, model = self._view, known.row, known.model
+        fleet, register, load = view.fleet, known.register, known.load
+        totals, foreign, geometry = known.claims.totals, known.foreign, register.geometry
         num_blocks = foreign.blocks + totals.blocks
-        fleet.work_s[row] = known.work.value(_work_s(totals, known.model))
-        fleet.queued_load_s[row] = known.queued_load.value(_load_s(totals, known.model))
-        fleet.rows[row] = max(0, foreign.rows + totals.rows - load.yielding_rows)
-        fleet.context[row] = max(0, foreign.context + totals.context - load.yielding_context)
+        rows = foreign.rows + totals.rows - load.yielding_rows
+        context = foreign.context + totals.context - load.yielding_context
+        if totals.new_tokens or totals.queued_rows or known.work.foreign or known.queued_load.foreign:
+            fleet.work_s[row] = known.work.value(_work_s(totals, model))
+            fleet.queued_load_s[row] = known.queued_load.value(_load_s(totals, model))
+        else:  # no prompt waits there
+            fleet.work_s[row] = fleet.queued_load_s[row] = 0.0
+        fleet.rows[row] = rows if rows > 0 else 0
+        fleet.context[row] = context if context > 0 else 0
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
         fleet.coming_context[row] = foreign.coming_context + totals.coming_context
-        fleet.kv_used[row] = num_blocks * register.geometry.block_size
+        fleet.kv_used[row] = num_blocks * geometry.block_size
         view.write_room(
             row,
             register.max_num_seqs - foreign.seqs - totals.seqs,
-            register.geometry.num_blocks - num_blocks,
+            geometry.num_blocks - num_blocks,
             NO_REFUSAL if known.refused_blocks is None else known.refused_blocks,
         )
 

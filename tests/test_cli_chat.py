@@ -81,6 +81,34 @@ def test_it_streams_keeps_the_conversation_and_shows_timings(server: WebServer) 
     )
 
 
+def test_a_terminal_obeys_nothing_that_a_model_writes(server: WebServer) -> None:
+    evil = "a\x1b[2Jb\x1b]52;c;eA==\x07c\x9b1md\x7f\r\x00\n\te é 漢 👩\u200d👧"
+    server.answers[CHAT] = (200, sse(*(delta(char) for char in evil), USAGE) + DONE)
+    result = run(server, stdin="hi\nagain\n")
+    shown = result.output.partition("> ")[2]
+    assert not [
+        char for char in shown if (ord(char) < 0x20 and char not in "\n\t") or 0x7F <= ord(char) < 0xA0
+    ]
+    assert "a␛[2Jb␛]52;c;eA==␇c␡1md␡␍␀\n\te é 漢 👩\u200d👧" in shown
+    assert said(server, 1)[1] == ("assistant", evil)  # the conversation keeps what was written
+    server.answers[CHAT] = (400, json.dumps({"error": {"message": "no \x1b[31m such"}}).encode())
+    assert "\x1b[31m such" not in run(server, stdin="hi\n").output
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}", "http://localhost:{port}"])
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    port = server.url.rpartition(":")[2]
+    assert client.get_json(url.format(port=port), "/v1/models") == {"data": [{"id": "m"}]}
+    with pytest.raises(client.ClientError, match="no server at"):  # elsewhere it is
+        client.get_json("http://baton.invalid:8000", "/v1/models")
+
+
 def test_without_timings_it_asks_for_none(server: WebServer) -> None:
     server.answers[CHAT] = (200, sse(delta("Hi")) + DONE)
     result = run(server, "--no-timings", "--api-key", "k", stdin="hi\n")
@@ -195,6 +223,11 @@ def test_an_answer_adds_up() -> None:
     assert answer.take(delta("He"), 10.1) == "He"
     answer.take(delta("llo"), 10.3)
     assert answer.num_tokens == 2  # pieces, until the server counts
+    assert "cut short" not in answer.timing_lines()[0]
+    for reason, is_cut in (("stop", False), ("length", True)):
+        answer.take({"choices": [{"delta": {}, "finish_reason": reason}]}, 10.3)
+        assert ("cut short" in answer.timing_lines()[0]) is is_cut
+    answer.take({"choices": [{"delta": {}, "finish_reason": "stop"}]}, 10.3)
     answer.take(USAGE | {"usage": USAGE["usage"] | {"completion_tokens": 5}}, 10.31)  # type: ignore[operator]
     assert answer.ttft_s == pytest.approx(0.1)
     assert answer.tpot_s == pytest.approx(0.05)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import ClusterConfig, EdgeKind, QuantizationName
-from cluster.launch_plan import Site, choose_edge, kernel_environment, plan_roles
+from cluster.errors import ConfigError
+from cluster.launch_plan import Site, choose_edge, describe_gpus, kernel_environment, plan_roles
 from cluster.launch_prepare import prepare_command
 from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig, dump_config, load_config
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
@@ -183,3 +184,59 @@ def test_workers_share_cores_where_there_is_a_board() -> None:
     for spec in plan_roles(ClusterConfig(prefill=0), site)[1:]:  # it has both cores already
         assert isinstance(spec.config, WorkerConfig)
         assert spec.config.core_share is None
+
+
+def workers_of(config: ClusterConfig, site: Site) -> list[tuple[Any, WorkerConfig]]:
+    specs = plan_roles(config, site)
+    return [(spec, spec.config) for spec in specs if isinstance(spec.config, WorkerConfig)]
+
+
+def test_each_worker_sees_a_gpu_of_its_own_and_shared_ones_have_equal_parts() -> None:
+    site = dataclasses.replace(SITE, gpus=("4", "GPU-b"))
+    two = workers_of(ClusterConfig(backend="triton"), site)
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec, _ in two] == ["4", "GPU-b"]
+    assert [(own.gpu_sharers, own.gpu_memory_share) for _, own in two] == [(1, 0.9)] * 2
+    three = workers_of(ClusterConfig(backend="triton", decode=2), site)
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec, _ in three] == ["4", "GPU-b", "4"]
+    assert [own.gpu_sharers for _, own in three] == [2, 1, 2]
+    asked = workers_of(ClusterConfig(backend="triton", decode=2, gpu_memory_share=0.3), site)
+    assert [(own.gpu_sharers, own.gpu_memory_share) for _, own in asked] == [(1, 0.3)] * 3  # it wins
+    sized = workers_of(ClusterConfig(backend="triton", decode=2, decode_kv_bytes=1 << 33), site)
+    assert [(own.gpu_sharers, own.kv_bytes) for _, own in sized] == [(2, None), (1, 1 << 33), (1, 1 << 33)]
+    assert [spec.num_gpus for spec, _ in (*two, *three)] == [0.0] * 5
+    router = plan_roles(ClusterConfig(backend="triton"), site)[0]
+    assert "CUDA_VISIBLE_DEVICES" not in router.env
+    again = two[1][0].started(2, "/prepared")
+    assert again.env["CUDA_VISIBLE_DEVICES"] == "GPU-b"  # its next epoch is where it was
+    assert describe_gpus(ClusterConfig(decode=2), site) == (
+        "GPU 0: prefill-0, decode-1, each with 1/2 of its memory; GPU 1: decode-0"
+    )
+
+
+def test_ray_deals_out_its_own_gpus_and_sets_what_workers_see() -> None:
+    for site in (dataclasses.replace(SITE, ray_gpus=2), dataclasses.replace(JOINED, ray_gpus=2)):
+        config = ClusterConfig(backend="triton", decode=2)
+        three = workers_of(config, site)
+        assert [(spec.num_gpus, own.gpu_sharers) for spec, own in three] == [(0.5, 2)] * 3
+        assert not any("CUDA_VISIBLE_DEVICES" in spec.env for spec, _ in three)
+        told = "Ray gives each worker 0.5 of a GPU, each with 1/2 of its memory"
+        assert describe_gpus(config, site) == told
+        asked = dataclasses.replace(site, ray_gpus=1)
+        config = ClusterConfig(backend="triton", gpus_per_worker=2.0)
+        assert [(spec.num_gpus, own.gpu_sharers) for spec, own in workers_of(config, asked)] == [(2.0, 1)] * 2
+        assert describe_gpus(config, asked) is None
+
+
+def test_without_gpus_the_plan_is_as_ever() -> None:
+    for spec, own in workers_of(ClusterConfig(backend="auto"), SITE):
+        assert (spec.num_gpus, own.gpu_sharers, own.gpu_memory_share) == (0.0, 1, 0.9)
+        assert "CUDA_VISIBLE_DEVICES" not in spec.env
+    assert describe_gpus(ClusterConfig(), SITE) is None
+
+
+def test_nccl_is_refused_before_anything_starts_where_workers_share_a_gpu() -> None:
+    site = dataclasses.replace(SITE, gpus=("0",))
+    with pytest.raises(ConfigError, match="--kv-edge nccl takes no two workers on one GPU"):
+        plan_roles(ClusterConfig(backend="triton", kv_edge="nccl"), site)
+    plan_roles(ClusterConfig(backend="triton", kv_edge="cuda_ipc"), site)
+    plan_roles(ClusterConfig(backend="triton", kv_edge="nccl", prefill=0), site)

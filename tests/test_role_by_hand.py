@@ -137,7 +137,14 @@ def test_help_has_the_options_of_the_role_and_the_whole_recipe() -> None:
     infos = {info.name: info for info in setting_infos()}
     for name in SETTINGS["decode"]:
         assert f" {infos[name].flag} " in shown.stdout
-    for text in ("--router ADDRESS", "--name NAME", "--epoch", "--kv-address", "(default: 512MiB)"):
+    for text in (
+        "--router ADDRESS",
+        "--device cuda:K",
+        "--name NAME",
+        "--epoch",
+        "--kv-address",
+        "(default: 512MiB)",
+    ):
         assert text in shown.stdout
     for module in ROLES.values():
         assert f"python -m {module} " in shown.stdout
@@ -166,6 +173,12 @@ def test_errors_of_the_command_are_one_sentence_and_a_status() -> None:
             "error: x.json is the whole configuration: drop it, or --dtype",
         ),
         ("decode_worker", ("/none.json",), {}, "error: cannot read /none.json: No such file"),
+        (
+            "decode_worker",
+            ("--backend", "triton", "--device", "cuda:99"),
+            {"BATON_CLUSTER_TOKEN": TOKEN},
+            "error: --device cuda:99: ",
+        ),
         (
             "router",
             (),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.gpu_check.peer import edge_config, random_bytes
+from bench.gpu_check.peer import edge_config, mover_for, random_bytes
 from bench.gpu_check.peer_messages import Dial, Send
 from bench.gpu_check.peer_process import PeerProcess
 from bench.gpu_check.report import Line
@@ -68,7 +68,7 @@ class _Edge:
         geometry, config = sizes.layout.to_geometry(), edge_config(sizes.slot_bytes)
         peer = await PeerProcess.start({**AS_TWO_HOSTS, "NCCL_HOSTID": f"{prefill}-{epoch}"})
         stack.push_async_callback(peer.end)
-        receiver = make_receiver(kind, pool, name=name, peer=geometry, config=config)
+        receiver = make_receiver(kind, pool, name=name, peer=geometry, config=config, mover=mover_for(kind))
         stack.push_async_callback(receiver.close)
         dial = Dial(
             kind=kind.value,

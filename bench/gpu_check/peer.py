@@ -18,12 +18,13 @@ from bench.gpu_check.peer_messages import Compute, Dial, Done, Send, ToPeer
 from bench.gpu_check.requests import CheckRequest, compute_chunk
 from bench.gpu_check.worlds import make_runner, random_weights, spec_of
 from cluster.engine.backends import make_backend
+from cluster.engine.block_mover import BlockMover
 from cluster.engine.model_spec import Dtype
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.errors import BatonError
 from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
 from cluster.kv.edge import EdgeConfig, EdgeName, KVSender, Piece
-from cluster.kv.edges import edge_kind, make_sender, make_source_pool
+from cluster.kv.edges import EdgeKind, edge_kind, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.sampling import TokenOutput
@@ -33,6 +34,11 @@ def random_bytes(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """The same in every process; on the host, as 16-bit words."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(shape, dtype=torch.int16).random_(-(2**15), 2**15, generator=generator)
+
+
+def mover_for(kind: EdgeKind) -> BlockMover | None:
+    """Between GPUs the kernel moves every part of a piece, so that it is checked whether it pays or not."""
+    return BlockMover(always=True) if kind is EdgeKind.NCCL else None
 
 
 def edge_config(slot_bytes: int) -> EdgeConfig:
@@ -75,6 +81,7 @@ class Peer:
             peer=command.geometry,
             endpoint=command.endpoint,
             config=edge_config(command.slot_bytes),
+            mover=mover_for(kind),
         )
         await self._sender.ready()
         return Done()

@@ -49,6 +49,11 @@ def parser() -> argparse.ArgumentParser:
         "--rounds", type=int, default=2, help="of closed loops (2); 0 with --resume and --trace: search alone"
     )
     made.add_argument(
+        "--together",
+        action="store_true",
+        help="start all servers first, and take turns at every load (all must fit into memory; no search)",
+    )
+    made.add_argument(
         "--concurrency",
         default="1:3,8:16,32:32",
         help="IN_FLIGHT:REQUESTS, separated by commas (1:3,8:16,32:32)",
@@ -118,6 +123,10 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
     trace = trace_load(options)
     if options.rounds < 1 and not (options.rounds == 0 and options.resume and trace):
         raise ConfigError(f"--rounds {options.rounds}: give 1 or more, or 0 with --resume and --trace")
+    if options.together and (trace is not None or options.rounds < 1):
+        raise ConfigError(
+            "--together: takes no --trace and needs a round; search in a run of its own, with --resume"
+        )
     for flag, value in (
         ("--max-loop-seconds", options.max_loop_seconds),
         ("--budget-minutes", options.budget_minutes),
@@ -130,6 +139,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
         places=places,
         cores=cores,
         num_rounds=options.rounds,
+        is_together=options.together,
         closed_loops=closed_loops(options.concurrency),
         trace=trace,
         no_trace_reason="no trace was given (--trace FILE)" if trace is None else None,

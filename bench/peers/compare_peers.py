@@ -14,13 +14,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from bench.load.runner import Measurement
 from bench.machine import Machine
 from bench.peers.comparison import Comparison, Interrupted
 from bench.peers.estimate import Estimate, affordable_probes, longest_search_s
@@ -31,22 +28,18 @@ from bench.peers.load import (
     OUTPUT_TOKENS,
     TraceLoad,
     estimate_of,
-    measure_closed_loop,
     search_goodput,
     trace_lengths,
-    warm_up,
 )
-from bench.peers.outcome import ClosedLoop, PeerOutcome, closed_loop_from_result
+from bench.peers.one_server import Loops, Tell, measure_peer, recorded, serving
+from bench.peers.outcome import PeerOutcome
 from bench.peers.peer import Peer, Places, why_not
 from bench.peers.prepare import CannotRun, prepare, versions
 from bench.peers.record import Report
 from bench.peers.searching import due_loops, loops_s, one_seed_below, search_share, to_search
-from bench.peers.server import PeerServer, Running
+from bench.peers.server import Running
+from bench.peers.together import measure_together
 from cluster.errors import BatonError
-
-MOST_WARMUP_REQUESTS = 8
-Tell = Callable[[str], None]
-Loops = tuple[tuple[int, int], ...]
 
 
 def ready(comparison: Comparison, peers: Sequence[Peer], tell: Tell) -> dict[str, PeerOutcome]:
@@ -96,8 +89,11 @@ def _compare(
             )
     num_rounds = comparison.num_rounds
     num_passes = num_rounds + (comparison.trace is not None and num_rounds < 2)  # the last has the searches
-    for number in range(num_passes):
-        _round(comparison, peers, outcomes, number, number == num_passes - 1, report, started_s, tell)
+    if comparison.is_together:
+        measure_together(comparison, peers, outcomes, report, tell)
+    else:
+        for number in range(num_passes):
+            _round(comparison, peers, outcomes, number, number == num_passes - 1, report, started_s, tell)
     if comparison.trace is None:
         for name, reason in to_search(comparison, peers, outcomes, {})[1].items():
             outcomes[name].goodput_note = outcomes[name].goodput_note or reason
@@ -137,9 +133,9 @@ def _round(
     for position, peer in enumerate(able):
         outcome, own_loops = outcomes[peer.name], loops.get(peer.name, ())
         tell(_title(comparison, peer, own_loops, number))
-        with _recorded(outcome, report, tell), _serving(comparison, peer, outcome, number) as running:
+        with recorded(outcome, report, tell), serving(comparison, peer, outcome, number) as running:
             if own_loops:
-                _measure_peer(comparison, peer, outcome, running, own_loops, report, tell)
+                measure_peer(comparison, peer, outcome, running, own_loops, report, tell)
             if peer.name in names:
                 later = able[position + 1 :]
                 reserved_s = sum(
@@ -160,35 +156,6 @@ def _title(comparison: Comparison, peer: Peer, loops: Loops, number: int) -> str
     if not loops:
         return f"search alone: {peer.title}"
     return f"round {number + 1} of {comparison.num_rounds}: {peer.title}"
-
-
-@contextlib.contextmanager
-def _recorded(outcome: PeerOutcome, report: Report, tell: Tell) -> Iterator[None]:
-    """Whatever happens to this server, what was measured is written, and the others are measured."""
-    begun_s = time.monotonic()
-    try:
-        yield
-    except (BatonError, OSError) as error:
-        _take_failure(outcome, error, tell)
-    except BaseException:
-        if report.has_new_figures:  # else an earlier table stays as it is
-            report.write()
-        raise
-    took_s = round(time.monotonic() - begun_s, 1)
-    outcome.took_s["all"] = round(outcome.took_s.get("all", 0.0) + took_s, 1)
-    report.write()
-
-
-def _take_failure(outcome: PeerOutcome, error: Exception, tell: Tell) -> None:
-    """A server without a figure cannot run; one that has some keeps them, and says what is missing."""
-    if not any(outcome.rounds):
-        outcome.cannot_run = str(error)
-        tell(f"  cannot run: {error}")
-        return
-    outcome.rounds_note = f"its last start broke off: {error}"
-    if not outcome.goodput and outcome.goodput_note is None:
-        outcome.goodput_note = f"not searched: {error}"
-    tell(f"  broken off: {error}")
 
 
 def _search(
@@ -251,65 +218,3 @@ def _make_ready(peer: Peer, outcome: PeerOutcome, places: Places, isa: frozenset
             outcome.cannot_run = str(error)
     if outcome.cannot_run is not None:
         tell(f"{peer.name} cannot run on this machine: {outcome.cannot_run}")
-
-
-def _measure_peer(
-    comparison: Comparison,
-    peer: Peer,
-    outcome: PeerOutcome,
-    running: Running,
-    loops: Loops,
-    report: Report,
-    tell: Tell,
-) -> None:
-    """One round of closed loops, with a running server."""
-    begun_s = time.monotonic()
-    runs: list[ClosedLoop] = []
-    outcome.rounds.append(runs)
-    for concurrency, num_requests in loops:
-        limit_s = comparison.max_loop_s
-        if runs and (reason := too_long(runs[-1], concurrency, num_requests, limit_s)) is not None:
-            outcome.skipped[concurrency] = reason
-            tell(f"  {concurrency} in flight: {reason}")
-            continue
-        measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, time.time_ns())
-        report.keep(peer.name, measurement)
-        _checked(measurement)
-        runs.append(closed_loop_from_result(measurement.result))
-        last = runs[-1]
-        failed = f", {last.num_failed} failed" if last.num_failed else ""
-        tell(
-            f"  {concurrency} in flight: {last.output_tok_per_s:.1f} tok/s, "
-            f"TTFT {last.ttft_p50_ms:.0f} ms, TPOT {last.tpot_p50_ms:.1f} ms{failed}"
-        )
-    took_s = time.monotonic() - begun_s
-    outcome.took_s["loops"] = round(outcome.took_s.get("loops", 0.0) + took_s, 1)
-
-
-@contextlib.contextmanager
-def _serving(comparison: Comparison, peer: Peer, outcome: PeerOutcome, number: int) -> Iterator[Running]:
-    """The server, started and warmed up; stopped at the end."""
-    log = comparison.places.logs / f"serve-{peer.name}-{number + 1}.log"
-    with PeerServer(peer, comparison.cores, log) as running:
-        outcome.start_s.append(round(running.start_s, 1))
-        outcome.rounds_note = None  # of an earlier start that failed
-        most = max(concurrency for concurrency, _ in comparison.closed_loops)
-        _checked(warm_up(running, min(most, MOST_WARMUP_REQUESTS), peer.name, time.time_ns()))
-        yield running
-
-
-def too_long(before: ClosedLoop, concurrency: int, num_requests: int, max_loop_s: float) -> str | None:
-    """Why a loop is not worth its time; None: it is. A guess from the loop before, which had fewer in flight:
-    throughput grows by the root of how many more there are."""
-    if before.output_tok_per_s > 0:
-        rate = before.output_tok_per_s * math.sqrt(concurrency / before.concurrency)
-        seconds = num_requests * OUTPUT_TOKENS / rate
-        if seconds <= max_loop_s:
-            return None
-        return f"left out: it would take about {seconds:.0f} s at {rate:.1f} tok/s"
-    return "left out: the loop before gave no tokens"
-
-
-def _checked(measurement: Measurement) -> None:
-    if not measurement.run.is_complete:
-        raise Interrupted

@@ -17,6 +17,7 @@ class Comparison:
     places: Places
     cores: tuple[int, ...]
     num_rounds: int
+    is_together: bool  # all servers run at once, and take turns at every load
     closed_loops: tuple[tuple[int, int], ...]  # (in flight, requests), in order
     trace: TraceLoad | None
     no_trace_reason: str | None

@@ -17,6 +17,9 @@ from bench.roofline import ModelShape
 
 
 def facts_of(given: Comparison) -> dict[str, str]:
+    how = "every server started anew in each"
+    if given.is_together:
+        how = "all servers up at once, in turn at every load; who waits is stopped (SIGSTOP), Baton idle"
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()}",
@@ -24,7 +27,7 @@ def facts_of(given: Comparison) -> dict[str, str]:
         "cores used by every server (and by the client beside it)": ", ".join(map(str, given.cores)),
         "model": given.model_title,
         "closed loop": f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy; "
-        f"{given.num_rounds} round(s), every server started anew in each",
+        f"{given.num_rounds} round(s), {how}",
         "time": f"a budget of {given.budget_s / 60:.0f} minutes",
     }
     if given.trace is not None:

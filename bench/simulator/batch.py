@@ -1,6 +1,7 @@
 """Many runs on several cores: one process per core, results as JSON lines, in any order.
 
-1. `runs_of` deals the runs out; each worker process is `python -m bench.simulator.batch`, told its share.
+1. Runs have numbers. They lie in one pipe from which every worker process (`python -m bench.simulator.batch`)
+   takes the next when it is done with one: a core that something else needs gets fewer, and all end together.
 2. A worker prints one `Report` per run as it ends; the parent yields them.
 3. A worker that fails ends the batch with its words: a violation is a report, everything else is a bug here.
 """
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -26,6 +29,7 @@ from bench.simulator.simulation import Report, Simulation
 from cluster.errors import BatonError
 
 _COLLECT_EVERY = 10  # runs
+_NUMBER_BYTES = 4  # of a run, in the pipe: few enough to be written and read as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +42,19 @@ class Batch:
     faults: bool
     every_moment: bool = False
 
-    def runs_of(self, worker: int, num_workers: int) -> Iterator[Report]:
-        """The share of one worker, run here."""
+    def runs(self, numbers: Iterator[int]) -> Iterator[Report]:
+        """Those with these numbers, which rise, as far as there are so many; run here."""
         if self.every_moment:
             all_strikes = (strike for in_place in (True, False) for strike in every_moment.strikes(in_place))
+            wanted = next(numbers, None)
             for number, strike in enumerate(all_strikes):
-                if number % num_workers == worker:
+                if number == wanted:
                     yield every_moment.run(strike)
+                    wanted = next(numbers, None)
             return
-        for seed in range(self.first_seed + worker, self.first_seed + self.num_seeds, num_workers):
-            yield Simulation(draw(seed, num_requests=self.num_requests, faults=self.faults)).run()
+        for number in itertools.takewhile(lambda number: number < self.num_seeds, numbers):
+            scenario = draw(self.first_seed + number, num_requests=self.num_requests, faults=self.faults)
+            yield Simulation(scenario).run()
 
 
 def run(batch: Batch, num_workers: int) -> Iterator[Report]:
@@ -57,10 +64,13 @@ def run(batch: Batch, num_workers: int) -> Iterator[Report]:
         BatonError: a worker process failed.
     """
     if num_workers == 1:
-        yield from batch.runs_of(0, 1)
+        yield from batch.runs(itertools.count())
         return
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    workers = [_start(batch, worker, num_workers) for worker in range(num_workers)]
+    numbers, into = os.pipe()
+    workers = [_start(batch, numbers) for _ in range(num_workers)]
+    os.close(numbers)
+    threading.Thread(target=_write_numbers, args=(into,), daemon=True).start()
     try:
         for worker in workers:
             assert worker.stdout is not None
@@ -83,13 +93,25 @@ def run(batch: Batch, num_workers: int) -> Iterator[Report]:
                 worker.stdout.close()
 
 
-def _start(batch: Batch, worker: int, num_workers: int) -> subprocess.Popen[bytes]:
-    given = msgspec.json.encode((batch, worker, num_workers)).decode()
+def _start(batch: Batch, numbers: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "bench.simulator.batch", given],
+        [sys.executable, "-m", "bench.simulator.batch", msgspec.json.encode(batch).decode()],
+        stdin=numbers,
         stdout=subprocess.PIPE,
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a process per core: its threads would take others'
     )
+
+
+def _write_numbers(into: int) -> None:
+    """One after the other, until no worker is left to read them."""
+    with suppress(BrokenPipeError), open(into, "wb", buffering=0) as pipe:
+        for number in itertools.count():
+            pipe.write(number.to_bytes(_NUMBER_BYTES, "big"))
+
+
+def _read_numbers(pipe: int) -> Iterator[int]:
+    while number := os.read(pipe, _NUMBER_BYTES):
+        yield int.from_bytes(number, "big")
 
 
 def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
@@ -99,13 +121,13 @@ def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
 
 
 def main() -> None:
-    """A worker process. Garbage is collected between runs: within one there is little."""
+    """A worker process. Garbage is collected between runs: within one there is little, in modules none."""
     parser = argparse.ArgumentParser()
     parser.add_argument("given")
-    text = parser.parse_args().given
-    batch, worker, num_workers = msgspec.json.decode(text, type=tuple[Batch, int, int])
+    batch = msgspec.json.decode(parser.parse_args().given, type=Batch)
     gc.disable()
-    for number, report in enumerate(batch.runs_of(worker, num_workers), 1):
+    gc.freeze()
+    for number, report in enumerate(batch.runs(_read_numbers(sys.stdin.fileno())), 1):
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         sys.stdout.buffer.flush()
         if number % _COLLECT_EVERY == 0:

@@ -74,6 +74,11 @@ class DecodeEdge:
                 self.endpoint.post(Refused(reason="it looks for another worker"))
                 self.endpoint.close()
                 return
+            if message.warm and not self.owner.core.idle:
+                self.owner.site.counters["warm dials refused"] += 1
+                self.endpoint.post(Refused(reason="it is busy"))
+                self.endpoint.close()
+                return
             self.owner.on_hello(self, Peer(message.worker, message.epoch))
 
     def on_closed(self) -> None:

@@ -29,12 +29,15 @@ class EventQueue:
 
     def at(self, time_s: float, call: Callable[..., None], *args: Any) -> None:
         """Call at this time, not before `now`."""
-        self._serial += 1
-        heapq.heappush(self._heap, (time_s, self._serial, call, args))
+        self.push(time_s, call, args)
 
     def after(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        self._serial += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._serial, call, args))
+        self.push(self.now + delay_s, call, args)
+
+    def push(self, time_s: float, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """As `at`, where the arguments are a tuple already."""
+        self._serial = serial = self._serial + 1
+        heapq.heappush(self._heap, (time_s, serial, call, args))
 
     def alarm(self, after_events: int, call: Callable[[], None]) -> None:
         """Before the call that comes after `after_events` more, once. There is one alarm at a time."""
@@ -51,9 +54,7 @@ class EventQueue:
         """Run up to this time; True if `stop` ended it before."""
         heap, pop = self._heap, heapq.heappop
         self._is_stopped = False
-        while heap:
-            if heap[0][0] > until_s:
-                break
+        while heap and heap[0][0] <= until_s:
             time_s, _, call, args = pop(heap)
             if time_s > self.now:
                 self.now = time_s

@@ -7,7 +7,10 @@ Named kinds and where their numbers come from:
   a rough model from memory bandwidth and arithmetic, not a measurement. KV: 128 KiB per token; its capacity
   is 90 % of the card (80 and 96 GB) less 16 GB of weights.
 - `a100-opt13b`: OPT-13B in fp16 on one A100 of 80 GB, estimated in the same way (26 GB at 2 TB/s, 26 GFLOP
-  per token at 70 % of 312 TFLOP/s, 800 KiB of KV per token). These are not DistServe's fitted coefficients.
+  per token at 70 % of 312 TFLOP/s, 800 KiB of KV per token).
+- `distserve-opt13b-tp1`, `-tp2`, `-tp4`: the same model with DistServe's fitted coefficients, one worker on
+  so many A100s; steps take what `bench.simulator.distserve` says, policies plan with a model fitted to that.
+  A mixed step takes as long as both of its halves; with `-fused` it reads the weights once.
 
 A file from a calibration (`{"fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s"}`, and
 perhaps "kv_tokens", "kv_bytes_per_token", "link_bytes_s", "mixed_s") is a kind of its own.
@@ -17,22 +20,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from bench.simulator.distserve import (
+    KV_BYTES_PER_TOKEN,
+    NVLINK_BYTES_S,
+    OPT_13B,
+    DistServeTimes,
+    MixedSteps,
+    learned_model,
+)
 from cluster.errors import ConfigError
-from cluster.step_model import StepModel
+from cluster.step_model import StepModel, StepWork
 
 COEFFICIENTS = ("fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s")
 DEFAULT_LINK_BYTES_S = 50e9  # a 400 Gbit/s NIC per GPU
 HANDOFF_S = 0.5e-3  # control messages of a handoff, beside the transfer
 
 
+class StepTimes(Protocol):
+    """What steps take where that is not the model that policies plan with."""
+
+    def step_s(self, num_rows: int, context: int, num_chunk_tokens: int, attention: float) -> float: ...
+
+    def growth_s(self, num_rows: int) -> float:
+        """What each step of a run of decode steps takes longer than the one before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of worker."""
+    """One kind of worker. `times` None: steps take what `model` says, and `mixed_s`."""
 
     name: str
     model: StepModel
@@ -40,6 +61,18 @@ class Hardware:
     kv_bytes_per_token: int
     link_bytes_s: float  # each way
     mixed_s: float = 0.0  # what a step costs more when it has both decode rows and a chunk
+    times: StepTimes | None = None
+
+    def step_s(self, num_rows: int, context: int, num_chunk_tokens: int, attention: float) -> float:
+        """Seconds of a step of rows that read `context` keys in all, and chunks of `attention` pairs."""
+        if self.times is not None:
+            return self.times.step_s(num_rows, context, num_chunk_tokens, attention)
+        seconds = self.model.step_s(StepWork(num_rows + num_chunk_tokens, context, attention))
+        return seconds + self.mixed_s if num_rows and num_chunk_tokens else seconds
+
+    def growth_s(self, num_rows: int) -> float:
+        """See `StepTimes`."""
+        return self.model.per_context_s * num_rows if self.times is None else self.times.growth_s(num_rows)
 
 
 KINDS = {
@@ -68,6 +101,28 @@ KINDS = {
         ),
     )
 }
+
+
+DISTSERVE = {
+    f"distserve-opt13b-tp{degree}{suffix}": (degree, mixed)
+    for suffix, mixed in (("", MixedSteps.SUM), ("-fused", MixedSteps.FUSED))
+    for degree in OPT_13B
+}
+
+
+@cache
+def distserve_hardware(name: str) -> Hardware:
+    """One of `DISTSERVE`."""
+    degree, mixed = DISTSERVE[name]
+    times = DistServeTimes(OPT_13B[degree], mixed)
+    return Hardware(
+        name,
+        learned_model(times),
+        OPT_13B[degree].kv_tokens,
+        KV_BYTES_PER_TOKEN,
+        NVLINK_BYTES_S,
+        times=times,
+    )
 
 
 def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
@@ -117,10 +172,11 @@ def hardware(name: str) -> Hardware:
     known = KINDS.get(name)
     if known is not None:
         return known
+    if name in DISTSERVE:
+        return distserve_hardware(name)
     if not name.endswith(".json") and not Path(name).is_file():
-        raise ConfigError(
-            f"--hardware `{name}` is unknown: use {', '.join(KINDS)}, or a calibration's JSON file"
-        )
+        names = ", ".join([*KINDS, *DISTSERVE])
+        raise ConfigError(f"--hardware `{name}` is unknown: use {names}, or a calibration's JSON file")
     return _from_file(Path(name))
 
 

@@ -41,15 +41,19 @@ def check_write(decode: DecodeProcess, piece: Piece, block_ids: Sequence[BlockId
     if not decode.is_alive:
         return  # its memory is nobody's any more
     lease = decode.core._leases.get((piece.request, piece.attempt))
-    where = f"{decode}: a late write of {piece} to blocks {list(block_ids)}"
     if lease is None:
-        raise Violation("I2", f"{where}: D has released them")
+        raise Violation("I2", f"{_late_write(decode, piece, block_ids)}: D has released them")
     own = lease.sequence.block_ids[piece.first_block : piece.first_block + piece.num_blocks]
-    if list(block_ids) != list(own):
-        raise Violation("I1", f"{where}: the attempt's are {list(own)}")
+    if list(block_ids) != own:
+        raise Violation("I1", f"{_late_write(decode, piece, block_ids)}: the attempt's are {own}")
     for block_id in block_ids:
         if (count := references(decode.blocks, block_id)) != 1:
+            where = _late_write(decode, piece, block_ids)
             raise Violation("I1", f"{where}: block {block_id} has {count} holders")
+
+
+def _late_write(decode: DecodeProcess, piece: Piece, block_ids: Sequence[BlockId]) -> str:
+    return f"{decode}: a late write of {piece} to blocks {list(block_ids)}"
 
 
 def check_books(worker: WorkerProcess) -> None:
@@ -80,9 +84,11 @@ def check_books(worker: WorkerProcess) -> None:
     for sequence in sequences:
         owners.update(sequence.block_ids)
         writable.update(sequence.block_ids[sequence.num_computed // size :])
-    for block_id, count in enumerate(worker.blocks._allocator._references):
-        if count != (held := owners.get(BlockId(block_id), 0)):
-            raise Violation("I6", f"{worker}: block {block_id}: {count} references, {held} owners")
+    counts = worker.blocks._allocator._references
+    if any(counts[block_id] != held for block_id, held in owners.items()) or sum(counts) != owners.total():
+        for block_id, count in enumerate(counts):
+            if count != (held := owners.get(BlockId(block_id), 0)):
+                raise Violation("I6", f"{worker}: block {block_id}: {count} references, {held} owners")
     shared = [block_id for block_id in writable if owners[block_id] > 1]
     if shared:
         raise Violation("I1", f"{worker}: blocks {shared} are writable and have several owners")

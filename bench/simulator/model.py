@@ -19,7 +19,7 @@ from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.ids import BlockId, RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.request import RequestSpec
-from cluster.sampling import FinishReason, TokenOutput, finish_reason
+from cluster.sampling import FinishReason, TokenOutput, finish_reason_at
 
 VOCABULARY: Final = 50
 EOS: Final = 0
@@ -53,21 +53,20 @@ class Oracle:
         self.kv: list[int] = []
         self.outputs: list[TokenOutput] = []
         self.sampled: set[tuple[int, int]] = set()  # (attempt, tokens before) of what workers sampled
+        tokens, kv, outputs = self.tokens, self.kv, self.outputs
         value = root(spec.cache_salt)
         for token in spec.token_ids:
             value = chain(value, token)
-            self.tokens.append(token)
-            self.kv.append(value)
-        output_ids: list[int] = []
+            tokens.append(token)
+            kv.append(value)
         reason: FinishReason | None = None
         while reason is None:
             output = sample(value, spec.sampling.seed)
-            self.outputs.append(output)
-            output_ids.append(output.token_id)
+            outputs.append(output)
             value = chain(value, output.token_id)
-            self.tokens.append(output.token_id)
-            self.kv.append(value)
-            reason = finish_reason(spec.sampling, output_ids)
+            tokens.append(output.token_id)
+            kv.append(value)
+            reason = finish_reason_at(spec.sampling, output.token_id, len(outputs))
         self.finish = reason
         self._blocks: list[list[int]] = []
 
@@ -127,8 +126,8 @@ class Engine:
             self._pool.blocks[target][:] = self._pool.blocks[source]
         for row in plan.rows:
             self._read(row)
-            for index in range(row.start // size, -(-(row.start + len(row.token_ids)) // size)):
-                block_id = row.block_ids[index]
+            last = row.start + len(row.token_ids) - 1
+            for block_id in row.block_ids[row.start // size : last // size + 1]:
                 if block_id in written:
                     self._violate("I1", row, f"two rows of a step write block {block_id}")
                 written.add(block_id)
@@ -142,10 +141,10 @@ class Engine:
         blocks, size = self._pool.blocks, self._pool.block_size
         outputs: list[TokenOutput | None] = []
         for row in plan.rows:
-            value = self._read(row)
+            value, block_ids = self._read(row), row.block_ids
             for position, token in enumerate(row.token_ids, row.start):
                 value = chain(value, token)
-                blocks[row.block_ids[position // size]][position % size] = value
+                blocks[block_ids[position // size]][position % size] = value
             self._check_holders(row)
             outputs.append(None if row.sample is None else self._sample(row, value, row.sample))
         return StepOutput(tuple(outputs), compute_s)
@@ -160,22 +159,24 @@ class Engine:
     def _read(self, row: Row) -> int:
         """The KV before the row's first token, after all before it was read."""
         oracle = self._oracles[row.request]
-        start, end = row.start, row.start + len(row.token_ids)
-        blocks, size = self._pool.blocks, self._pool.block_size
+        start, block_ids, blocks, size = row.start, row.block_ids, self._pool.blocks, self._pool.block_size
+        end = start + len(row.token_ids)
         if list(row.token_ids) != oracle.tokens[start:end]:
             self._violate("I8", row, f"tokens {list(row.token_ids)} at {start} are not this request's")
-        if end > len(row.block_ids) * size:
-            self._violate("I6", row, f"{len(row.block_ids)} blocks do not cover {end} tokens")
-        kv = oracle.kv
-        num_full = start // size
-        held, right = [blocks[block_id] for block_id in row.block_ids[:num_full]], oracle.blocks(size)
-        if held != right[:num_full]:
-            self._wrong_kv(row, next(i for i in range(num_full) if held[i] != right[i]), size)
-        if (rest := start % size) and blocks[row.block_ids[num_full]][:rest] != kv[num_full * size : start]:
-            self._wrong_kv(row, num_full, rest)
+        if end > len(block_ids) * size:
+            self._violate("I6", row, f"{len(block_ids)} blocks do not cover {end} tokens")
         if start == 0:
             return root(oracle.spec.cache_salt)
-        return blocks[row.block_ids[(start - 1) // size]][(start - 1) % size]
+        num_full, rest = divmod(start, size)
+        held, right = [blocks[block_id] for block_id in block_ids[:num_full]], oracle.blocks(size)
+        if held != right[:num_full]:
+            self._wrong_kv(row, next(i for i in range(num_full) if held[i] != right[i]), size)
+        if not rest:
+            return held[-1][-1]
+        last = blocks[block_ids[num_full]]
+        if last[:rest] != oracle.kv[start - rest : start]:
+            self._wrong_kv(row, num_full, rest)
+        return last[rest - 1]
 
     def _sample(self, row: Row, value: int, spec: SampleSpec) -> TokenOutput:
         """From the whole history, which a step that nobody asked for has by now (I8). No index of an attempt

@@ -60,6 +60,8 @@ class Endpoint:
         self.is_cut = False
         self._network = network
         self._queue = network.queue
+        self._random = network.rng.random
+        self._note = network.note
         self._decoder = network.decoder(decode_type)
         self._delay_s = delay_s
         self._factor = 1.0
@@ -143,15 +145,15 @@ class Endpoint:
     # ---- towards here
 
     def enqueue(self, message: Any) -> None:
-        serial = self._num_posted
+        queue, serial = self._queue, self._num_posted
         self._num_posted = serial + 1
         if serial % CODEC_EVERY == 0 and message is not _END:
             (message,) = self._decoder.feed(encode(message))
-        at = self._queue.now + self._delay_s * self._factor * (0.5 + self._network.rng.random())
+        at = queue.now + self._delay_s * self._factor * (0.5 + self._random())
         if at < self._last_at:
             at = self._last_at
         self._last_at = at
-        self._queue.at(at, self._arrive, serial, message)
+        queue.push(at, self._arrive, (serial, message))
         if self._num_to_double and not isinstance(message, (_End, *_HANDSHAKE)):
             self._send_twice(message)
 
@@ -172,6 +174,8 @@ class Endpoint:
         if self._held or self._is_stalled or self.process.is_stopped or serial >= self._unsent_from:
             self._held.append((serial, message))
             self._drain()
+        elif self.is_open and self.process.is_alive and serial < self._lost_from and message is not _END:
+            self._hand_over(serial, message)  # as `_take`, and nearly always
         else:
             self._take(serial, message)
 
@@ -186,16 +190,19 @@ class Endpoint:
     def _take(self, serial: int, message: Any) -> None:
         if not self.is_open or not self.process.is_alive:
             return
-        handler = self.handler
-        assert handler is not None, "a message for an end that nobody serves"
         if message is _END:
+            assert self.handler is not None, "an end that nobody serves"
             self._shut()
-            self._network.note(self, "end of stream", None)
-            handler.on_closed()
+            self._note(self.process, "end of stream", None)
+            self.handler.on_closed()
         elif serial < self._lost_from:
-            self._num_arrived = serial + 1
-            self._network.note(self, type(message).__name__, message)
-            handler.on_message(message)
+            self._hand_over(serial, message)
+
+    def _hand_over(self, serial: int, message: Any) -> None:
+        assert self.handler is not None, "a message for an end that nobody serves"
+        self._num_arrived = serial + 1
+        self._note(self.process, type(message).__name__, message)
+        self.handler.on_message(message)
 
     def _shut(self) -> None:
         self.is_open = False
@@ -204,14 +211,14 @@ class Endpoint:
 
 
 class Network:
-    """Makes streams. `note(endpoint, what, message)` is told of everything that arrives."""
+    """Makes streams. `note(process, what, message)` is told of everything that arrives there."""
 
     def __init__(
         self,
         queue: EventQueue,
         rng: random.Random,
         delay_s: float,
-        note: Callable[[Endpoint, str, Any], None],
+        note: Callable[[Process, str, Any], None],
     ) -> None:
         self.queue = queue
         self.rng = rng

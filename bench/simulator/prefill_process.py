@@ -12,6 +12,7 @@ Life of an edge here:
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from bench.simulator import inspection
@@ -47,9 +48,10 @@ _STOP_S = 0.002  # within this time a copy that is told to stop has stopped
 class PrefillEdge:
     """P's end of an edge, from the dial to its end."""
 
-    def __init__(self, owner: PrefillProcess, peer: Peer) -> None:
+    def __init__(self, owner: PrefillProcess, peer: Peer, is_warm: bool) -> None:
         self.owner = owner
         self.peer = peer
+        self.is_warm = is_warm
         self.endpoint: Endpoint | None = None
         self.is_up = False
         self.is_closing = False
@@ -87,7 +89,7 @@ class PrefillProcess(WorkerProcess):
 
     def __init__(self, site: Site, worker: WorkerId, epoch: Epoch) -> None:
         super().__init__(site, worker, Role.PREFILL, epoch, site.scenario.prefill_blocks)
-        self.core = PrefillCore(site.scenario.prefill, self.blocks)
+        self.core = PrefillCore(replace(site.scenario.prefill, worker=worker), self.blocks)
         self.edges: dict[Peer, PrefillEdge] = {}
 
     def carry(self, action: Action) -> None:
@@ -101,9 +103,11 @@ class PrefillProcess(WorkerProcess):
                 if edge is not None:  # otherwise its EdgeDown answers the action
                     edge.sends.append(action)
                     self._send_next(edge)
-            case OpenEdge(peer, address):
+            case OpenEdge(peer, address, warm):
                 if peer not in self.edges:
-                    edge = self.edges[peer] = PrefillEdge(self, peer)
+                    if warm:
+                        self.site.counters["warm dials"] += 1
+                    edge = self.edges[peer] = PrefillEdge(self, peer, warm)
                     self.later(self.site.network.delay(), self._edge_dialled, edge, WorkerId(address))
             case CloseEdge(peer, reason):
                 edge = self.edges.get(peer)
@@ -144,6 +148,7 @@ class PrefillProcess(WorkerProcess):
                 fingerprint=FINGERPRINT,
                 kind="scripted",
                 geometry=self.register().geometry,
+                warm=edge.is_warm,
             )
         )
         self.later(HANDSHAKE_TIMEOUT_S, self._give_up_dial, edge)

@@ -51,7 +51,8 @@ class Process:
         return self.queue.now + self._clock_offset_s
 
     def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        self.queue.after(delay_s, self._wake, call, args)
+        queue = self.queue
+        queue.push(queue.now + delay_s, self._wake, (call, args))
 
     # ---- what becomes of it
 
@@ -110,7 +111,7 @@ class Process:
         """Deadlines may have changed."""
         if not self._is_arming:
             self._is_arming = True
-            self.queue.after(_ARM_S, self._wake, self._arm, ())
+            self.queue.push(self.queue.now + _ARM_S, self._wake, (self._arm, ()))
 
     def _arm(self) -> None:
         """Keep a timer that is due no later than the next deadline; one that is too early does nothing."""

@@ -23,6 +23,7 @@ from cluster.request import RequestSpec
 from cluster.wire.messages import Heartbeat, Refused, Register, Role, Welcome
 from router.conductor import Conductor
 from router.conductor_io import (
+    Action,
     Deliver,
     Ended,
     Event,
@@ -56,10 +57,11 @@ class _Link:
         self.is_fenced = False
 
     def on_message(self, message: Any) -> None:
-        if self.register is None:
+        register = self.register
+        if register is None:
             self._router.on_register(self, message)
         else:
-            self._router.on_worker_message(self, self.register, message)
+            self._router.on_worker_message(self, register, message)
 
     def on_closed(self) -> None:
         self._router.let_out(self, "it closed its stream")
@@ -124,22 +126,25 @@ class RouterProcess(Process):
         try:
             while self._events:
                 for action in self._handle(self._events.popleft()):
-                    match action:
-                        case Send(worker, message):
-                            link = self._links.get(worker)
-                            if link is not None:
-                                link.endpoint.post(message)
-                        case Deliver(request, delivery):
-                            self.clients[request].deliver(delivery)
-                        case Lifecycle():
-                            self.clients[action.request].lifecycle(action)
-                        case Ended(request, _):
-                            client = self.clients.pop(request)
-                            self._settle(request, len(client.spec.token_ids) + client.num_tokens)
-                            client.ended()
+                    if isinstance(action, Lifecycle):
+                        self.clients[action.request].lifecycle(action)
+                    elif isinstance(action, Send):
+                        link = self._links.get(action.worker)
+                        if link is not None:
+                            link.endpoint.post(action.message)
+                    elif isinstance(action, Deliver):
+                        self.clients[action.request].deliver(action.delivery)
+                    else:
+                        self._ended(action)
         finally:
             self._is_feeding = False
-        self.arm()
+        if not self._is_arming:
+            self.arm()
+
+    def _ended(self, ended: Ended) -> None:
+        client = self.clients.pop(ended.request)
+        self._settle(ended.request, len(client.spec.token_ids) + client.num_tokens)
+        client.ended()
 
     def _settle(self, request: RequestId, num_tokens: int) -> None:
         hold = self._holds.pop(request)
@@ -154,7 +159,7 @@ class RouterProcess(Process):
     def tick(self) -> None:
         self.feed(Tick())
 
-    def _handle(self, event: Event) -> Any:
+    def _handle(self, event: Event) -> list[Action]:
         try:
             return self.conductor.handle(event, self.now())
         except Exception as error:  # the live router ends here: never to be seen in a run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.simulator.events import EventQueue
 from bench.simulator.model import Oracle
-from bench.simulator.network import Endpoint, Network
+from bench.simulator.network import Network
 from bench.simulator.scenario import Scenario
 from bench.simulator.shared_limits import Redis
 from cluster.ids import RequestId, WorkerId
@@ -32,16 +32,14 @@ class Log:
     def note(self, who: object, what: str, detail: Any = None) -> None:
         """`detail` is not part of the hash."""
         codes = self._codes
-        who_code = codes[who] if who in codes else self._code(who)
-        what_code = codes[what] if what in codes else self._code(what)
+        try:
+            who_code, what_code = codes[who], codes[what]
+        except KeyError:
+            who_code, what_code = self._code(who), self._code(what)
         self.digest = hash((self.digest, self._queue.now, who_code, what_code))
         if self._write is not None:
             line = f"{self._queue.now:.7f} {who} {what}"
             self._write(line if detail is None else f"{line}: {detail}")
-
-    def arrival(self, end: Endpoint, what: str, message: Any) -> None:
-        """A message arrived at this end."""
-        self.note(end.process, what, message)
 
     def _code(self, name: object) -> int:
         code = self._codes[name] = zlib.crc32(str(name).encode())
@@ -57,7 +55,7 @@ class Site:
         self.rng = random.Random(f"{scenario.seed}/processes")
         self.log = Log(self.queue, write)
         self.network = Network(
-            self.queue, random.Random(f"{scenario.seed}/network"), scenario.delay_s, self.log.arrival
+            self.queue, random.Random(f"{scenario.seed}/network"), scenario.delay_s, self.log.note
         )
         self.oracles: dict[RequestId, Oracle] = {}
         self.redis = Redis(self.queue) if scenario.num_routers > 1 else None

@@ -105,8 +105,9 @@ class WorkerProcess(Process):
 
     def dispatch(self, event: Event) -> None:
         """As `WorkerDriver.dispatch`."""
+        now = self.now()
         try:
-            actions = self.core.handle(event, self.now())
+            actions = self.core.handle(event, now)
         except Exception as error:  # the live worker ends here: never to be seen in a run
             raise Violation("core", f"{self}: {event}: {type(error).__name__}: {error}") from error
         for action in actions:
@@ -118,7 +119,12 @@ class WorkerProcess(Process):
                 self._run(action.plan)
             else:
                 self.carry(action)
-        self._after_event()
+        if self._reports.is_due(now):
+            self._report()
+        if self._is_leaving or self.core.state() is not self._last_state:
+            self._after_change()
+        if not self._is_arming:
+            self.arm()
 
     def carry(self, action: Action) -> None:
         """What concerns peers."""
@@ -130,8 +136,7 @@ class WorkerProcess(Process):
     def tick(self) -> None:
         self.dispatch(Tick())
 
-    def _after_event(self) -> None:
-        self._report()
+    def _after_change(self) -> None:
         state = self.core.state()
         if state is not self._last_state:
             self._last_state = state
@@ -139,7 +144,6 @@ class WorkerProcess(Process):
                 self._beat(link)
         if self._is_leaving:
             self._leave_if_idle()
-        self.arm()
 
     # ---- steps
 
@@ -198,6 +202,7 @@ class WorkerProcess(Process):
                 dtype="float32",
             ),
             kv_address=self.worker if self.role is Role.DECODE else None,
+            warm_edges=scenario.prefill.warm_edges if self.role is Role.PREFILL else 0,
         )
 
     def welcomed(self, link: _Link, interval_s: float) -> None:

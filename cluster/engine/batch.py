@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -19,22 +18,20 @@ if TYPE_CHECKING:
     from cluster.grammar import GrammarState
 
 
-@dataclass(slots=True)
-class RowNotes:
+class RowNotes(msgspec.Struct):
     """What the engine remembers of a request between its steps; nobody else reads or writes it."""
 
     opening: Future[GrammarState] | None = None  # where the answer stands in its grammar, once it is compiled
-    scores: list[PromptScore] = field(default_factory=list)  # of the prompt's tokens 1, 2, ... so far
+    scores: list[PromptScore] = msgspec.field(default_factory=list)  # of the prompt's tokens 1, 2, ... so far
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(msgspec.Struct, frozen=True):
     """How to choose the token that follows a row; the history is the request's own."""
 
     params: SamplingParams
     prompt_ids: Sequence[int]  # the client's prompt
     output_ids: Sequence[int]  # tokens generated so far: grows at its end, see `Runner.run`
-    notes: RowNotes = field(default_factory=RowNotes, compare=False, repr=False)
+    notes: RowNotes = msgspec.field(default_factory=RowNotes)
 
 
 class Row(msgspec.Struct, frozen=True):  # made for every row of every step: cheaper than a dataclass

@@ -3,6 +3,9 @@
     free with the weights loaded = largest steps + (1 - share) · rest + share · rest
                                                                         KV, unless its size is given
 
+Workers that share a GPU have equal parts of it, and what is free to one is what its part has left
+(`free_of_part`): whoever of them starts first finds no more than the last.
+
 1. `largest_steps` are plans that take as much memory as any that a worker can be given; running them once
    says how much that is.
 2. `size_pool` gives KV what is left, or refuses in one line with both numbers.
@@ -34,6 +37,12 @@ class DeviceMemory:
     free: int
     weights: int
     steps: int  # most that steps take beside weights and KV, graphs included
+
+
+def free_of_part(free: int, total: int, held: int, num_sharers: int) -> int:
+    """Bytes that a worker may still take of a GPU of `total` bytes that `num_sharers` workers share in equal
+    parts: what its part has left beside the `held` bytes that it has, and never more than is free."""
+    return min(free, max(0, total // num_sharers - held))
 
 
 def check_weights_fit(num_bytes: int, free: int, total: int) -> None:

@@ -29,6 +29,7 @@ from cluster.engine.gpu_memory import (
     NUM_SCRATCH_BLOCKS,
     DeviceMemory,
     check_weights_fit,
+    free_of_part,
     gib,
     largest_steps,
     size_pool,
@@ -41,6 +42,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.engine.weights_file import DATA
 from cluster.errors import ConfigError, first_line
 from cluster.ids import BlockId
+from cluster.kv.block_copy import Mover
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import TORCH_DTYPES, KVPool
 from cluster.kv.pool_device import device_pool, shared_device_pool
@@ -69,6 +71,14 @@ class GpuModel:
         """
         make = shared_device_pool if shared else device_pool
         return make(layout, self.backend.device, NUM_SCRATCH_BLOCKS)
+
+    def make_mover(self, pool: Tensor) -> Mover:
+        """For edges that stage KV on this GPU; `pool` as for `make_runner`. Compiles its kernel."""
+        from cluster.engine.block_mover import BlockMover  # needs triton
+
+        mover = BlockMover()
+        mover.prepare(pool, pool.shape[0] - NUM_SCRATCH_BLOCKS)
+        return mover
 
     def make_runner(self, pool: Tensor) -> Runner:
         """`pool`: the whole of what `make_pool` made; its first block is written to.
@@ -139,13 +149,13 @@ def open_on_gpu(
         decoder = load_decoder(prepared, backend, max_model_len)
         kv_bytes = DEFAULT_KV_BYTES[config.role] if config.kv_bytes is None else config.kv_bytes
         return GpuModel(prepared, backend, decoder, kv_bytes // layout.bytes_per_block, most_decode_rows)
-    free, total = _free_and_total(backend.device)
+    free, total = _free_and_total(backend.device, config.gpu_sharers)
     check_weights_fit((prepared.directory / DATA).stat().st_size, free, total)
     try:
         decoder = load_decoder(prepared, backend, max_model_len)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the weights do not fit beside {gib(total - free)}: {first_line(error)}"
+            f"the weights do not fit in {gib(free)} of free GPU memory: {first_line(error)}"
         ) from error
     weights = int(torch.cuda.memory_allocated(backend.device))
     try:
@@ -158,17 +168,18 @@ def open_on_gpu(
         ) from error
     except RuntimeError as error:
         raise _cannot_compute(error) from error
-    free, total = _free_and_total(backend.device)
+    free, total = _free_and_total(backend.device, config.gpu_sharers)
     memory = DeviceMemory(total=total, free=free, weights=weights, steps=steps)
     flag = "--decode-kv" if config.role is Role.DECODE else "--prefill-kv"
     num_blocks = size_pool(memory, layout.bytes_per_block, config.gpu_memory_share, config.kv_bytes, flag)
     logger.info(
-        "GPU memory: %s of weights, %s for steps, %s of KV in %d blocks, of %s",
+        "GPU memory: %s of weights, %s for steps, %s of KV in %d blocks, of %s%s",
         gib(weights),
         gib(steps),
         gib(num_blocks * layout.bytes_per_block),
         num_blocks,
         gib(total),
+        f", 1/{config.gpu_sharers} of this GPU" if config.gpu_sharers > 1 else "",
     )
     return GpuModel(prepared, backend, decoder, num_blocks, most_decode_rows)
 
@@ -209,8 +220,9 @@ def _peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     return int(torch.cuda.max_memory_allocated(device)) - int(before)
 
 
-def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Of the device's memory, with nothing kept for reuse."""
+def _free_and_total(device: torch.device, num_sharers: int) -> tuple[int, int]:
+    """Of this worker's part of the device's memory, with nothing kept for reuse."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free), int(total)
+    free, total = (int(number) for number in torch.cuda.mem_get_info(device))
+    held = int(torch.cuda.memory_reserved(device))
+    return free_of_part(free, total, held, num_sharers), total // num_sharers

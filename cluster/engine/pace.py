@@ -24,7 +24,7 @@ _MOST_CATCH_UP = 0.5  # share of a TPOT that each remaining token can make up fo
 class Pace:
     """Of one attempt on one worker; its scheduler is the only writer."""
 
-    __slots__ = ("due_s", "is_batch", "is_late", "is_resumed", "last_s", "origin_s", "targets")
+    __slots__ = ("due_s", "is_batch", "is_resumed", "last_s", "origin_s", "targets", "yields")
 
     def __init__(
         self, targets: Targets, due_s: float, *, is_batch: bool = False, is_resumed: bool = False
@@ -34,14 +34,9 @@ class Pace:
         self.due_s = due_s  # of this attempt's first token
         self.is_batch = is_batch
         self.is_resumed = is_resumed
-        self.is_late = False  # its first token was
         self.origin_s: float | None = None  # when token 0 of this attempt came, or was due
         self.last_s = 0.0  # latest token
-
-    @property
-    def yields(self) -> bool:
-        """It need not be in every step."""
-        return self.is_batch or self.is_late
+        self.yields = is_batch  # it need not be in every step; so is one whose first token was late
 
     def first_token(self, now: float) -> None:
         """Token 0 of this attempt is there."""
@@ -50,7 +45,7 @@ class Pace:
             self.origin_s = self.due_s
         else:
             self.origin_s = now
-            self.is_late = now > self.due_s
+            self.yields = self.is_batch or now > self.due_s
 
     def token(self, now: float) -> None:
         """One more token is there."""

@@ -20,7 +20,7 @@ from cluster.engine.pace import Pace, unpromised
 from cluster.errors import InvalidRequest
 from cluster.ids import Attempt, BlockId, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
-from cluster.sampling import FinishReason, SamplingParams, finish_reason
+from cluster.sampling import FinishReason, SamplingParams, finish_reason_at
 
 MAX_TOKEN_ID = 2**32 - 1
 
@@ -47,6 +47,7 @@ class Sequence:
         "attempt",
         "block_ids",
         "cache_salt",
+        "key",
         "num_cached",
         "num_computed",
         "num_initial",
@@ -82,6 +83,7 @@ class Sequence:
         self.router = router
         self.request = request
         self.attempt = attempt
+        self.key: SequenceKey = (request, attempt)
         self.token_ids = list(token_ids)  # prompt and outputs
         self.output_ids = self.token_ids[num_prompt_tokens:]
         self.num_prompt_tokens = num_prompt_tokens  # the client's prompt: outputs start here
@@ -96,10 +98,6 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens found in the cache by the first `reserve`
         self.sample = SampleSpec(sampling, self.token_ids[:num_prompt_tokens], self.output_ids)
-
-    @property
-    def key(self) -> SequenceKey:
-        return self.request, self.attempt
 
     @property
     def num_tokens(self) -> int:
@@ -177,11 +175,11 @@ class Sequence:
         """Add a generated token; why generation ends with it, or None."""
         self.token_ids.append(token_id)
         self.output_ids.append(token_id)
-        return finish_reason(self.sampling, self.output_ids)
+        return finish_reason_at(self.sampling, token_id, len(self.output_ids))
 
     def finish_reason_of(self, token_id: int) -> FinishReason | None:
         """Why generation would end with this token, or None; the sequence does not change."""
-        return finish_reason(self.sampling, [*self.output_ids, token_id])
+        return finish_reason_at(self.sampling, token_id, len(self.output_ids) + 1)
 
     def publish(self, blocks: BlockManager) -> None:
         """Enter the full blocks whose KV is computed into the prefix cache; cheap when repeated."""

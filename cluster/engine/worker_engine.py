@@ -28,6 +28,7 @@ from cluster.engine.prepare import prepare_model
 from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigError
+from cluster.kv.block_copy import Mover
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 from cluster.live_step_model import ASSUMED
@@ -70,6 +71,11 @@ class WorkerEngine:
         if self.gpu is not None:
             return self.gpu.make_pool(self.layout, shared=shared)
         return KVPool.shared(self.layout) if shared else KVPool.private(self.layout)
+
+    def make_mover(self, pool: torch.Tensor) -> Mover | None:
+        """What moves blocks to and from an edge's staging on the same GPU; None: they are copied. `pool` as
+        for `make_runner`. Takes a second where kernels have to be compiled."""
+        return None if self.gpu is None else self.gpu.make_mover(pool)
 
     def make_runner(self, pool: torch.Tensor) -> Callable[[], Runner]:
         """A function for the engine thread: thread-local compute settings are made there. `pool`: the whole

@@ -12,7 +12,7 @@ Every operation is O(1).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from cluster.errors import BatonError
 from cluster.ids import BlockId
@@ -48,6 +48,20 @@ class BlockAllocator:
             raise BlockError(f"no such block: {block_id}, the pool has {self.num_blocks}")
         return self._references[block_id]
 
+    def first_unheld(self, block_ids: Iterable[BlockId]) -> BlockId | None:
+        """The first of these that nobody holds; None: all are held.
+
+        Raises:
+            BlockError: there is no such block.
+        """
+        references = self._references
+        for block_id in block_ids:
+            if not 0 <= block_id < self.num_blocks:
+                raise BlockError(f"no such block: {block_id}, the pool has {self.num_blocks}")
+            if not references[block_id]:
+                return block_id
+        return None
+
     def is_idle(self, block_id: BlockId) -> bool:
         """Unreferenced but not in the free list."""
         return self.references(block_id) == 0 and not self._is_free[block_id]
@@ -77,13 +91,13 @@ class BlockAllocator:
 
     def revive(self, block_id: BlockId) -> None:
         """An idle block is used again, with one reference."""
-        if not self.is_idle(block_id):
+        if self.references(block_id) or self._is_free[block_id]:
             raise BlockError(f"block {block_id} is not idle and cannot be revived")
         self._references[block_id] = 1
 
     def give_back(self, block_id: BlockId) -> None:
         """An idle block joins the free list."""
-        if not self.is_idle(block_id):
+        if self.references(block_id) or self._is_free[block_id]:
             raise BlockError(f"block {block_id} is not idle and cannot be freed")
         self._is_free[block_id] = 1
         self._free.append(block_id)
@@ -103,5 +117,5 @@ class BlockAllocator:
         idle = {BlockId(block) for block, (count, is_free) in states if count == 0 and not is_free}
         if len(idle_blocks) != len(idle) or idle != set(idle_blocks):
             raise BlockError(f"idle blocks disagree: {sorted(idle ^ set(idle_blocks))}")
-        if any(count < 0 for count in self._references):
+        if min(self._references) < 0:
             raise BlockError("a reference count is negative")

@@ -58,12 +58,13 @@ class BlockManager:
         at least one must be computed.
         """
         block_ids = self._prefix.lookup(token_ids, salt)
+        allocator = self._allocator
         for block_id in block_ids:
-            if self._allocator.references(block_id):
-                self._allocator.retain(block_id)
+            if allocator.references(block_id):
+                allocator.retain(block_id)
             else:
                 self._prefix.unpark(block_id)
-                self._allocator.revive(block_id)
+                allocator.revive(block_id)
         return block_ids
 
     def allocate(self, num_blocks: int) -> list[BlockId] | None:
@@ -71,11 +72,15 @@ class BlockManager:
         are not so many. Referenced blocks are never evicted."""
         if num_blocks < 0:
             raise ValueError(f"num_blocks must not be negative: {num_blocks}")
-        if num_blocks > self.num_available:
-            return None
-        while self._allocator.num_free < num_blocks:
-            self._free_idle(self._prefix.evict())
-        return [self._take() for _ in range(num_blocks)]
+        allocator = self._allocator
+        if num_blocks > (num_free := allocator.num_free):
+            if num_blocks > num_free + self._prefix.num_parked:
+                return None
+            while allocator.num_free < num_blocks:
+                self._free_idle(self._prefix.evict())
+        taken = [block_id for _ in range(num_blocks) if (block_id := allocator.take()) is not None]
+        assert len(taken) == num_blocks, "so many were available"
+        return taken
 
     def publish(self, block_ids: Sequence[BlockId], token_ids: Sequence[int], salt: str) -> None:
         """Enter the full blocks of a sequence into the prefix index; see `PrefixIndex.publish`.
@@ -86,9 +91,9 @@ class BlockManager:
         Raises:
             BlockError: too few blocks, an unreferenced block, or one published for other tokens.
         """
-        for block_id in block_ids[: len(token_ids) // self.block_size]:
-            if self._allocator.references(block_id) == 0:
-                raise BlockError(f"block {block_id} is not in use and cannot be published")
+        unheld = self._allocator.first_unheld(block_ids[: len(token_ids) // self.block_size])
+        if unheld is not None:
+            raise BlockError(f"block {unheld} is not in use and cannot be published")
         self._prefix.publish(block_ids, token_ids, salt)
 
     def fork(self, block_ids: Sequence[BlockId]) -> None:
@@ -97,9 +102,9 @@ class BlockManager:
         Raises:
             BlockError: a block is not in use; nothing was changed.
         """
-        for block_id in block_ids:
-            if self._allocator.references(block_id) == 0:
-                raise BlockError(f"block {block_id} is not in use and cannot be forked")
+        unheld = self._allocator.first_unheld(block_ids)
+        if unheld is not None:
+            raise BlockError(f"block {unheld} is not in use and cannot be forked")
         for block_id in block_ids:
             self._allocator.retain(block_id)
 
@@ -131,16 +136,17 @@ class BlockManager:
         Raises:
             BlockError: more releases of a block than references to it; nothing was changed.
         """
-        is_plain = len(set(block_ids)) == len(block_ids)  # nearly always, and counting is slow
-        for block_id, times in (dict.fromkeys(block_ids, 1) if is_plain else Counter(block_ids)).items():
-            if self._allocator.references(block_id) < times:
-                raise BlockError(f"block {block_id} is released more often than it is held")
+        allocator, prefix = self._allocator, self._prefix
+        if len(set(block_ids)) == len(block_ids):  # nearly always, and counting is slow
+            unheld = allocator.first_unheld(block_ids)
+        else:
+            times = Counter(block_ids)
+            unheld = next((b for b in times if allocator.references(b) < times[b]), None)
+        if unheld is not None:
+            raise BlockError(f"block {unheld} is released more often than it is held")
         for block_id in reversed(block_ids):
-            if self._allocator.drop(block_id):
-                if block_id in self._prefix:
-                    self._prefix.park(block_id)
-                else:
-                    self._allocator.give_back(block_id)
+            if allocator.drop(block_id) and not prefix.park(block_id):
+                allocator.give_back(block_id)
 
     def reset_cache(self) -> None:
         """Forget every published prefix; cached blocks become free, used ones stay with their holders."""
@@ -165,11 +171,6 @@ class BlockManager:
         counts = self.counts()
         if counts.used + counts.cached + counts.free != self.num_blocks or counts.used < 0:
             raise BlockError(f"counts do not sum to {self.num_blocks}: {counts}")
-
-    def _take(self) -> BlockId:
-        block_id = self._allocator.take()
-        assert block_id is not None, "the caller made sure of a free block"
-        return block_id
 
     def _free_idle(self, block_ids: Sequence[BlockId]) -> None:
         for block_id in block_ids:

@@ -33,7 +33,7 @@ import torch
 from torch import distributed as dist
 
 from cluster.errors import EdgeError
-from cluster.kv.edge_device import finish_stream
+from cluster.kv.edge_device import finish_stream, new_stream
 
 NUM_RANKS = 2
 BREAK_TAG = 0  # no transfer uses it
@@ -119,13 +119,14 @@ class Nccl:
     def __init__(self, device: torch.device, stall_timeout_s: float = NCCL_STALL_TIMEOUT_S) -> None:
         """
         Raises:
-            EdgeError: this torch has no NCCL, or a setting would end the process with its first dead peer.
+            EdgeError: this torch has no NCCL, a setting would end the process with its first dead peer, or
+                the device gives no stream.
         """
         if reason := why_no_nccl(os.environ):
             raise EdgeError(reason)
         self._device = device
         self.stall_timeout_s: float | None = stall_timeout_s
-        self._waits: Any = torch.cuda.Stream(device, priority=_WAITS_PRIORITY)
+        self._waits: Any = new_stream(device, _WAITS_PRIORITY)
         self._is_aborted = False
 
     def staging_device(self, pool: torch.device) -> torch.device:

@@ -11,7 +11,8 @@ torch has 32 streams of each priority and hands them out in turn. What copies is
 waits for a peer (`cluster.kv.edge_backends`), and than NCCL's own: an edge whose peer is dead never stands in
 the way of another's copies.
 
-What the device refuses comes out as an `EdgeError`: it ends this edge.
+What the device refuses comes out as an `EdgeError`: it ends this edge. After a fault it refuses everything:
+that is `EdgeDeviceLost`, and ends the process, which may have no step of its own that would find out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from cluster.errors import EdgeError, first_line
+from cluster.errors import EdgeDeviceLost, EdgeError, first_line
 
 _COPIES_PRIORITY = -1  # of streams; lower goes first
 
@@ -31,10 +32,12 @@ class CopyQueue:
     """One edge's order of copies on `device`. Any thread; the contexts are the calling thread's."""
 
     def __init__(self, device: torch.device) -> None:
+        """
+        Raises:
+            EdgeError: the device gives no stream.
+        """
         self._device = device
-        self._stream: Any = (
-            torch.cuda.Stream(device, priority=_COPIES_PRIORITY) if device.type == "cuda" else None
-        )
+        self._stream: Any = copy_stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def order(self) -> Iterator[None]:
@@ -43,7 +46,7 @@ class CopyQueue:
             yield
             return
         with (
-            _told_as_edge_errors(self._device),
+            _told_as_edge_errors(self._device, self._stream),
             torch.cuda.device(self._device),
             torch.cuda.stream(self._stream),
         ):
@@ -52,16 +55,43 @@ class CopyQueue:
     def finish(self) -> None:
         """Until everything enqueued is done; without the GIL, and asleep rather than spinning."""
         if self._stream is not None:
-            with _told_as_edge_errors(self._device):
+            with _told_as_edge_errors(self._device, self._stream):
                 finish_stream(self._stream)
 
 
+def copy_stream(device: torch.device) -> Any:
+    """A CUDA stream for copies. Raises as `new_stream`."""
+    return new_stream(device, _COPIES_PRIORITY)
+
+
+def new_stream(device: torch.device, priority: int) -> Any:
+    """A CUDA stream of a GPU.
+
+    Raises:
+        EdgeError: there is no room for one.
+    """
+    with _told_as_edge_errors(device, None):
+        return torch.cuda.Stream(device, priority=priority)
+
+
 @contextmanager
-def _told_as_edge_errors(device: torch.device) -> Iterator[None]:
+def _told_as_edge_errors(device: torch.device, stream: Any) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise EdgeError(f"copying KV on {device} failed: {first_line(error)}") from error
+        reason = f"copying KV on {device} failed: {first_line(error)}"
+        if stream is not None and _refuses_everything(stream):
+            raise EdgeDeviceLost(f"{reason}; this process cannot use the GPU again") from error
+        raise EdgeError(reason) from error
+
+
+def _refuses_everything(stream: Any) -> bool:
+    """Whether the device has faulted: then even a question is answered with the error. Does not wait."""
+    try:
+        stream.query()
+    except RuntimeError:
+        return True
+    return False
 
 
 def finish_stream(stream: Any) -> None:

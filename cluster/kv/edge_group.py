@@ -30,7 +30,7 @@ import torch
 
 from cluster.errors import EdgeError
 from cluster.ids import BlockId
-from cluster.kv.block_copy import BlockRegion, copy_blocks
+from cluster.kv.block_copy import BlockRegion, Mover, gather_blocks, scatter_blocks
 from cluster.kv.edge import EdgeConfig, EdgeName, Piece, Staged
 from cluster.kv.edge_backends import GroupBackend
 from cluster.kv.edge_device import CopyQueue
@@ -55,6 +55,7 @@ class GroupSender:
         config: EdgeConfig,
         backend: GroupBackend,
         release: Callable[[], None] = lambda: None,
+        mover: Mover | None = None,
     ) -> None:
         """Dials at once, in the edge's thread; `ready` tells the outcome. `release` is called when it is
         closed.
@@ -73,7 +74,7 @@ class GroupSender:
                 f"{endpoint.get('block_bytes')} on the decode worker"
             )
         self._name = name
-        self._source = source
+        self._source, self._mover = source, mover
         self._config = config
         self._blocks_per_slot = blocks_per_slot
         self._max_blocks = num_slots * blocks_per_slot
@@ -116,11 +117,12 @@ class GroupSender:
             slot = index % _NUM_SENDER_SLOTS
             blocks = source_blocks[part.start : part.stop]
             with self._queue.order():
-                copy_blocks(self._source, blocks, self._slots.regions[slot], range(len(part)), lambda: False)
+                gather_blocks(self._source, blocks, self._slots.regions[slot], self._mover)
                 if not self._link.backend.follows_streams:
                     self._queue.finish()
                 data = self._slots.bytes_of(slot, len(part))
-                on_the_way.append(PartSent(self._link, data, trailer_of(piece, part), tags))
+                room, trailer = self._slots.trailers[slot], trailer_of(piece, part)
+                on_the_way.append(PartSent(self._link, data, room, trailer, tags))
         while on_the_way:
             _finish(on_the_way.pop(0), self._link, deadline)
         return piece.num_blocks * self._source.block_bytes
@@ -149,6 +151,7 @@ class GroupReceiver:
         config: EdgeConfig,
         backend: GroupBackend,
         release: Callable[[], None] = lambda: None,
+        mover: Mover | None = None,
     ) -> None:
         """Listens at once; waits for P's dial in the edge's thread. `release` is called when it is closed.
 
@@ -156,7 +159,7 @@ class GroupReceiver:
             EdgeError: `host` cannot be listened on.
         """
         self._name = name
-        self._target = target
+        self._target, self._mover = target, mover
         self._config = config
         blocks_per_slot = max(1, config.slot_bytes // target.block_bytes)
         self._ring = StagingRing(str(name), config.num_slots, blocks_per_slot)
@@ -266,7 +269,8 @@ class GroupReceiver:
         parts = cut(piece.num_blocks, self._ring.blocks_per_slot)
         for slot, part in zip(receive.claim.slots, parts, strict=True):
             data, expected = self._slots.bytes_of(slot, len(part)), trailer_of(piece, part)
-            receive.posted.append(PartPosted(self._link, data, expected, tags, self._queue))
+            room = self._slots.trailers[slot]
+            receive.posted.append(PartPosted(self._link, data, room, expected, tags, self._queue))
 
     def _wait(self, receive: _Receive) -> None:
         while receive.posted:
@@ -278,11 +282,11 @@ class GroupReceiver:
         try:
             with self._queue.order():
                 for slot, part in zip(claim.slots, parts, strict=True):
-                    done = copy_blocks(
+                    done = scatter_blocks(
                         self._slots.regions[slot],
-                        range(len(part)),
                         self._target,
                         target_blocks[part.start : part.stop],
+                        self._mover,
                         lambda: self._closed,
                     )
                     if not done:

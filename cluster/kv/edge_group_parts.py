@@ -54,7 +54,8 @@ def _identity(piece: Piece) -> bytes:
 
 class Slots:
     """A staging buffer `[num_slots, blocks_per_slot, *block shape]` like the region it stages, on `device`:
-    beside it, or in host memory that its GPU copies to and from by itself."""
+    beside it, or in host memory that its GPU copies to and from by itself. Each slot has room for the trailer
+    of its part: once an edge is built it needs no more memory of a GPU, which may have none left."""
 
     def __init__(
         self, region: BlockRegion, num_slots: int, blocks_per_slot: int, device: torch.device
@@ -63,12 +64,16 @@ class Slots:
         Raises:
             EdgeError: a GPU has no room for it.
         """
+        is_pinned = device.type == "cpu" and not region.is_on_host
         try:
             self._blocks = torch.empty(
                 (num_slots, blocks_per_slot, *region.blocks.shape[1:]),
                 dtype=region.blocks.dtype,
                 device=device,
-                pin_memory=device.type == "cpu" and not region.is_on_host,
+                pin_memory=is_pinned,
+            )
+            self.trailers = torch.empty(
+                (num_slots, TRAILER_BYTES), dtype=torch.uint8, device=device, pin_memory=is_pinned
             )
         except torch.OutOfMemoryError as error:
             num_bytes = num_slots * blocks_per_slot * region.block_bytes
@@ -86,14 +91,14 @@ class Slots:
 class PartSent:
     """A part under way: its transfers, and the memory they use."""
 
-    def __init__(self, link: GroupLink, data: Tensor, trailer: Tensor, tags: Tags) -> None:
-        """Posts after what the calling thread's stream has in it."""
+    def __init__(self, link: GroupLink, data: Tensor, room: Tensor, trailer: Tensor, tags: Tags) -> None:
+        """Posts after what the calling thread's stream has in it. `room`: for the trailer, beside `data`."""
         self._receipt = torch.empty(1, dtype=torch.uint8)
         self._received: Any = None
         if link.backend.has_receipts:
             self._received = link.receive(self._receipt, tags.receipt)
-        self._trailer = trailer.to(data.device)
-        self._sent: list[Any] = [link.send(data, tags.part), link.send(self._trailer, tags.trailer)]
+        room.copy_(trailer, non_blocking=True)
+        self._sent: list[Any] = [link.send(data, tags.part), link.send(room, tags.trailer)]
 
     def finish(self, link: GroupLink, deadline: float) -> None:
         """Until D has the part, or will have it; the slot may be used again."""
@@ -106,14 +111,16 @@ class PartSent:
 class PartPosted:
     """A posted part: its transfers, and the memory they use."""
 
-    def __init__(self, link: GroupLink, data: Tensor, expected: Tensor, tags: Tags, queue: CopyQueue) -> None:
-        """`expected`: the part's trailer; `queue`: the edge's, on the device of `data`."""
-        self._expected, self._tags, self._queue = expected, tags, queue
+    def __init__(
+        self, link: GroupLink, data: Tensor, room: Tensor, expected: Tensor, tags: Tags, queue: CopyQueue
+    ) -> None:
+        """`room`: for the part's trailer, `expected`, beside `data`; `queue`: the edge's, on that device."""
+        self._trailer, self._expected, self._tags, self._queue = room, expected, tags, queue
         self._receipt = torch.zeros(1, dtype=torch.uint8)
         with queue.order():
-            self._trailer = torch.zeros(TRAILER_BYTES, dtype=torch.uint8, device=data.device)
+            room.zero_()
             self._data_received = link.receive(data, tags.part)
-            self._trailer_received = link.receive(self._trailer, tags.trailer)
+            self._trailer_received = link.receive(room, tags.trailer)
 
     def finish(self, link: GroupLink, deadline: float) -> None:
         """Until the part is here, and P knows."""

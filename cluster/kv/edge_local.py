@@ -4,7 +4,8 @@
 2. The thread copies the blocks to the granted ids, without the GIL, looking between runs of blocks whether
    the edge was closed. On a GPU the copies run on the edge's own stream, and the thread waits for its end: a
    piece is sent when D may compute with it.
-3. `close` stops the copy there and waits for the thread: after it, nothing is written.
+3. `close` stops the copy there and waits for the thread: after it, nothing is written. The thread lets go of
+   D's memory, too: unmapping memory of a GPU waits for a stream, and the event loop must not.
 
 The receiver has nothing to do: P tells D by message what lies in its blocks (`KvPiece`).
 """
@@ -47,6 +48,7 @@ class InPlaceSender:
         self._peer_lost = peer_lost
         self._release = release
         self._ended: str | None = None  # why nothing is sent any more; read by the thread
+        self._is_closing = False
         self._thread = EdgeThread(f"kv-edge {name}")
 
     async def ready(self) -> None:
@@ -73,10 +75,12 @@ class InPlaceSender:
     async def close(self) -> None:
         if self._ended is None:
             self._ended = "closed"
+        if not self._is_closing:
+            self._is_closing = True
+            self._thread.submit(self._let_go)
         await self._thread.join(self._config.close_timeout_s)
-        if self._regions is not None:
-            self._regions = None
-            self._release()
+        release, self._release = self._release, lambda: None
+        release()
 
     def _copy(self, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]) -> int:
         self._check_alive()
@@ -92,6 +96,10 @@ class InPlaceSender:
         if not done or self._peer_lost():
             self._check_alive()
         return len(source_blocks) * source.block_bytes
+
+    def _let_go(self) -> None:
+        with self._queue.order():
+            self._regions = None
 
     def _check_alive(self) -> None:
         if self._ended is None and self._peer_lost():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from cluster.errors import ConfigError, EdgeError
+from cluster.errors import ConfigError, EdgeError, EdgeUnfit
 from cluster.kv.block_copy import BlockRegion
 from cluster.kv.edge import EdgeConfig, EdgeName
 from cluster.kv.edge_local import InPlaceSender
@@ -39,7 +39,8 @@ def shm_sender(
     """P's end. `endpoint` is `KVPool.endpoint()` of D's shared pool, `peer` its geometry; `attach` maps it.
 
     Raises:
-        EdgeError: D is gone, or its pool is not the announced one or cannot be reached from here.
+        EdgeUnfit: D's pool cannot be reached from here, though D is alive.
+        EdgeError: D is gone, or its pool is not the announced one.
     """
     pid = endpoint.get("pid")
     if not isinstance(pid, int):
@@ -51,7 +52,12 @@ def shm_sender(
     if pidfd is None:
         raise EdgeError(f"KV edge {name}: the decode worker's process {pid} has exited")
     try:
-        target = attach(endpoint, peer)
+        try:
+            target = attach(endpoint, peer)
+        except EdgeUnfit:
+            if not has_exited(pidfd):
+                raise
+            raise EdgeError(f"KV edge {name}: the decode worker's process {pid} has exited") from None
         # Still alive after the nonce was checked: the pidfd means the process that owns this pool.
         if has_exited(pidfd):
             raise EdgeError(f"KV edge {name}: the decode worker's process {pid} has exited")

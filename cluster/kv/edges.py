@@ -3,7 +3,8 @@
 - `local`: P and D share a process.
 - `shm`: one host; P writes into D's pool, which is shared memory.
 - `gloo`: any two hosts; torch.distributed, through staging on both sides.
-- `cuda_ipc`: one host with GPUs; P writes into D's pool, which is shared GPU memory.
+- `cuda_ipc`: one host with GPUs; P writes into D's pool, which is shared GPU memory. Where P's GPU cannot
+  reach it, the two fall back to another kind (`cluster.kv.edge_fallback`).
 - `nccl`: GPUs of any two hosts; as `gloo`, between GPU memories.
 
 D makes one receiver per peer with `make_receiver` at `EdgeHello`, and answers with the receiver's endpoint; P
@@ -22,7 +23,7 @@ from enum import Enum
 from functools import partial
 
 from cluster.errors import ConfigError, EdgeError
-from cluster.kv.block_copy import BlockRegion
+from cluster.kv.block_copy import BlockRegion, Mover
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender
 from cluster.kv.edge_backends import Gloo, GroupBackend, Nccl, why_no_nccl
 from cluster.kv.edge_group import GroupReceiver, GroupSender
@@ -132,11 +133,13 @@ def make_receiver(
     edge: LayoutEdge | None = None,
     config: EdgeConfig | None = None,
     limit: EdgeLimit | None = None,
+    mover: Mover | None = None,
 ) -> KVReceiver:
     """D's end towards the prefill worker of geometry `peer`. Needs a running event loop.
 
     `host` is where a network edge listens: an address that P can reach. `edge` is what it carries, from
-    `cluster.kv.layout.intersect`; None when both groups have one rank. `limit`: counts the NCCL edges.
+    `cluster.kv.layout.intersect`; None when both groups have one rank. `limit`: counts the NCCL edges;
+    `mover`: of blocks between the pool and staging beside it.
 
     Raises:
         EdgeError: the layouts do not match, there are too many edges, or it cannot listen.
@@ -152,7 +155,7 @@ def make_receiver(
             region = BlockRegion.of_pool(pool.tensor, pool.layout, edge)
             release = _take(kind, limit, name)
             try:
-                return GroupReceiver(name, region, host, config, _backend(kind, region), release)
+                return GroupReceiver(name, region, host, config, _backend(kind, region), release, mover)
             except BaseException:
                 release()
                 raise
@@ -169,13 +172,15 @@ def make_sender(
     config: EdgeConfig | None = None,
     target: KVPool | None = None,
     limit: EdgeLimit | None = None,
+    mover: Mover | None = None,
 ) -> KVSender:
     """P's end, from `pool` to the decode worker of geometry `peer` that answered with `endpoint`.
 
-    `target` is D's pool, for `local` only. `edge`, `limit` as in `make_receiver`. `await sender.ready()`
-    before use.
+    `target` is D's pool, for `local` only. `edge`, `limit`, `mover` as in `make_receiver`. `await
+    sender.ready()` before use.
 
     Raises:
+        EdgeUnfit: D's pool is out of P's reach for an edge of this kind.
         EdgeError: the layouts do not match, there are too many edges, the endpoint is wrong, or D is gone.
     """
     edge = edge or single_edge(pool.layout.to_geometry(), peer)
@@ -190,11 +195,12 @@ def make_sender(
         case EdgeKind.SHM:
             return shm_sender(name, pool, peer, endpoint, edge, config)
         case EdgeKind.CUDA_IPC:
-            return shm_sender(name, pool, peer, endpoint, edge, config, attach_device_pool)
+            attach = partial(attach_device_pool, device=pool.tensor.device)
+            return shm_sender(name, pool, peer, endpoint, edge, config, attach)
         case EdgeKind.GLOO | EdgeKind.NCCL:
             release = _take(kind, limit, name)
             try:
-                return GroupSender(name, source, endpoint, config, _backend(kind, source), release)
+                return GroupSender(name, source, endpoint, config, _backend(kind, source), release, mover)
             except BaseException:
                 release()
                 raise

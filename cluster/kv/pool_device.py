@@ -5,8 +5,10 @@ Life of a shared one:
 1. D allocates a page for a header (magic, random nonce, geometry, as `cluster.kv.pool` has it) and the blocks
    behind it as one buffer, and exports it once, before anybody else uses it.
 2. `endpoint()` travels to P: pid, nonce, and the handle as MessagePack in hex. No pickle: the handle is data.
-3. P finds D's GPU by its UUID (indices differ between processes), opens the handle, and trusts the memory
-   only if the header in it is the announced one.
+3. P opens the handle on its own GPU, and trusts the memory only if the header in it is the announced one.
+   That works whether or not P sees D's GPU (the driver finds it by the handle), and takes nothing of D's GPU.
+   If they are two, the one must reach the other's memory: where both are seen the driver is asked, and
+   opening the handle says so in any case. `EdgeUnfit` if it does not.
 4. D alone frees, when its pool closes: after its edges, at the end of its process. P unmaps when its sender
    closes. If P dies the driver unmaps; if D dies the driver keeps the memory until P unmaps, so that P's copy
    lands in blocks that nobody reads, never in another's.
@@ -27,7 +29,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cluster.errors import ConfigError, EdgeError, first_line
+from cluster.errors import ConfigError, EdgeError, EdgeUnfit, first_line
+from cluster.kv.edge_device import copy_stream
 from cluster.kv.layout import KVLayout
 from cluster.kv.memory import GIB
 from cluster.kv.pool import HEADER_BYTES, TORCH_DTYPES, KVPool, check_header, pool_header
@@ -43,7 +46,7 @@ class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     offset_bytes: int  # of the buffer within the allocation
     counter: bytes  # name of torch's file of reference counts
     counter_offset: int
-    event: bytes  # the export happened after it
+    event: bytes  # torch's; not waited for: all that was written to the pool was done before the export
     event_required: bool
 
     def to_text(self) -> str:
@@ -111,11 +114,13 @@ class _Export:
         return
 
 
-def attach_device_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> KVPool:
-    """Map a peer's pool, whose `endpoint()` and geometry were announced.
+def attach_device_pool(endpoint: dict[str, str | int], geometry: KVGeometry, device: torch.device) -> KVPool:
+    """Map a peer's pool, whose `endpoint()` and geometry were announced, for copies on the GPU `device`. Its
+    tensor counts as this GPU's, wherever its memory is.
 
     Raises:
-        EdgeError: the pool is not reachable, or is not the announced one.
+        EdgeUnfit: `device` cannot use memory of the peer's GPU in place, or the peer is out of reach.
+        EdgeError: the pool is not the announced one.
     """
     text, nonce = endpoint.get("ipc"), endpoint.get("nonce")
     if not (isinstance(text, str) and isinstance(nonce, str)):
@@ -126,10 +131,11 @@ def attach_device_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> 
         raise EdgeError(
             f"this is not the announced KV pool: {handle.size_bytes} bytes on the GPU, not {expected}"
         )
-    index = _index_of(handle.device)
+    index = device.index or 0
     try:
-        # On a stream of its own: the caller, an event loop, does not wait for the step that is running.
-        with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):
+        _check_reach(index, handle.device)
+        # The caller, an event loop, waits neither for the step that is running nor for another edge's peer.
+        with torch.cuda.device(index), torch.cuda.stream(copy_stream(device)):
             storage = torch.UntypedStorage._new_shared_cuda(
                 index,
                 handle.memory,
@@ -138,14 +144,14 @@ def attach_device_pool(endpoint: dict[str, str | int], geometry: KVGeometry) -> 
                 handle.counter,
                 handle.counter_offset,
                 handle.event,
-                handle.event_required,
+                False,
             )
             buffer = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
             header = bytes(buffer[:HEADER_BYTES].cpu().tolist())
     except RuntimeError as error:
-        raise EdgeError(
-            f"the KV pool on GPU {handle.device} cannot be mapped ({first_line(error)}): the worker is "
-            "gone, or runs as another user or in another container; `--kv-edge nccl` works there"
+        raise EdgeUnfit(
+            f"the KV pool on GPU {handle.device} cannot be mapped ({first_line(error)}): GPU {_uuid(index)} "
+            "does not reach its memory, or the worker runs as another user or in another container"
         ) from error
     check_header(header, f"the memory mapped on GPU {handle.device}", nonce, geometry)
     return KVPool(layout, _blocks_in(buffer, layout, layout.num_blocks, HEADER_BYTES))
@@ -185,11 +191,12 @@ def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _index_of(uuid: str) -> int:
-    seen = [_uuid(index) for index in range(torch.cuda.device_count())]
-    if uuid not in seen:
-        raise EdgeError(
-            f"the decode worker's GPU {uuid} is not visible here (CUDA_VISIBLE_DEVICES, or another host?): "
-            "`--kv-edge nccl` works there"
-        )
-    return seen.index(uuid)
+def _check_reach(index: int, uuid: str) -> None:
+    """Ask the driver where it can be asked: about a GPU that this process sees, and is not its own.
+
+    Raises:
+        EdgeUnfit: no.
+    """
+    others = [other for other in range(torch.cuda.device_count()) if other != index and _uuid(other) == uuid]
+    if others and not torch.cuda.can_device_access_peer(index, others[0]):
+        raise EdgeUnfit(f"GPU {_uuid(index)} does not reach the memory of GPU {uuid} (no peer access)")

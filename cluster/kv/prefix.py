@@ -102,6 +102,8 @@ class PrefixIndex:
             own = token_ids[(start - 1) * self.block_size : start * self.block_size]
             if parent.packed_tokens != block_hash.pack_tokens(own) or parent.salt != salt:
                 raise BlockError(f"block {parent.block_id} was published for other tokens")
+        if start == num_full:
+            return
         for index, (hash_, packed) in enumerate(self._chain(token_ids, start, salt, parent), start):
             node = self._by_hash.get(hash_)
             if node is None:
@@ -114,11 +116,14 @@ class PrefixIndex:
                 return
             parent = node
 
-    def park(self, block_id: BlockId) -> None:
-        """The published block is unreferenced: evictable, as the most recently used one."""
-        if block_id not in self._by_block or block_id in self._parked:
-            raise BlockError(f"block {block_id} is not published, or parked already")
+    def park(self, block_id: BlockId) -> bool:
+        """The block is unreferenced: evictable, as the most recently used one. False: it is not published."""
+        if block_id not in self._by_block:
+            return False
+        if block_id in self._parked:
+            raise BlockError(f"block {block_id} is parked already")
         self._parked[block_id] = None
+        return True
 
     def unpark(self, block_id: BlockId) -> None:
         """The block is referenced again. Nothing changes if it was not parked."""
@@ -190,7 +195,7 @@ class PrefixIndex:
                 or node.parent.children.get(block_id) is not node
             ):
                 raise BlockError(f"block {block_id} has lost its parent")
-            if any(child.parent is not node for child in node.children.values()):
+            if node.children and any(child.parent is not node for child in node.children.values()):
                 raise BlockError(f"block {block_id} has a child that is not its own")
         if not self._parked.keys() <= self._by_block.keys():
             raise BlockError("a parked block is not published")

@@ -30,6 +30,7 @@ class EdgeHello(Message, frozen=True, kw_only=True):
     fingerprint: str
     kind: str  # "shm" | "gloo" | ...
     geometry: KVGeometry
+    warm: bool = False  # no request needs it yet: a worker that is busy refuses
 
 
 class EdgeWelcome(Message, frozen=True, kw_only=True):

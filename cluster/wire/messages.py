@@ -1,6 +1,7 @@
 """Every message between a router and a worker, in the order of a request's life.
 
-1. A worker dials the router and sends `Register`; the router answers `Welcome`; `Heartbeat`s follow.
+1. A worker dials the router and sends `Register`; the router answers `Welcome`; `Heartbeat`s follow. A
+   prefill worker that wants to is told who is there (`Partners`).
 2. Router → D `Reserve`; D → router `Grant` or `Nack`. A local reserve also starts the prefill on D.
 3. Router → P `Prefill`. P moves the prompt's KV to D (`cluster.wire.kv_messages`).
 4. P → router `FirstToken`, without waiting for the transfer.
@@ -21,7 +22,7 @@ from cluster.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Role(Enum):
@@ -134,6 +135,7 @@ class Register(Message, frozen=True, kw_only=True):
     max_num_seqs: int
     geometry: KVGeometry
     kv_address: str | None = None  # where P dials D for KV; decode workers only
+    warm_edges: int = 0  # P: most that it makes before a request needs them; 0: it is told of nobody
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -149,6 +151,21 @@ class Lifeline(Message, frozen=True, kw_only=True):
     when the worker's process is killed; with one stream alone, its memory is taken apart first."""
 
     link: int
+
+
+class DecodePartner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A decode worker that is here, and where it is dialled for KV."""
+
+    worker: WorkerId
+    epoch: Epoch
+    kv_address: str
+
+
+class Partners(Message, frozen=True, kw_only=True):
+    """Router → P: everybody who is here, prefill workers by name. What was said before is void."""
+
+    prefill: list[WorkerId]
+    decode: list[DecodePartner]
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -304,7 +321,7 @@ class AttemptFailed(Message, frozen=True, kw_only=True):
     retryable: bool
 
 
-RouterToWorker = Welcome | Refused | Reserve | Prefill | RenewLeases | Finish | Abort | Drain
+RouterToWorker = Welcome | Partners | Refused | Reserve | Prefill | RenewLeases | Finish | Abort | Drain
 WorkerToRouter = (
     Register | Heartbeat | Grant | Nack | FirstToken | Committed | Tokens | AttemptFailed | Drained | Refused
 )

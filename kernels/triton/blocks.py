@@ -38,16 +38,19 @@ def staging_shape(
 
 def gather_blocks(
     pool: Tensor, block_ids: Sequence[int], layers: range, heads: range,
-    layout: StagingLayout = StagingLayout.POOL, dtype: torch.dtype | None = None,
+    layout: StagingLayout = StagingLayout.POOL, dtype: torch.dtype | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Blocks of `pool`, cut to `layers` and `heads`, as a staging buffer of `dtype` (None: the pool's).
+    """Blocks of `pool`, cut to `layers` and `heads`, as a staging buffer of `dtype` (None: the pool's), or in
+    `out`.
 
     Raises:
         IndexError: a block, layer or head is not in the pool; nothing was copied.
+        ValueError: the shape of `out` is not that of these blocks, layers and heads.
         TypeError: the dtypes cannot be converted.
     """
     shape = staging_shape(pool, len(block_ids), layers, heads, layout)
-    staging = pool.new_empty(shape, dtype=dtype or pool.dtype)
+    staging = pool.new_empty(shape, dtype=dtype or pool.dtype) if out is None else out
+    _check_staging(staging, shape)
     _move(pool, staging, block_ids, layers, heads, layout, gather=True)
     return staging
 
@@ -66,9 +69,13 @@ def scatter_blocks(
     if len(set(block_ids)) != len(block_ids):
         raise ValueError("a block is named twice: which of the two would stay is not defined")
     shape = staging_shape(pool, len(block_ids), layers, heads, layout)
+    _check_staging(staging, shape)
+    _move(pool, staging, block_ids, layers, heads, layout, gather=False)
+
+
+def _check_staging(staging: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(staging.shape) != shape or not staging.is_contiguous():
         raise ValueError(f"`staging` must be contiguous {list(shape)}: {list(staging.shape)}")
-    _move(pool, staging, block_ids, layers, heads, layout, gather=False)
 
 
 def _move(
@@ -87,7 +94,9 @@ def _move(
         reasons = [why_not_dtype(side) for side in (pool, staging)]
         if reason := next((reason for reason in reasons if reason), None):
             raise TypeError(f"KV of {pool.dtype} cannot be moved as {staging.dtype}: {reason}")
-    ids = torch.tensor(block_ids, dtype=torch.int32).to(pool.device)
+    # Pinned, so that the host does not wait for the stream; kept by torch until it has been copied.
+    ids = torch.tensor(block_ids, dtype=torch.int32, pin_memory=pool.is_cuda)
+    ids = ids.to(pool.device, non_blocking=True)
     row_size = pool.shape[5]
     num_rows = len(layers) * 2 * block_size * len(heads)
     block = next_power_of_2(row_size)

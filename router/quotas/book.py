@@ -157,15 +157,16 @@ class QuotaBook:
         return not any(tenant.holds for tenant in self._tenants.values())
 
     def _wait(self, tenant: Tenant, limits: KeyLimits, num_tokens: float, now: float) -> Wait | None:
-        costs = {Limit.REQUESTS: 1.0, Limit.TOKENS: num_tokens}
         waits = []
-        for limit, per_min in limits.rate_limits().items():
-            wait_s = tenant.meter(limit).wait_s(costs[limit], per_min, now)
-            if wait_s > 0:
+        for limit, meter, cost, per_min in (
+            (Limit.REQUESTS, tenant.requests, 1.0, limits.requests_per_min),
+            (Limit.TOKENS, tenant.tokens, num_tokens, limits.tokens_per_min),
+        ):
+            if per_min is not None and (wait_s := meter.wait_s(cost, per_min, now)) > 0:
                 waits.append(Wait(limit, wait_s))
         if (full := tenant.concurrent_wait(limits.concurrent)) is not None:
             waits.append(full)
-        return most_pressing(waits)
+        return most_pressing(waits) if waits else None
 
     def _sweep(self, now: float) -> None:
         """Forget those that have used nothing for as long as anything is remembered."""

@@ -106,7 +106,9 @@ class SliceBook:
         num_tokens = reserved_tokens(demand, limits)
         if num_tokens is None:
             return Wait(Limit.TOKENS, None)
-        sharer = self._sharers.setdefault(name, _Sharer(Tenant(limits)))
+        sharer = self._sharers.get(name)
+        if sharer is None:
+            sharer = self._sharers[name] = _Sharer(Tenant(limits))
         sharer.tenant.limits, sharer.active_at = limits, now
         costs = _costs(num_tokens, limits)
         if self.is_lost:

@@ -50,6 +50,11 @@ export class Answer {
     this.finishReason = choice?.finish_reason ?? this.finishReason;
   }
 
+  /** Whether it reached its longest length, so that more would have come. */
+  get isCut() {
+    return this.finishReason === "length";
+  }
+
   /** {ttft, tpot, total} in seconds and the token counts, as far as they are known. */
   facts() {
     const numTokens = this.usage?.completion_tokens ?? this.numPieces;

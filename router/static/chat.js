@@ -201,6 +201,7 @@ function timingLine(answer) {
     `first token ${duration(facts.ttft)}`,
     facts.tpot === null ? null : `${duration(facts.tpot)} per token (${rate(facts.perSecond)}/s)`,
     `${plural(facts.numTokens, "token")} in ${duration(facts.total)}`,
+    answer.isCut ? "cut short: it reached its longest length" : null,
     facts.promptTokens === null ? null : `prompt ${facts.promptTokens}${facts.cachedTokens ? `, ${facts.cachedTokens} cached` : ""}`,
   ];
   return parts.filter(Boolean).join(" · ");

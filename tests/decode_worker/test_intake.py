@@ -423,6 +423,42 @@ class TestEnding:
         assert to_router(actions, Committed)
         assert not to_peer(actions, KvCommitted)  # the edge is gone
 
+    @pytest.mark.parametrize("when", ["live", "committed", "ended", "edge lost"])
+    def test_i2_a_scatter_that_fails_ends_its_lease_and_its_blocks_are_free(self, when: str) -> None:
+        """Whatever else happened meanwhile: nothing writes any more, and they are no cached prefix."""
+        one, blocks = intake()
+        grant = granted(one, list(range(8)))
+        open_at(one, grant, in_place=False)
+        one.from_peer(P, offer(0, 0, 2), 1.0)
+        one.posted(P, moved(0, 0, 2))
+        one.staged(P, Staged(moved(0, 0, 2), 7, 20))
+        if when == "committed":
+            one.from_peer(P, commit(grant, 8), 1.0)
+        elif when == "ended":
+            self.end(one)
+        elif when == "edge lost":
+            one.edge_down(P)
+        actions = one.scatter_failed(P, moved(0, 0, 2), "copying KV on cuda:0 failed")
+        failed = to_router(actions, AttemptFailed)
+        if when == "ended":
+            assert failed == []
+        else:
+            assert [(message.code, message.retryable) for message in failed] == [("kv_lost", True)]
+        assert (blocks.counts().used, blocks.counts().cached, len(one._leases)) == (0, 0, 0)
+        assert one.scatter_failed(P, moved(0, 0, 2), "again") == []  # stale
+        assert one.num_stale == 1
+
+    def test_a_scatter_that_fails_takes_no_complete_block_along(self) -> None:
+        one, blocks = intake()
+        open_at(one, granted(one, list(range(12))), in_place=False)
+        for index in range(2):
+            one.from_peer(P, offer(index, index, 1), 1.0)
+            one.posted(P, moved(index, index, 1))
+            one.staged(P, Staged(moved(index, index, 1), 7 + index, 10))
+        one.scattered(P, moved(0, 0, 1), 10, 1.0)
+        one.scatter_failed(P, moved(1, 1, 1), "copying KV on cuda:0 failed")
+        assert (blocks.counts().used, blocks.counts().cached) == (0, 1)
+
     def test_i3_a_lease_expires_unless_it_is_renewed(self) -> None:
         one, blocks = intake(max_ttl_s=8.0)
         grant = granted(one, list(range(4)), ttl_s=30.0)

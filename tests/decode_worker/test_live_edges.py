@@ -6,14 +6,16 @@ import asyncio
 import os
 from pathlib import Path
 
-from cluster.errors import EdgeError
-from cluster.ids import Epoch, WorkerId
-from cluster.kv.edge import EdgeName, KVReceiver
+import pytest
+
+from cluster.errors import EdgeDeviceLost, EdgeError
+from cluster.ids import Attempt, BlockId, Epoch, LeaseId, PieceIndex, RequestId, WorkerId
+from cluster.kv.edge import EdgeName, KVReceiver, Piece, Staged
 from cluster.kv.edge_local import InPlaceReceiver
-from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
+from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome, KvOpen
 from cluster.wire.messages import Refused
 from cluster.wire.stream import Stream, connect
-from cluster.worker_io import EdgeDown, EdgeUp, Event, Peer, WriterGone
+from cluster.worker_io import EdgeDown, EdgeUp, Event, FromPeer, Peer, Scatter, ScatterFailed, WriterGone
 from decode_worker.live_edges import DecodeEdges
 from tests.support.small_geometry import GEOMETRY
 
@@ -27,6 +29,8 @@ class Decode:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.is_busy = False
+        self.lost: list[str] = []
         self.changed = asyncio.Event()
         self.edges = DecodeEdges(
             me=ME,
@@ -37,6 +41,8 @@ class Decode:
             make_receiver=self._receiver,
             token=TOKEN,
             dispatch=self._dispatch,
+            is_busy=lambda: self.is_busy,
+            on_device_lost=self.lost.append,
         )
 
     def _receiver(self, hello: EdgeHello) -> KVReceiver:
@@ -54,7 +60,9 @@ class Decode:
         return self.events
 
 
-async def dial(address: str, wanted: Peer) -> tuple[Stream[DecodeToPrefill], DecodeToPrefill | None]:
+async def dial(
+    address: str, wanted: Peer, *, warm: bool = False
+) -> tuple[Stream[DecodeToPrefill], DecodeToPrefill | None]:
     """The stream of a new dial and what D answers."""
     stream: Stream[DecodeToPrefill] = await connect(address, TOKEN, DecodeToPrefill)
     stream.post(
@@ -67,6 +75,7 @@ async def dial(address: str, wanted: Peer) -> tuple[Stream[DecodeToPrefill], Dec
             fingerprint="f",
             kind="shm",
             geometry=GEOMETRY,
+            warm=warm,
         )
     )
     async with asyncio.timeout(20):
@@ -103,6 +112,24 @@ async def test_a_new_dial_of_the_same_process_ends_its_older_edge_first(tmp_path
         assert [type(event) for event in heard] == [EdgeUp, EdgeDown, WriterGone, EdgeUp]
         await first.close()
         await second.close()
+    finally:
+        await decode.edges.close()
+
+
+async def test_an_edge_that_nobody_needs_yet_waits_until_this_worker_has_time(tmp_path: Path) -> None:
+    """One that somebody needs never does; and an edge that is up stays so."""
+    decode = Decode()
+    address = await decode.edges.start(f"unix:{tmp_path}/kv")
+    try:
+        used, _ = await dial(address, ME, warm=True)
+        decode.is_busy = True
+        early, answer = await dial(address, ME, warm=True)
+        assert answer == Refused(reason="it is busy, and no request needs this edge yet")
+        assert decode.events == [EdgeUp(P, in_place=True)]
+        needed, welcome = await dial(address, ME)
+        assert isinstance(welcome, EdgeWelcome)
+        for stream in (used, early, needed):
+            await stream.close()
     finally:
         await decode.edges.close()
 
@@ -151,5 +178,89 @@ async def test_an_edge_that_cannot_be_closed_is_down_all_the_same(tmp_path: Path
         second, welcome = await dial(address, ME)
         assert isinstance(welcome, EdgeWelcome)
         await second.close()
+    finally:
+        await decode.edges.close()
+
+
+class Staging(InPlaceReceiver):
+    """Moves nothing: it is ready when told, and its scatters fail as told."""
+
+    in_place = False
+
+    def __init__(self, error: EdgeError) -> None:
+        super().__init__(EdgeName(P.worker, P.epoch, ME.worker, ME.epoch), {})
+        self.may_be_ready = asyncio.Event()
+        self.is_closed = False
+        self._error = error
+
+    async def ready(self) -> None:
+        await self.may_be_ready.wait()
+
+    async def scatter(self, staged: Staged, target_blocks: object) -> None:
+        raise self._error
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Failing(Decode):
+    def __init__(self, error: EdgeError) -> None:
+        super().__init__()
+        self.receiver = Staging(error)
+
+    def _receiver(self, hello: EdgeHello) -> KVReceiver:
+        return self.receiver
+
+
+@pytest.mark.parametrize("error", [EdgeError("out of memory"), EdgeDeviceLost("the GPU faulted")])
+async def test_a_scatter_that_fails_is_told_before_its_edge_goes_down(
+    tmp_path: Path, error: EdgeError
+) -> None:
+    """Its blocks would be held for ever; and a device that does nothing more ends the process."""
+    decode = Failing(error)
+    address = await decode.edges.start(f"unix:{tmp_path}/kv")
+    decode.receiver.may_be_ready.set()
+    piece = Piece(RequestId("r"), Attempt(1), PieceIndex(0), 0, 1)
+    try:
+        stream, _ = await dial(address, ME)
+        await decode.heard(1)
+        decode.edges.carry(Scatter(P, Staged(piece, 0, 10), (BlockId(3),)))
+        expected = [EdgeUp(P, in_place=False), ScatterFailed(P, piece, str(error)), EdgeDown(P, str(error))]
+        assert await decode.heard(3) == expected
+        assert decode.lost == ([str(error)] if isinstance(error, EdgeDeviceLost) else [])
+        await stream.close()
+    finally:
+        await decode.edges.close()
+
+
+async def test_a_peer_that_dies_before_its_edge_is_up_holds_no_place(tmp_path: Path) -> None:
+    """Its successor may need it at once; the receiver alone would wait for its dial until a deadline."""
+    decode = Failing(EdgeError("unused"))
+    address = await decode.edges.start(f"unix:{tmp_path}/kv")
+    try:
+        stream, welcome = await dial(address, ME)
+        assert isinstance(welcome, EdgeWelcome)
+        await stream.close()
+        [event] = await decode.heard(1)
+        assert event == EdgeDown(P, "the prefill worker left before the edge was up")
+        assert decode.receiver.is_closed
+    finally:
+        await decode.edges.close()
+
+
+async def test_what_a_peer_says_before_this_end_is_ready_is_heard_after_it(tmp_path: Path) -> None:
+    decode = Failing(EdgeError("unused"))
+    address = await decode.edges.start(f"unix:{tmp_path}/kv")
+    said = [KvOpen(request=RequestId(f"r{i}"), attempt=Attempt(1), lease=LeaseId(i)) for i in range(2)]
+    try:
+        stream, _ = await dial(address, ME)
+        for message in said:
+            await stream.send(message)
+        await asyncio.sleep(0.05)
+        assert decode.events == []
+        decode.receiver.may_be_ready.set()
+        heard = await decode.heard(3)
+        assert heard == [EdgeUp(P, in_place=False), *(FromPeer(P, message) for message in said)]
+        await stream.close()
     finally:
         await decode.edges.close()

@@ -166,7 +166,7 @@ def test_rows_that_need_not_be_in_every_step_are_told_apart() -> None:
         bench.add([start, 1, 2], 8)
     assert bench.scheduler.yielding() == (0, 0)
     late = bench.scheduler.sequences()[0]
-    late.pace.is_late = True
+    late.pace.yields = True
     assert bench.scheduler.yielding() == (1, len(late.token_ids))
 
 
@@ -184,9 +184,9 @@ def test_a_step_may_go_on_while_all_that_is_here_decodes_and_has_a_place() -> No
     assert not scheduler.may_go_on()  # a prompt waits
     scheduler.cancel(third)
     assert scheduler.may_go_on()
-    second.pace.is_late = True
+    second.pace.yields = True
     assert not scheduler.may_go_on()  # a row that may have to stand back
-    second.pace.is_late = False
+    second.pace.yields = False
     scheduler.cancel(second)
     assert not scheduler.may_go_on()  # a row nobody wants
 

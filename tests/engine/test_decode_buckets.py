@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -49,7 +48,7 @@ def test_only_rows_of_one_token_that_are_due_the_next_are_a_decode_step() -> Non
     assert is_decode(StepPlan((good, row(0, 1))), SIZE, LIMIT)
     assert is_decode(StepPlan((row(LIMIT - 1, 10),)), SIZE, LIMIT)
     assert good.sample is not None
-    scored = dataclasses.replace(good.sample, notes=RowNotes(scores=[PromptScore(-1.0, (), 1)]))
+    scored = msgspec.structs.replace(good.sample, notes=RowNotes(scores=[PromptScore(-1.0, (), 1)]))
     for bad in (
         row(7, 2, token_ids=[1, 2]),  # a chunk
         row(7, 2, sample=None),  # a chunk of one token that does not end its prompt

@@ -12,6 +12,7 @@ from cluster.engine.gpu_memory import (
     NUM_SCRATCH_BLOCKS,
     DeviceMemory,
     check_weights_fit,
+    free_of_part,
     largest_steps,
     size_pool,
 )
@@ -27,6 +28,24 @@ def memory(free: float, steps: float = 1.0) -> DeviceMemory:
 def test_kv_gets_its_share_of_what_is_left() -> None:
     assert size_pool(memory(61), BLOCK, 0.5, None, "--decode-kv") == 30 * 256 - 1
     assert size_pool(memory(61), BLOCK, 0.9, 2 * GIB, "--decode-kv") == 512
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=8), st.integers(1, 1000))
+def test_workers_that_share_a_gpu_find_equal_parts_whoever_comes_first(takes: list[int], total: int) -> None:
+    """Each takes a percentage of what it may; what the others took is nothing to it."""
+    num_sharers, free = len(takes), total
+    for percent in takes:
+        may_take = free_of_part(free, total, 0, num_sharers)
+        assert may_take == total // num_sharers
+        taken = may_take * percent // 100
+        free -= taken
+        assert free_of_part(free, total, taken, num_sharers) == total // num_sharers - taken
+    assert free_of_part(free, total, total, num_sharers) == 0
+
+
+def test_a_worker_alone_may_take_what_is_free_whoever_has_the_rest() -> None:
+    assert free_of_part(30, 80, 20, 1) == 30
+    assert free_of_part(5, 80, 0, 2) == 5  # something else runs there
 
 
 def granted(state: DeviceMemory, share: float, kv_bytes: int | None) -> int | str:

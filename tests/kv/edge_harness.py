@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from cluster.ids import Attempt, BlockId, Epoch, PieceIndex, RequestId, WorkerId
+from cluster.kv.block_copy import Mover
 from cluster.kv.edge import EdgeConfig, EdgeName, KVReceiver, KVSender, Piece
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender, make_source_pool
 from cluster.kv.layout import KVLayout
@@ -52,12 +53,16 @@ def edge_name(prefill: str = "prefill-0", epoch: int = 1) -> EdgeName:
 class EdgePair:
     """Both ends of an edge within this process, and both pools, P's full of random bytes."""
 
+    mover: Mover | None = None  # of all pairs
+
     def __init__(self, kind: EdgeKind, geometry: KVGeometry, config: EdgeConfig, name: EdgeName) -> None:
         layout = KVLayout.from_geometry(geometry)
         self.kind, self.layout, self.config = kind, layout, config
         self.source, self.target = make_source_pool(kind, layout), make_pool(kind, layout)
         fill(self.source.tensor, seed=1)
-        self.receiver: KVReceiver = make_receiver(kind, self.target, name=name, peer=geometry, config=config)
+        self.receiver: KVReceiver = make_receiver(
+            kind, self.target, name=name, peer=geometry, config=config, mover=self.mover
+        )
         self.sender: KVSender = make_sender(
             kind,
             self.source,
@@ -66,6 +71,7 @@ class EdgePair:
             endpoint=self.receiver.endpoint(),
             config=config,
             target=self.target,
+            mover=self.mover,
         )
         self._pieces = itertools.count()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cluster.kv import edge_group, edge_local, edges
+from cluster.kv import block_copy, edge_group, edge_local, edges
 from cluster.kv.block_copy import BlockRegion, copy_blocks
 from cluster.kv.edge_backends import BREAK_TAG, Gloo
 
@@ -65,7 +65,8 @@ def use_lazy_streams(set_attribute: SetAttribute) -> None:
     """Edges of this process copy as on a GPU."""
     for module in (edge_group, edge_local):
         set_attribute(module, "CopyQueue", LazyStream)
-        set_attribute(module, "copy_blocks", _enqueue_copy)
+    for user in (block_copy, edge_local):
+        set_attribute(user, "copy_blocks", _enqueue_copy)
 
 
 class Tagless:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import weakref
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import torch
 from cluster.errors import ConfigError, EdgeError
 from cluster.ids import Attempt, BlockId, PieceIndex, RequestId
 from cluster.kv.edge import EdgeConfig, Piece
+from cluster.kv.edge_local import InPlaceSender
 from cluster.kv.edges import EdgeKind, edge_kind, make_pool, make_receiver, make_sender
 from cluster.kv.layout import KVLayout, intersect, split
 from cluster.kv.pool import KVPool
@@ -340,3 +342,16 @@ def test_unknown_kinds_are_refused_with_those_there_are() -> None:
     assert edge_kind("gloo") is EdgeKind.GLOO
     with pytest.raises(ConfigError, match="local, shm, gloo, cuda_ipc, nccl"):
         edge_kind("rdma")
+
+
+@pytest.mark.parametrize("kind", [EdgeKind.LOCAL, EdgeKind.SHM], ids=lambda kind: kind.value)
+async def test_the_edges_thread_lets_go_of_memory_it_wrote_to(kind: EdgeKind) -> None:
+    """Unmapping memory of a GPU waits for a stream: never in the event loop's thread."""
+    pair = EdgePair(kind, GEOMETRY, CONFIG, edge_name())
+    await pair.transfer([1], [1])
+    assert isinstance(pair.sender, InPlaceSender)
+    assert pair.sender._regions is not None
+    let_go: list[str] = []
+    weakref.finalize(pair.sender._regions[1], lambda: let_go.append(threading.current_thread().name))
+    await pair.close()
+    assert let_go == [f"kv-edge {edge_name()}"]

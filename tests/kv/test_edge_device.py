@@ -7,7 +7,9 @@ import asyncio
 import pytest
 import torch
 
+from cluster.errors import EdgeDeviceLost, EdgeError
 from cluster.kv.edge_backends import Gloo
+from cluster.kv.edge_device import CopyQueue, _told_as_edge_errors
 from cluster.kv.edges import EdgeKind
 from tests.kv.edge_harness import BLOCK_BYTES, EdgePairs
 from tests.kv.stand_ins import LazyStream, OneWayGloo, use_lazy_streams
@@ -63,3 +65,36 @@ def test_host_memory_is_sent_by_the_host_and_gpu_memory_by_its_stream() -> None:
     assert LazyStream.of_this_thread() is None
     stream.finish()
     assert done == [1]
+
+
+class Faulty:
+    """A GPU's stream whose device answers with errors: once, or for ever."""
+
+    def __init__(self, *, for_ever: bool) -> None:
+        self._for_ever = for_ever
+
+    def query(self) -> bool:
+        if self._for_ever:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return False  # busy
+
+
+@pytest.mark.parametrize("for_ever", [True, False])
+def test_a_device_that_has_faulted_is_told_from_one_that_refuses_once(for_ever: bool) -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+    with (
+        pytest.raises(EdgeError, match=r"^copying KV on cuda:0 failed: CUDA error: an illegal") as raised,
+        _told_as_edge_errors(torch.device("cuda", 0), Faulty(for_ever=for_ever)),
+    ):
+        raise error
+    assert isinstance(raised.value, EdgeDeviceLost) == for_ever
+    assert "\n" not in str(raised.value)
+
+
+def test_a_device_that_gives_no_stream_fails_the_edge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", none_left)
+    with pytest.raises(EdgeError, match="CUDA out of memory"):
+        CopyQueue(torch.device("cuda", 0))

@@ -17,7 +17,7 @@ from cluster.kv.edge import Piece
 from cluster.kv.edge_backends import Gloo
 from cluster.kv.edge_device import CopyQueue
 from cluster.kv.edge_group_link import GroupLink
-from cluster.kv.edge_group_parts import PartPosted, PartSent, piece_tags, trailer_of
+from cluster.kv.edge_group_parts import TRAILER_BYTES, PartPosted, PartSent, piece_tags, trailer_of
 from cluster.kv.edges import EdgeKind, make_pool, make_receiver, make_sender
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
@@ -292,8 +292,9 @@ async def test_a_part_of_another_piece_is_refused_even_under_the_same_tag() -> N
     )
     wanted, other = Piece(*_key(), 0, 2), Piece(*_key("other"), 0, 2)
     data, part, tags = torch.zeros(8, dtype=torch.uint8), range(2), piece_tags(wanted)
-    posted = PartPosted(decode, data, trailer_of(wanted, part), tags, CopyQueue(data.device))
-    sent = PartSent(prefill, torch.ones(8, dtype=torch.uint8), trailer_of(other, part), tags)
+    rooms = torch.empty(2, TRAILER_BYTES, dtype=torch.uint8)
+    posted = PartPosted(decode, data, rooms[0], trailer_of(wanted, part), tags, CopyQueue(data.device))
+    sent = PartSent(prefill, torch.ones(8, dtype=torch.uint8), rooms[1], trailer_of(other, part), tags)
     with pytest.raises(EdgeError, match="part of another piece"):
         await asyncio.to_thread(posted.finish, decode, time.monotonic() + 5)
     decode.break_off("closed")

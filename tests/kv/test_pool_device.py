@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import EdgeError
+from cluster.errors import EdgeError, EdgeUnfit
 from cluster.kv.layout import KVLayout
 from cluster.kv.pool import HEADER_BYTES, check_header, pool_header
 from cluster.kv.pool_device import (
@@ -60,7 +60,6 @@ def test_a_handle_with_more_in_it_is_refused() -> None:
             {"ipc": msgspec.structs.replace(HANDLE, size_bytes=NEEDED - 1).to_text()},
             "not the announced KV pool",
         ),
-        ({}, "GPU GPU-1 is not visible here"),
     ],
 )
 def test_endpoints_that_cannot_be_are_refused_before_anything_is_mapped(
@@ -68,11 +67,22 @@ def test_endpoints_that_cannot_be_are_refused_before_anything_is_mapped(
 ) -> None:
     endpoint: dict[str, str | int] = {"pid": 1, "nonce": "00" * 16, "ipc": HANDLE.to_text()}
     with pytest.raises(EdgeError, match=message):
-        attach_device_pool(endpoint | changes, GEOMETRY)
+        attach_device_pool(endpoint | changes, GEOMETRY, torch.device("cuda", 0))
 
 
-def test_a_gpu_is_found_by_its_name_not_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer's GPU 0 is this process's GPU 1; opening it fails here, and is told as the peer's loss."""
+@pytest.mark.parametrize(
+    ("own", "visible", "reaches", "is_opened"),
+    [
+        (0, ["GPU-0"], None, True),  # the peer's GPU is not visible: opening it tells
+        (0, ["GPU-1"], None, True),  # both compute on it
+        (1, ["GPU-1", "GPU-0"], True, True),
+        (1, ["GPU-1", "GPU-0"], False, False),
+    ],
+)
+def test_a_pool_is_mapped_on_this_processs_own_gpu_wherever_it_lies(
+    monkeypatch: pytest.MonkeyPatch, own: int, visible: list[str], reaches: bool | None, is_opened: bool
+) -> None:
+    """Opening it fails here, which leaves other kinds of edges to try."""
     opened: list[object] = []
     entered: list[object] = []
 
@@ -86,19 +96,27 @@ def test_a_gpu_is_found_by_its_name_not_its_number(monkeypatch: pytest.MonkeyPat
         opened.append((*arguments, list(entered)))
         raise RuntimeError("CUDA error: invalid resource handle\nmore lines")
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    def can_reach(one: int, other: int) -> bool:
+        assert reaches is not None, "the driver is asked about GPUs that it does not show"
+        assert (one, visible[other]) == (own, "GPU-1")
+        return reaches
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{[0, 1][index]}")
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=visible[index])
     )
     monkeypatch.setattr(torch.cuda, "device", enter)
     monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"stream of {index}")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: f"stream of {device.index}")
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_handle)
     endpoint: dict[str, str | int] = {"pid": 1, "nonce": "00" * 16, "ipc": HANDLE.to_text()}
-    with pytest.raises(EdgeError, match=r"cannot be mapped \(CUDA error: invalid resource handle\)"):
-        attach_device_pool(endpoint, GEOMETRY)
-    expected = (HANDLE.memory, NEEDED, 512, b"/torch_1", 0, HANDLE.event, True)
-    assert opened == [(1, *expected, [1, "stream of 1"])]  # not where the engine's steps are
+    said = "cannot be mapped .CUDA error: invalid resource handle." if is_opened else "no peer access"
+    with pytest.raises(EdgeUnfit, match=said):
+        attach_device_pool(endpoint, GEOMETRY, torch.device("cuda", own))
+    # Not where the engine's steps are; the event is of a GPU that may not be visible, and long past.
+    arguments = (own, HANDLE.memory, NEEDED, 512, b"/torch_1", 0, HANDLE.event, False)
+    assert opened == ([(*arguments, [own, f"stream of {own}"])] if is_opened else [])
 
 
 def test_the_header_tells_whose_memory_it_is() -> None:

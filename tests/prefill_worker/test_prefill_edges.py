@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import EdgeError
+from cluster.errors import EdgeError, EdgeUnfit
 from cluster.ids import BlockId, Epoch, WorkerId
 from cluster.kv.edge import KVSender, Piece
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome, PrefillToDecode
+from cluster.wire.messages import Refused
 from cluster.wire.stream import Stream, listen
 from cluster.worker_io import CloseEdge, EdgeDown, EdgeUp, Event, OpenEdge, Peer
 from prefill_worker.live_edges import PrefillEdges
@@ -39,6 +40,19 @@ class Sender:
             raise EdgeError("thread `kv-edge p/d` did not end within 15 s")
 
 
+def hello(peer: Peer, kind: str = "shm") -> EdgeHello:
+    return EdgeHello(
+        worker=WorkerId("prefill-0"),
+        epoch=Epoch(1),
+        decode_worker=peer.worker,
+        decode_epoch=peer.epoch,
+        pid=os.getpid(),
+        fingerprint="f",
+        kind=kind,
+        geometry=GEOMETRY,
+    )
+
+
 @pytest.mark.parametrize(
     ("in_place", "hangs", "num_dials"), [(True, True, 1), (True, False, 2), (False, True, 2)]
 )
@@ -58,22 +72,8 @@ async def test_whoever_may_still_be_written_to_is_not_dialed_again(
     async def make_sender(welcome: EdgeWelcome) -> KVSender:
         return Sender(in_place=in_place, hangs=hangs)
 
-    def hello_to(peer: Peer) -> EdgeHello:
-        return EdgeHello(
-            worker=WorkerId("prefill-0"),
-            epoch=Epoch(1),
-            decode_worker=peer.worker,
-            decode_epoch=peer.epoch,
-            pid=os.getpid(),
-            fingerprint="f",
-            kind="shm",
-            geometry=GEOMETRY,
-        )
-
     listener = await listen(f"unix:{tmp_path}/kv", TOKEN, PrefillToDecode, welcome)
-    edges = PrefillEdges(
-        make_hello=hello_to, token=TOKEN, make_sender=make_sender, dispatch=events.put_nowait
-    )
+    edges = PrefillEdges(make_hello=hello, token=TOKEN, make_sender=make_sender, dispatch=events.put_nowait)
     try:
         async with asyncio.timeout(20):
             edges.carry(OpenEdge(D, listener.address))
@@ -88,6 +88,86 @@ async def test_whoever_may_still_be_written_to_is_not_dialed_again(
                 else EdgeDown(D, "an older edge has not stopped writing: this worker has to be started again")
             )
             assert len(dials) == num_dials
+    finally:
+        await edges.close()
+        await listener.close()
+
+
+async def test_an_edge_that_is_unfit_is_dialed_again_at_once_as_another_kind(tmp_path: Path) -> None:
+    """The core hears of the edge that came up in the end, and of nothing before."""
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    dials: list[str] = []
+    kinds = ["cuda_ipc", "nccl", "gloo"]
+
+    async def welcome(stream: Stream[PrefillToDecode]) -> None:
+        async for message in stream:
+            assert isinstance(message, EdgeHello)
+            dials.append(message.kind)
+            if message.kind == "nccl":
+                stream.post(Refused(reason="this torch is built without NCCL"))
+            else:
+                stream.post(EdgeWelcome(worker=D.worker, epoch=D.epoch, geometry=GEOMETRY, endpoint={}))
+
+    async def make_sender(welcome: EdgeWelcome) -> KVSender:
+        if kinds[0] == "cuda_ipc":
+            raise EdgeUnfit("no peer access")
+        return Sender(in_place=False, hangs=False)
+
+    def judge(peer: Peer, error: EdgeError) -> EdgeError:
+        assert peer == D
+        kinds.pop(0)
+        return EdgeUnfit(str(error))
+
+    listener = await listen(f"unix:{tmp_path}/kv", TOKEN, PrefillToDecode, welcome)
+    edges = PrefillEdges(
+        make_hello=lambda peer: hello(peer, kinds[0]),
+        token=TOKEN,
+        make_sender=make_sender,
+        dispatch=events.put_nowait,
+        judge=judge,
+    )
+    try:
+        async with asyncio.timeout(20):
+            edges.carry(OpenEdge(D, listener.address))
+            assert await events.get() == EdgeUp(D, in_place=False)
+            assert dials == ["cuda_ipc", "nccl", "gloo"]
+            assert events.empty()
+    finally:
+        await edges.close()
+        await listener.close()
+
+
+async def test_a_refusal_of_what_nobody_needs_yet_says_nothing_of_its_kind(tmp_path: Path) -> None:
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    dials: list[tuple[str, bool]] = []
+
+    async def refuse(stream: Stream[PrefillToDecode]) -> None:
+        async for message in stream:
+            assert isinstance(message, EdgeHello)
+            dials.append((message.kind, message.warm))
+            stream.post(Refused(reason="it is busy"))
+
+    async def make_sender(welcome: EdgeWelcome) -> KVSender:
+        raise AssertionError("it was refused")
+
+    def judge(peer: Peer, error: EdgeError) -> EdgeError:
+        dials.append(("judged", False))
+        return error
+
+    listener = await listen(f"unix:{tmp_path}/kv", TOKEN, PrefillToDecode, refuse)
+    edges = PrefillEdges(
+        make_hello=lambda peer: hello(peer, "nccl"),
+        token=TOKEN,
+        make_sender=make_sender,
+        dispatch=events.put_nowait,
+        judge=judge,
+    )
+    try:
+        async with asyncio.timeout(20):
+            for warm in (True, False):
+                edges.carry(OpenEdge(D, listener.address, warm))
+                assert await events.get() == EdgeDown(D, "refused by the decode worker: it is busy")
+            assert dials == [("nccl", True), ("nccl", False), ("judged", False)]
     finally:
         await edges.close()
         await listener.close()

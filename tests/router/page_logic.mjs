@@ -69,6 +69,9 @@ test("an answer adds up", () => {
   answer.timings = { ...answer.timings, prefill_worker: "d" };
   assert.deepEqual(answer.stages().map((part) => part.stage), ["queue", "prefill", "decode"]);
   assert.ok(answer.isDone);
+  assert.ok(!answer.isCut);
+  answer.take(chunk({}, "length"), 1302);
+  assert.ok(answer.isCut);
 });
 
 test("an error event is the server's own sentence", () => {

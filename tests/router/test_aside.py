@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from router.aside import NICER, Aside
+from router.aside import LONG_BYTES, NICER, Aside
 
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
 
@@ -41,6 +41,17 @@ async def test_the_loop_goes_on_and_further_work_waits_in_order() -> None:
     gate.set()
     await asyncio.gather(*tasks)
     assert seen == [0, 1, 2, 3]
+
+
+async def test_a_book_never_holds_up_a_page() -> None:
+    """Nor many of them: what may take seconds has threads of its own."""
+    aside, gate = Aside(1), threading.Event()
+    books = [asyncio.create_task(aside.run_sized(LONG_BYTES + 1, gate.wait, 10)) for _ in range(4)]
+    async with asyncio.timeout(5):
+        assert await aside.run_sized(LONG_BYTES, divmod, 7, 2) == (3, 1)
+        assert await aside.run(divmod, 7, 2) == (3, 1)
+    gate.set()
+    assert all(await asyncio.gather(*books))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")

@@ -89,7 +89,7 @@ class Viewer:
     def __init__(self, events: PageEvents) -> None:
         self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._left = asyncio.Event()
-        self.task = asyncio.create_task(events({"type": "http"}, self._receive, self._send))
+        self.task = asyncio.create_task(events({"type": "http", "method": "GET"}, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
         await self._left.wait()
@@ -181,7 +181,7 @@ async def test_a_viewer_that_does_not_read_is_let_go(
         await asyncio.Event().wait()
 
     async with asyncio.timeout(5):
-        await events({"type": "http"}, receive, never)
+        await events({"type": "http", "method": "GET"}, receive, never)
     assert events._num_viewers == 0
 
 

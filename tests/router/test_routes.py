@@ -13,14 +13,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from cluster.errors import ConfigError, Overloaded
+from cluster.step_model import StepModel
 from cluster.wire.messages import Role, WorkerLoad
+from router.address import STALLED_MS, bind
 from router.delivery import Readiness
 from router.limits import GatewayLimits
-from router.server import bind
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
 from tests.support.plain_http import plain_client
 from tests.support.scripted_cluster import Script, worker
@@ -56,6 +58,13 @@ def test_cluster(gateway: RunningGateway) -> None:
     assert (shown["epoch"], shown["pid"], shown["state"]) == (3, 4242, "ready")
     assert shown["kv_blocks"] == {"used": 5, "cached": 3, "free": 92, "total": 100}
     assert (shown["running"], shown["waiting"]) == (2, 1)
+    assert shown["step_model"] is None
+    model = StepModel(1e-3, 8e-3, 4e-4, 1e-7, 2e-8)
+    load = msgspec.structs.replace(LOAD, step_model=model, step_error=0.0512345)
+    gateway.cluster.workers = (worker("decode-0", Role.DECODE, epoch=3, load=load),)
+    [shown] = gateway.client.get("/cluster").json()["workers"]
+    assert shown["step_model"] == msgspec.structs.asdict(model)
+    assert shown["step_error"] == 0.0512
 
 
 def test_http_errors_have_the_same_shape(gateway: RunningGateway) -> None:
@@ -78,7 +87,8 @@ def test_http_errors_have_the_same_shape(gateway: RunningGateway) -> None:
         for path in ("/v1/completions", "/v1/chat/completions"):
             response = client.post(path, content=body, headers={"content-type": "application/json"})
             check_error(response, 400, code="invalid_json")
-        check_error(client.post("/tokenize", content=body), 400, code="invalid_json")
+        headers = {"content-type": "application/json"}
+        check_error(client.post("/tokenize", content=body, headers=headers), 400, code="invalid_json")
     for media_type in ("text/plain", "application/x-www-form-urlencoded", ""):
         response = client.post("/v1/completions", content=b"{}", headers={"content-type": media_type})
         check_error(response, 415, code="unsupported_media_type")
@@ -279,6 +289,14 @@ def test_a_port_in_use_is_one_clear_sentence(gateway: RunningGateway) -> None:
 def test_accepted_connections_do_not_wait_for_acks() -> None:
     with bind("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
+def test_what_a_client_does_not_take_is_not_kept_for_ever() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.setblocking(True)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == STALLED_MS
 
 
 @pytest.mark.parametrize("stream", [True, False])

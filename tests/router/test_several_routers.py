@@ -23,9 +23,10 @@ from cluster.ids import RouterId
 from cluster.request_config import RequestConfig
 from cluster.role_config import RouterConfig, dump_config, load_config
 from cluster.wire.messages import Role
+from router.address import bind
 from router.asgi import Receive, Scope, Send
 from router.generation import InFlight
-from router.server import bind, serve_http
+from router.server import serve_http
 from tests.router.conductor_peers import make_register
 from tests.router.service_peers import Host, LiveWorker
 from tests.router.test_service_process import START_S, expected_text, free_port, write_config

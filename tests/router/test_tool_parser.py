@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tool_formats import HERMES, JSON, ToolFormat, format_of, knows_tools
+from router.tool_formats import HERMES, JSON, MISTRAL, ToolFormat, format_of, knows_tools
 from router.tool_parser import ToolParser
 
 NAMES = frozenset({"add", "look_up"})
@@ -23,10 +23,15 @@ class Read:
 
 
 def read(
-    text: str, style: ToolFormat = HERMES, cuts: tuple[int, ...] = (), *, calls_only: bool = False
+    text: str,
+    style: ToolFormat = HERMES,
+    cuts: tuple[int, ...] = (),
+    *,
+    calls_only: bool = False,
+    most_calls: int | None = None,
 ) -> Read:
     """`text` pushed in parts of these sizes, in turn; in one if there are none."""
-    parser = ToolParser(style, NAMES, calls_only=calls_only)
+    parser = ToolParser(style, NAMES, calls_only=calls_only, most_calls=most_calls)
     parts: list[str] = []
     position = turn = 0
     while position < len(text):
@@ -108,11 +113,33 @@ JSON_CASES: list[tuple[str, str, list[list[str]], bool]] = [
     ('{"name": "add", "parameters": {"a"', "", [["add", '{"a"']], False),
     ('{"name": "ad', '{"name": "ad', [], False),
 ]
+ONE = '{"name": "add", "arguments": {"a": 1}}'
+OTHER = '{"name": "look_up", "arguments": {"q": "]"}, "id": "abcdef123"}'
+MISTRAL_CASES: list[tuple[str, str, list[list[str]], bool]] = [
+    ("just [text] {}", "just [text] {}", [], False),
+    (f"[TOOL_CALLS] [{ONE}]", "", [["add", '{"a": 1}']], True),
+    (f" [{ONE}, {OTHER}]\n", "", [["add", '{"a": 1}'], ["look_up", '{"q": "]"}']], True),
+    (f"[TOOL_CALLS][ {ONE} ,{OTHER} ]", "", [["add", '{"a": 1}'], ["look_up", '{"q": "]"}']], True),
+    (ONE, "", [["add", '{"a": 1}']], True),
+    (f"[{ONE}", "", [["add", '{"a": 1}']], True),
+    (f"[{ONE[:-4]}", "", [["add", '{"a":']], False),
+    ("[", "[", [], False),
+    ("[TOOL_CA", "[TOOL_CA", [], False),
+    ("[TOOL_CALLS] none", "[TOOL_CALLS] none", [], False),
+    ("[1, 2]", "[1, 2]", [], False),
+    ('[{"answer": 42}]', '[{"answer": 42}]', [], False),
+    ('[{"name": "rm", "arguments": {}}]', '[{"name": "rm", "arguments": {}}]', [], False),
+]
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 3), (7,), (13, 1)])
 @pytest.mark.parametrize(
-    ("style", "case"), [*((HERMES, case) for case in HERMES_CASES), *((JSON, case) for case in JSON_CASES)]
+    ("style", "case"),
+    [
+        *((HERMES, case) for case in HERMES_CASES),
+        *((JSON, case) for case in JSON_CASES),
+        *((MISTRAL, case) for case in MISTRAL_CASES),
+    ],
 )
 def test_what_is_read(
     style: ToolFormat, case: tuple[str, str | None, list[list[str]], bool], cuts: tuple[int, ...]
@@ -122,7 +149,7 @@ def test_what_is_read(
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (3, 2)])
-@pytest.mark.parametrize("style", [HERMES, JSON])
+@pytest.mark.parametrize("style", [HERMES, JSON, MISTRAL])
 def test_where_only_calls_may_come_the_head_of_one_is_no_content(
     style: ToolFormat, cuts: tuple[int, ...]
 ) -> None:
@@ -153,7 +180,7 @@ PIECES = st.sampled_from(
 @given(
     pieces=st.lists(PIECES, max_size=12),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple),
-    style=st.sampled_from([HERMES, JSON]),
+    style=st.sampled_from([HERMES, JSON, MISTRAL]),
 )
 def test_the_cuts_do_not_matter(pieces: list[str], cuts: tuple[int, ...], style: ToolFormat) -> None:
     text = "".join(pieces)
@@ -178,7 +205,7 @@ ARGUMENT_VALUES = st.recursive(
     arguments=st.lists(
         st.dictionaries(st.text(max_size=5), ARGUMENT_VALUES, max_size=3), min_size=1, max_size=3
     ),
-    style=st.sampled_from([HERMES, JSON]),
+    style=st.sampled_from([HERMES, JSON, MISTRAL]),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple),
     indent=st.sampled_from([None, 1]),
 )
@@ -207,3 +234,78 @@ def test_formats_are_told_by_the_template() -> None:
         False,
         False,
     ]
+
+
+ESCAPES = st.sampled_from(
+    [r"\ud83d", r"\ude00", r"\ud83d\ude00", r"\u00e9", r"\u0000", "é", "😀", r"\"", "x", r"\n"]
+)
+NUMBERS = st.sampled_from(["1", "-0.5", "1e999", "NaN", "-Infinity", "12345678901234567890123", "1.10"])
+TEXTS = st.lists(ESCAPES, max_size=4).map(lambda parts: '"' + "".join(parts) + '"')
+VALUES = st.recursive(
+    TEXTS | NUMBERS | st.just("null"),
+    lambda inner: (
+        st.lists(inner, max_size=2).map(lambda items: "[" + ", ".join(items) + "]")
+        | st.lists(st.tuples(TEXTS, inner), max_size=2).map(
+            lambda items: "{" + " , ".join(f"{key}: {item}" for key, item in items) + "}"
+        )
+    ),
+    max_leaves=5,
+)
+OBJECTS = st.lists(st.tuples(TEXTS, VALUES), max_size=3).map(
+    lambda items: "{ " + ",".join(f"{key} :{item}" for key, item in items) + "}"
+)
+
+
+@settings(max_examples=300)
+@given(
+    arguments=OBJECTS,
+    others=st.lists(VALUES, max_size=2),
+    cuts=st.lists(st.integers(1, 9), max_size=4).map(tuple),
+    style=st.sampled_from([HERMES, JSON, MISTRAL]),
+)
+def test_arguments_are_as_written_wherever_they_stand(
+    arguments: str, others: list[str], cuts: tuple[int, ...], style: ToolFormat
+) -> None:
+    """Numbers that JSON's readers round, or have not, and halves of characters: nothing is written anew."""
+    around = "".join(f'"other": {value}, ' for value in others)
+    for body in (
+        f'{{{around}"arguments" : {arguments} , "name": "add"}}',
+        f'{{"name": "add", {around}"parameters": {arguments}}}',
+    ):
+        found = read(style.opening + body + style.closing, style, cuts)
+        assert found.calls == [["add", arguments]]
+        assert found.content == ""
+        assert found.has_whole_calls
+
+
+@given(
+    inner=st.lists(ESCAPES, max_size=5),
+    cuts=st.lists(st.integers(1, 9), max_size=4).map(tuple),
+    style=st.sampled_from([HERMES, JSON, MISTRAL]),
+)
+def test_arguments_in_a_string_are_text(inner: list[str], cuts: tuple[int, ...], style: ToolFormat) -> None:
+    """Half a character that the model spelled out is none that a reply could carry."""
+    spelled = "".join(inner)
+    found = read(f'{style.opening}{{"name": "add", "arguments": "{spelled}"}}{style.closing}', style, cuts)
+    [[name, arguments]] = found.calls
+    assert name == "add"
+    arguments.encode()
+    whole = json.loads(f'"{spelled}"').encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert arguments == whole
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (3,), (40, 1)])
+@pytest.mark.parametrize("style", [HERMES, JSON, MISTRAL])
+def test_calls_beyond_those_that_are_wanted_are_left_out(style: ToolFormat, cuts: tuple[int, ...]) -> None:
+    calls = [
+        f'{style.opening}{{"name": "{name}", "{style.arguments_key}": {{"n": {number}}}}}{style.closing}'
+        for number, name in enumerate(("add", "look_up", "add"))
+    ]
+    late = f'{style.opening}{{"{style.arguments_key}": {{}}, "name": "add"}}{style.closing}'
+    text = style.separator.join([*calls, late])
+    for most in (1, 2):
+        found = read(text, style, cuts, most_calls=most)
+        assert found.calls == [["add", '{"n": 0}'], ["look_up", '{"n": 1}']][:most]
+        assert found.content == ""
+        assert found.has_whole_calls
+    assert len(read(text, style, cuts).calls) == 4

@@ -12,7 +12,7 @@ import pytest
 from cluster.grammar import Grammars
 from cluster.tokenizer import Tokenizer
 from router.limits import RequestLimits
-from router.tool_formats import HERMES, JSON, ToolFormat, call_grammar
+from router.tool_formats import HERMES, JSON, MISTRAL, ToolFormat, call_grammar
 from router.tools import parse_tool_choice, parse_tools
 from tests.support.byte_tokenizer import EOS, VOCAB_SIZE, write_byte_tokenizer
 from tests.support.gateway import RunningGateway, check_error, running_gateway
@@ -20,6 +20,7 @@ from tests.support.scripted_cluster import Script
 from tests.support.sse import check_choices, check_stream
 from tests.support.tools import ADD, CALL, LOOK_UP, OTHER_CALL
 
+NAMED_ADD = {"type": "function", "function": {"name": "add"}}
 KNOWING = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}"
@@ -74,6 +75,13 @@ def test_b160_choices_that_cannot_be(gateway: RunningGateway) -> None:
     absent = {"type": "function", "function": {"name": "multiply"}}
     for choice in (absent, {"type": "function"}, {"type": "x", "function": {"name": "add"}}, "any", 5, []):
         check_error(gateway.chat(tools=[ADD], tool_choice=choice), 400, param="tool_choice")
+    for allowed in (
+        None, [], {"mode": "auto"}, {"mode": "any", "tools": [NAMED_ADD]}, {"tools": [NAMED_ADD]},
+        {"mode": "auto", "tools": []}, {"mode": "auto", "tools": ["add"]}, {"mode": [], "tools": [NAMED_ADD]},
+        {"mode": "auto", "tools": [absent]},
+    ):  # fmt: skip
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        check_error(gateway.chat(tools=[ADD], tool_choice=choice), 400, param="tool_choice")
     check_error(gateway.chat(tools=[ADD] * 200), 400, param="tools")
     big = with_tool(name="big", description="x" * 70_000)
     check_error(gateway.chat(tools=[big]), 400, param="tools")
@@ -87,6 +95,45 @@ def test_tools_that_no_grammar_can_enforce_are_offered_all_the_same(gateway: Run
     loose = with_parameters(properties={"a": {"type": "array", "uniqueItems": True}})
     for choice in ("auto", "required"):
         assert gateway.chat(tools=[loose], tool_choice=choice).status_code == 200
+
+
+LOOKS_AHEAD = r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+$"  # zod's, of an address
+LOOKS_BACK = r"^(?<!x)a$"
+REPEATS_ITSELF = r"^(a|b)\1$"
+
+
+@pytest.mark.parametrize(
+    "pattern", [LOOKS_AHEAD, LOOKS_BACK, REPEATS_ITSELF, r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"]
+)
+def test_patterns_that_no_grammar_can_follow_bind_strict_tools_alone(
+    gateway: RunningGateway, pattern: str
+) -> None:
+    """Generators of schemas write them; a tool that is only offered must not fail for it."""
+    text = {"type": "string", "pattern": pattern}
+    places: list[dict[str, Any]] = [
+        {"properties": {"a": text}},
+        {"properties": {"a": {"anyOf": [{"type": "number"}, text]}}},
+        {"properties": {"a": {"type": "array", "items": text}}},
+        {"properties": {"a": {"$ref": "#/$defs/t"}}, "$defs": {"t": text}},
+        {"patternProperties": {pattern: {"type": "string"}}},
+    ]
+    for schema in places:
+        for choice in ("auto", "required"):
+            response = gateway.chat(tools=[with_parameters(**schema)], tool_choice=choice, max_tokens=1)
+            assert response.status_code == 200, response.text
+        assert "(" in shown(gateway)  # the model sees the pattern
+        strict = with_tool(strict=True, parameters={"type": "object", **schema})
+        check_error(gateway.chat(tools=[strict]), 400, param="tools[0].function.parameters")
+        loose = {"type": "json_schema", "json_schema": {"strict": False, "schema": schema}}
+        assert gateway.chat(response_format=loose, max_tokens=1).status_code == 200
+        check_error(gateway.chat(guided_json=schema), 400, param="guided_json")
+
+
+def test_a_reference_to_another_document_binds_strict_tools_alone(gateway: RunningGateway) -> None:
+    schema = {"properties": {"a": {"$ref": "https://example.com/address.json"}}}
+    assert gateway.chat(tools=[with_parameters(**schema)], tool_choice="required").status_code == 200
+    strict = with_tool(strict=True, parameters={"type": "object", **schema})
+    check_error(gateway.chat(tools=[strict]), 400, param="tools[0].function.parameters")
 
 
 # ---- what the model is shown ---------------------------------------------------------------------
@@ -271,6 +318,37 @@ def test_only_what_must_be_a_call_is_constrained(gateway: RunningGateway) -> Non
     check_error(gateway.chat(tools=[ADD], response_format=tag), 400, param="response_format")
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_of_the_tools_may_be_called_and_all_are_shown(knowing: RunningGateway, mode: str) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED_ADD, NAMED_ADD]}}
+    knowing.cluster.script = Script(tuple(f"{OTHER_CALL}\n{CALL}".encode()))
+    fields: dict[str, Any] = {"tools": [ADD, LOOK_UP], "tool_choice": choice, "max_tokens": 200}
+    [answer] = knowing.chat(**fields).json()["choices"]
+    assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == ["add"]
+    assert answer["message"]["content"] == OTHER_CALL  # it is no call that was allowed
+    assert '"name": "look_up"' in shown(knowing)
+    grammar = knowing.cluster.streams[-1].spec.sampling.grammar
+    assert ("look_up" in grammar, bool(grammar)) == (False, mode == "required")
+    knowing.cluster.script = Script()
+
+
+@pytest.mark.parametrize("per_delivery", [1, 5, 500])
+@pytest.mark.parametrize("wants", [True, False, None])
+def test_one_call_where_no_parallel_ones_are_wanted(
+    gateway: RunningGateway, wants: bool | None, per_delivery: int
+) -> None:
+    gateway.cluster.script = Script(tuple(f"Now.\n{CALL}\n{OTHER_CALL}".encode()), per_delivery=per_delivery)
+    fields: dict[str, Any] = {"tools": [ADD, LOOK_UP], "max_tokens": 200, "parallel_tool_calls": wants}
+    [choice] = gateway.chat(**fields).json()["choices"]
+    stream = check_stream(gateway.chat(**fields, stream=True).content)
+    names = ["add"] if wants is False else ["add", "look_up"]
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == names
+    assert [call["function"] for call in stream.tool_calls] == [call["function"] for call in calls]
+    assert choice["message"]["content"] == stream.text == "Now."
+    assert choice["finish_reason"] == stream.finish_reason == "tool_calls"
+
+
 STRICT = with_tool(name="add", strict=True)
 STRICT_CASES: list[tuple[ToolFormat, str, bool]] = [
     (HERMES, "no call at all", True),
@@ -285,6 +363,10 @@ STRICT_CASES: list[tuple[ToolFormat, str, bool]] = [
     (JSON, '{"name": "add", "parameters": {"a": 1, "b": 2}}', True),
     (JSON, '{"name": "add", "parameters": {"a": 1, "b": "2"}}', False),
     (JSON, '{"answer": 42}', False),
+    (MISTRAL, "no call at all [1]", True),
+    (MISTRAL, '[{"name": "add", "arguments": {"a": 1, "b": 2}}]', True),
+    (MISTRAL, '[{"name": "add", "arguments": {"a": 1, "b": 2}}', False),
+    (MISTRAL, '[{"name": "add", "arguments": {"a": 1}}]', False),
 ]
 
 
@@ -302,3 +384,34 @@ def test_a_strict_tool_holds_whenever_it_is_called(
     state.follow(list(text.encode()))
     allowed = state.allowed(VOCAB_SIZE)
     assert (allowed is not None and bool(allowed[EOS])) == fits
+
+
+# ---- Mistral ---------------------------------------------------------------------------------------
+
+# As its models' own: calls are a list after a special token, and their ids have nine letters or digits.
+MISTRAL_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' and message.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}{% if call.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[TOOL_CALLS] [{{ call.function | tojson }}]{% endfor %}[{{ message.role }}]{{ message.content }}"
+    "{% endfor %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_calls_of_mistral_are_found_and_can_be_sent_back(tmp_path: Path, choice: str) -> None:
+    with running_gateway(write_byte_tokenizer(tmp_path, chat_template=MISTRAL_TEMPLATE)) as gateway:
+        text = ' [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "look_up", "arguments": {}}]'
+        gateway.cluster.script = Script(tuple(text.encode()))
+        fields: dict[str, Any] = {"tools": [ADD, LOOK_UP], "tool_choice": choice, "max_tokens": 200}
+        [answer] = gateway.chat(**fields).json()["choices"]
+        calls = answer["message"]["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == ["add", "look_up"]
+        assert answer["message"]["content"] is None
+        assert answer["finish_reason"] == "tool_calls"
+        assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
+        assert len({call["id"] for call in calls}) == 2
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+        messages = [{"role": "user", "content": "x"}, answer["message"], *results]
+        assert gateway.chat(messages=messages, **fields).status_code == 200

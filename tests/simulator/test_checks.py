@@ -119,7 +119,9 @@ def test_a_lost_output_in_the_sampling_history_is_seen() -> None:
     seen(
         "I8",
         lambda: bench.run(
-            msgspec.structs.replace(row, sample=replace(row.sample, output_ids=bench.oracle.tokens[9:10]))
+            msgspec.structs.replace(
+                row, sample=msgspec.structs.replace(row.sample, output_ids=bench.oracle.tokens[9:10])
+            )
         ),
     )
 

@@ -51,6 +51,21 @@ def test_several_routers_share_their_workers(num_decode: int) -> None:
                 assert report.outcomes[EXACT] + report.outcomes[STOPPED] == 60
 
 
+def test_edges_made_beforehand_change_no_answer_and_every_rule_holds() -> None:
+    """Their dials meet workers that die, restart or are busy, and attempts that wait for them."""
+    counters = Counter[str]()
+    for seed in range(300, 312):
+        for faults in (False, True):
+            scenario = draw(seed, num_requests=60, faults=faults)
+            warm = replace(scenario, prefill=replace(scenario.prefill, warm_edges=8))
+            report = Simulation(warm).run()
+            assert report.violation is None, f"seed {seed}: {report.violation}"
+            if not faults:
+                assert report.outcomes[EXACT] + report.outcomes[STOPPED] == 60
+            counters.update(report.counters)
+    assert counters["warm dials"] > 20
+
+
 def test_the_rare_things_happen() -> None:
     outcomes, faults, counters = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(14):

@@ -95,6 +95,10 @@ ROUTER_TO_WORKER: list[msgspec.Struct] = [
     m.RenewLeases(leases=[L]),
     m.Abort(request=R, attempt=A, reason="gone"),
     m.Drain(grace_s=3.0),
+    m.Partners(
+        prefill=[WorkerId("prefill-0")],
+        decode=[m.DecodePartner(WorkerId("decode-0"), Epoch(3), "tcp:10.0.0.9:4711")],
+    ),
 ]
 
 

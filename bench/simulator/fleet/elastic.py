@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.simulator.fleet.idle import idle_worker
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
-from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker
+from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker, leading_blocks
 from cluster.slo_classes import DecodeBatch, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
 from cluster.wire.messages import Role
@@ -44,18 +45,22 @@ class ElasticPolicy:
         self._caches = use_prefix_cache
         self._workers: Sequence[Worker] = ()
         self._schedulers: list[SloScheduler[Request]] = []
+        self._num_queued: list[int] = []  # by worker: prompts in its scheduler
         self._fleet = Fleet([], [], [])
+        self._are_equal = False  # the workers
         self._num_placed = 0
         self.num_local = self.num_moved = 0
 
     def attach(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
         self._schedulers = [SloScheduler(one.model, self._targets, self._scheduling) for one in workers]
+        self._num_queued = [0] * len(workers)
         self._fleet = Fleet(
             [one.model for one in workers],
             [one.hardware.kv_tokens for one in workers],
             [one.hardware.link_bytes_s for one in workers],
         )
+        self._are_equal = self._roles is None and len({id(one.hardware) for one in workers}) == 1
         if self._roles is not None:
             self._fleet.can_send[:] = [role is Role.PREFILL for role in self._roles]
             self._fleet.can_decode[:] = ~self._fleet.can_send
@@ -64,12 +69,18 @@ class ElasticPolicy:
         request.deadline_s = request.arrival_s + self._targets.ttft_s
         cached = self._cached(request)
         ask = self._ask(request, cached)
+        if cached is None and self._are_equal:
+            model = self._workers[0].model
+            index = idle_worker(self._fleet, ask, model, self._targets, self._settings)
+            if index is not None:
+                self._enqueue(request, ask, index, index)
+                return index
         decision = place(self._fleet, ask, self._targets, self._settings)
         if not isinstance(decision, Place):
             return None
         if cached is not None:
             request.num_computed = int(min(cached[decision.prefill], request.num_tokens - 1))
-        self._enqueue(request, decision.prefill, decision.decode)
+        self._enqueue(request, ask, decision.prefill, decision.decode)
         return decision.prefill
 
     def _ask(self, request: Request, cached: Any = None) -> Ask:
@@ -84,15 +95,18 @@ class ElasticPolicy:
     def _cached(self, request: Request) -> Any:
         if not self._caches or not request.blocks:
             return None
-        found = [worker.cache.match(request.blocks) for worker in self._workers]
-        if not any(found):
+        found = leading_blocks(self._workers[0].cache.holders, request.blocks)
+        if not found:
             return None
-        return np.minimum(np.array(found, dtype=np.float64) * BLOCK_TOKENS, request.num_tokens - 1)
+        cached = np.zeros(len(self._workers))
+        for index, num_blocks in found.items():
+            cached[index] = min(num_blocks * BLOCK_TOKENS, request.num_tokens - 1)
+        return cached
 
-    def _enqueue(self, request: Request, prefill: int, decode: int) -> None:
+    def _enqueue(self, request: Request, ask: Ask, prefill: int, decode: int) -> None:
         model = self._workers[prefill].model
         load_s = model.per_token_s + model.per_context_s * request.num_tokens
-        output = self._ask(request).expected_output
+        output = ask.expected_output
         held = (request.num_tokens + output / 2) / self._workers[decode].hardware.kv_tokens
         request.decode_s = output * max(load_s, held * self._targets.tpot_s)  # of time or KV, the scarcer
         request.load_s = load_s if decode == prefill else 0.0
@@ -100,6 +114,7 @@ class ElasticPolicy:
         self._reserve(request)
         self._promise(request)
         self._schedulers[prefill].add(request)
+        self._num_queued[prefill] += 1
         self._num_placed += 1
         self._fleet.last_placed[prefill] = self._fleet.last_placed[decode] = self._num_placed
         self._report(prefill)
@@ -132,17 +147,18 @@ class ElasticPolicy:
 
     def _report(self, index: int) -> None:
         fleet, scheduler = self._fleet, self._schedulers[index]
+        if not self._num_queued[index]:  # what the last plan found is no more
+            fleet.work_s[index] = fleet.queued_load_s[index] = fleet.late_s[index] = 0.0
+            return
         fleet.work_s[index] = scheduler.work_s
         fleet.queued_load_s[index] = scheduler.load_s
         fleet.late_s[index] = scheduler.late_s
 
     def plan(self, worker: Worker, now: float) -> Plan:
-        scheduler, yielding = self._schedulers[worker.index], worker.yielding
-        if not len(scheduler) and not yielding.rows:
-            return Plan([])
-        batch = DecodeBatch(
-            worker.batch.rows,
-            worker.batch.context,
+        scheduler, batch, yielding = self._schedulers[worker.index], worker.batch, worker.yielding
+        decode = DecodeBatch(
+            batch.rows,
+            batch.context,
             step_budget_s(self._targets, worker.slack_s(now, self._targets.tpot_s), self._scheduling),
             num_yielding=yielding.rows,
             yielding_context=yielding.context,
@@ -151,7 +167,7 @@ class ElasticPolicy:
         growth = 2 + round(self._lengths.mean / 2)
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
         room = worker.kv_room - growth * worker.rows if worker.kv_used else worker.kv_room
-        step = scheduler.plan(now, batch, room, reserve if worker.kv_used else 0)
+        step = scheduler.plan(now, decode, room, reserve if worker.kv_used else 0)
         for request in scheduler.newly_late:
             self._release(request)
             self._unpromise(request)
@@ -159,7 +175,7 @@ class ElasticPolicy:
         return Plan(step.chunks, step.num_yielding > 0)
 
     def is_waiting(self, worker: Worker) -> bool:
-        return bool(len(self._schedulers[worker.index]))
+        return self._num_queued[worker.index] > 0
 
     def decode_worker(self, request: Request, worker: Worker, now: float) -> int:
         self._unpromise(request)
@@ -173,6 +189,9 @@ class ElasticPolicy:
 
     def prefilled(self, request: Request, worker: Worker, now: float) -> None:
         self._schedulers[worker.index].remove(request)
+        self._num_queued[worker.index] -= 1
+        if not self._num_queued[worker.index]:
+            self._report(worker.index)
         if request.decode_at == worker.index:
             self.num_local += 1
         else:
@@ -188,7 +207,7 @@ class ElasticPolicy:
 
     def preempted(self, request: Request, worker: Worker, now: float) -> int:
         request.num_computed = 0
-        self._enqueue(request, worker.index, worker.index)
+        self._enqueue(request, self._ask(request), worker.index, worker.index)
         return worker.index
 
     def stepped(self, worker: Worker) -> None:

@@ -1,7 +1,7 @@
 """The pool in virtual time: arrivals, steps, transfers. It computes what happens; a policy decides.
 
 1. A request arrives: `Policy.arrive` names where it waits, and the policy keeps the queue.
-2. A free worker asks `Policy.chunks` for its next step: chunks of prompts, beside all rows that decode there.
+2. A free worker asks `Policy.plan` for its next step: chunks of prompts, beside all rows that decode there.
    With no chunk and nobody waiting, it runs on to the next finish in one event (a *run*); whoever arrives
    cuts the run at the end of its current step.
 3. The step ends: rows grow by a token, some finish; prompts that are complete have their first token.
@@ -16,19 +16,20 @@ Equal inputs give equal runs: events have a total order (time, then number).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+import msgspec
 
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Batch, Worker
 from bench.simulator.hardware import HANDOFF_S, Hardware
 from cluster.errors import BatonError
-from cluster.step_model import StepWork, chunk_attention
+from cluster.step_model import chunk_attention
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """One step: what rides in it beside the batch, and whether the rows that yield are in it."""
 
     chunks: list[tuple[Request, int]]
@@ -44,7 +45,7 @@ class Policy(Protocol):
         """Queue it; the worker that may now have something to do. None: it is turned away."""
 
     def plan(self, worker: Worker, now: float) -> Plan:
-        """The step that begins; no prompt it has no KV room for."""
+        """The step that begins, while somebody waits here or yields; no prompt it has no KV room for."""
 
     def is_waiting(self, worker: Worker) -> bool:
         """Somebody waits here, so the next step must be asked for."""
@@ -74,13 +75,14 @@ class Simulation:
     def __init__(
         self,
         pool: Sequence[Hardware],
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         policy: Policy,
         tpot_s: float,
         use_prefix_cache: bool = True,
     ) -> None:
-        self.workers = [Worker(index, hardware) for index, hardware in enumerate(pool)]
-        self.requests = requests
+        holders: dict[int, int] = {}
+        self.workers = [Worker(index, hardware, holders) for index, hardware in enumerate(pool)]
+        self._arrivals = deque(requests)
         self.now = 0.0
         self.num_steps = 0
         self.num_preemptions = 0
@@ -95,18 +97,20 @@ class Simulation:
         self._largest = max(hardware.kv_tokens for hardware in pool)
         policy.attach(self.workers)
 
+    def offer(self, requests: Iterable[Request]) -> None:
+        """More arrivals, after all there are."""
+        self._arrivals.extend(requests)
+
     def run(self, until_s: float) -> None:
-        """All arrivals, and what follows from them until `until_s`."""
-        arrivals, next_arrival = self.requests, 0
-        events = self._events
+        """All arrivals until `until_s`, and what follows from them until then. May be called again."""
+        arrivals, events = self._arrivals, self._events
         while True:
-            arrival_s = arrivals[next_arrival].arrival_s if next_arrival < len(arrivals) else None
-            if arrival_s is not None and (not events or arrival_s <= events[0][0]):
-                if arrival_s > until_s:
+            if arrivals and (not events or arrivals[0].arrival_s <= events[0][0]):
+                if arrivals[0].arrival_s > until_s:
                     break
-                self.now = arrival_s
-                self._arrive(arrivals[next_arrival])
-                next_arrival += 1
+                request = arrivals.popleft()
+                self.now = request.arrival_s
+                self._arrive(request)
                 continue
             if not events or events[0][0] > until_s:
                 break
@@ -155,27 +159,31 @@ class Simulation:
 
     def _begin(self, worker: Worker) -> None:
         joining = self._join(worker) if worker.landed else ()
-        plan = self._policy.plan(worker, self.now)
-        batch, yielding, chunks = worker.batch, worker.yielding, plan.chunks
+        batch, yielding, policy = worker.batch, worker.yielding, self._policy
         rows, context = batch.rows, batch.context
-        worker.runs_yielding = plan.runs_yielding and yielding.rows > 0
-        if worker.runs_yielding:
-            rows, context = rows + yielding.rows, context + yielding.context
+        is_waiting = policy.is_waiting(worker)
+        if is_waiting or yielding.rows:
+            plan = policy.plan(worker, self.now)
+            chunks = plan.chunks
+            worker.runs_yielding = plan.runs_yielding and yielding.rows > 0
+            if worker.runs_yielding:
+                rows, context = rows + yielding.rows, context + yielding.context
+        else:
+            chunks = []
+            worker.runs_yielding = False
         if not rows and not chunks:
             return
-        tokens, attention = rows, 0.0
+        tokens, attention = 0, 0.0
         for request, count in chunks:
             if not request.has_begun:
                 self._begin_prompt(request, worker)
             tokens += count
             attention += chunk_attention(request.num_computed, count)
-        seconds = worker.model.step_s(StepWork(tokens, context, attention))
-        if chunks and rows:
-            seconds += worker.hardware.mixed_s
+        seconds = worker.hardware.step_s(rows, context, tokens, attention)
         for request in joining:
             request.worst_gap_s = max(request.worst_gap_s, self.now - request.last_token_s + seconds)
         length = 1
-        if not chunks and not self._policy.is_waiting(worker) and worker.runs_yielding == (yielding.rows > 0):
+        if not chunks and not is_waiting and worker.runs_yielding == (yielding.rows > 0):
             length = worker.kv_room // rows
             for group in (batch, yielding):
                 if group.rows:
@@ -183,7 +191,7 @@ class Simulation:
             length = max(1, length)
         worker.chunks = chunks
         worker.run_start_s, worker.run_base_s, worker.run_length = self.now, seconds, length
-        worker.run_growth_s = worker.model.per_context_s * rows
+        worker.run_growth_s = worker.hardware.growth_s(rows)
         worker.is_busy = True
         worker.version += 1
         self._push(self.now + worker.run_s(length), STEP_END, worker.index, worker.version)
@@ -200,7 +208,7 @@ class Simulation:
             if request.first_s <= request.deadline_s:
                 worker.batch.join(request)
                 due_s = request.first_s - (worker.batch.steps + 1 - request.num_generated) * self._tpot_s
-                heapq.heappush(worker.due, (due_s, request.index, request))
+                worker.is_due(request, due_s)
                 joined.append(request)
             else:
                 if not worker.yielding.rows:

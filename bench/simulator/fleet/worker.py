@@ -22,8 +22,12 @@ BLOCK_TOKENS = 512  # of the traces' block ids
 class PrefixCache:
     """KV of ended requests, by block; the least recently used goes first. It holds no more than is free."""
 
-    def __init__(self) -> None:
+    def __init__(self, holders: dict[int, int] | None = None, index: int = 0) -> None:
+        """`holders`: of all workers of a pool, block |-> those that have it, as bits; `index`: which of them
+        this one is."""
         self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.holders: dict[int, int] = {} if holders is None else holders
+        self._bit = 1 << index
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -39,14 +43,40 @@ class PrefixCache:
 
     def touch(self, blocks: tuple[int, ...], capacity: int) -> None:
         """Enter blocks as the most recently used ones, the first of a prompt last: it is the most shared."""
+        holders, bit = self.holders, self._bit
         for block in reversed(blocks):
+            if block not in self._blocks:
+                others = holders.get(block)
+                holders[block] = bit if others is None else others | bit
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         self.shrink(capacity)
 
     def shrink(self, capacity: int) -> None:
         while len(self._blocks) > max(0, capacity):
-            self._blocks.popitem(last=False)
+            block, _ = self._blocks.popitem(last=False)
+            others = self.holders[block] & ~self._bit
+            if others:
+                self.holders[block] = others
+            else:
+                del self.holders[block]
+
+
+def leading_blocks(holders: dict[int, int], blocks: tuple[int, ...]) -> dict[int, int]:
+    """How many of the first blocks each worker has, by index; those that have none are left out. As
+    `PrefixCache.match` of each."""
+    found: dict[int, int] = {}
+    count, having = 0, holders.get(blocks[0], 0)
+    while having:
+        count += 1
+        still = having & holders.get(blocks[count], 0) if count < len(blocks) else 0
+        lost = having & ~still
+        while lost:
+            lowest = lost & -lost
+            found[lowest.bit_length() - 1] = count
+            lost ^= lowest
+        having = still
+    return found
 
 
 class Batch:
@@ -75,6 +105,8 @@ class Batch:
         self.rows -= 1
         self.context -= request.num_tokens + 1 + grown
         request.worst_gap_s = max(request.worst_gap_s, self._longest_since(request.start_step))
+        if not self.rows:
+            self.long_steps.clear()  # whoever joins asks of later steps only
         return grown
 
     def next_finish(self) -> int:
@@ -111,7 +143,7 @@ class Batch:
 class Worker:
     """Owned by the simulation; policies read it."""
 
-    def __init__(self, index: int, hardware: Hardware) -> None:
+    def __init__(self, index: int, hardware: Hardware, holders: dict[int, int] | None = None) -> None:
         self.index = index
         self.hardware = hardware
         self.model: StepModel = hardware.model
@@ -120,7 +152,7 @@ class Worker:
         self.yielded_s = 0.0  # end of the last step that they were in
         self.steps = 0
         self.kv_used = 0  # by requests that compute or decode here; the cache has the rest
-        self.cache = PrefixCache()
+        self.cache = PrefixCache(holders, index)
         self.landed: list[Request] = []  # join at the next step
         self.due: list[tuple[float, int, Request]] = []  # heap: (first token - steps * TPOT, index, request)
         self.is_busy = False
@@ -152,6 +184,14 @@ class Worker:
 
     def cache_blocks(self) -> int:
         return max(0, self.kv_room) // BLOCK_TOKENS
+
+    def is_due(self, request: Request, due_s: float) -> None:
+        """A row of the batch must be done by `due_s`, with as many steps as there have been subtracted."""
+        due = self.due
+        if len(due) > 16 + 2 * self.batch.rows:  # most of them have ended, below the first
+            due[:] = [one for one in due if one[2].finish_s is None and not one[2].num_preemptions]
+            heapq.heapify(due)
+        heapq.heappush(due, (due_s, request.index, request))
 
     def slack_s(self, now: float, tpot_s: float) -> float:
         """From now until the tightest stream is due."""

@@ -154,8 +154,8 @@ def test_an_interrupt_says_what_is_written(
         report.has_new_figures = has_figures
         raise kind
 
-    monkeypatch.setattr(compare_peers, "_serving", serving)
-    monkeypatch.setattr(compare_peers, "_measure_peer", measure_peer)
+    monkeypatch.setattr(compare_peers, "serving", serving)
+    monkeypatch.setattr(compare_peers, "measure_peer", measure_peer)
     assert run(tmp_path, "--peers", "baton-colocated") == 130
     said = capsys.readouterr().err.splitlines()
     if has_figures:

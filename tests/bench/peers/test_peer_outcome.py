@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from bench.peers.compare_peers import too_long
 from bench.peers.losses import goodput_losses, losses
+from bench.peers.one_server import too_long
 from bench.peers.outcome import (
     ClosedLoop,
     Goodput,

@@ -97,8 +97,8 @@ def loop(concurrency: int, rate: float) -> ClosedLoop:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     made = Stage()
-    monkeypatch.setattr(compare_peers, "_serving", made.serving)
-    monkeypatch.setattr(compare_peers, "_measure_peer", made.loops)
+    monkeypatch.setattr(compare_peers, "serving", made.serving)
+    monkeypatch.setattr(compare_peers, "measure_peer", made.loops)
     monkeypatch.setattr(compare_peers, "search_goodput", made.search)
     monkeypatch.setattr(compare_peers, "prepare", lambda *_: None)
     monkeypatch.setattr(compare_peers, "versions", lambda _: {})
@@ -113,6 +113,7 @@ def run(tmp_path: Path, *names: str, **changes: Any) -> dict[str, PeerOutcome]:
         "places": Places(tmp_path, tmp_path, "python", "demo", gguf=None, tcmalloc=None),
         "cores": (0,),
         "num_rounds": 2,
+        "is_together": False,
         "closed_loops": ((1, 3), (8, 16)),
         "trace": TraceLoad(
             path=trace,

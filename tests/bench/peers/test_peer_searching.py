@@ -83,6 +83,7 @@ def comparison(**changes: Any) -> Comparison:
         "places": Places(Path("c"), Path("r"), "python", "demo", gguf=None, tcmalloc=None),
         "cores": (0,),
         "num_rounds": 2,
+        "is_together": False,
         "closed_loops": ((1, 3), (8, 16)),
         "trace": LOAD,
         "no_trace_reason": None,

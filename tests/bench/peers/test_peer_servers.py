@@ -145,6 +145,7 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
         places=Places(tmp_path / "cache", REPOSITORY, sys.executable, "demo", gguf=None, tcmalloc=None),
         cores=CORES,
         num_rounds=2,
+        is_together=False,
         closed_loops=((2, 3),),
         trace=TraceLoad(
             path=trace,

@@ -15,7 +15,7 @@ from bench.simulator.fleet.fixed import FixedPolicy, FixedSettings
 from bench.simulator.fleet.policies import parse_policy
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.search import find_best, max_goodput, rates
-from bench.simulator.fleet.simulation import Plan, Simulation
+from bench.simulator.fleet.simulation import Simulation
 from bench.simulator.fleet.trial import Setup, impossible, run_trial
 from bench.simulator.fleet.worker import PrefixCache, Worker
 from bench.simulator.fleet.workload import make_requests
@@ -101,9 +101,9 @@ class _Watched:
         self.workers = workers
         self._policy.attach(workers)
 
-    def plan(self, worker: Worker, now: float) -> Plan:
+    def is_waiting(self, worker: Worker) -> bool:
         assert 0 <= worker.kv_used <= worker.hardware.kv_tokens, (worker.index, worker.kv_used)
-        return self._policy.plan(worker, now)
+        return bool(self._policy.is_waiting(worker))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)

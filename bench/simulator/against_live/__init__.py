@@ -1,0 +1,1 @@
+"""The simulator against a live cluster on the same machine, under the same load."""

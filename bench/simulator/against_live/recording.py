@@ -1,0 +1,184 @@
+"""What is kept of a live run: each request as its client saw it, and what workers said of their steps.
+
+1. `record_phase` offers a load to the running cluster and asks `/cluster` for the step models afterwards.
+2. A `Recording` has the phases of one cluster: three that measure the machine, then the loads to compare.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from bench.load.client.pool import run_plan
+from bench.load.client.target import parse_target
+from bench.load.figures.latency import derive
+from bench.load.plan import Arrival
+from bench.load.plans.build import build_plan
+from bench.load.plans.lengths import parse_lengths
+from bench.load.plans.settings import PlanSettings, Synthetic
+from bench.load.records import RequestRecord, Status
+from bench.served import ServedCluster
+from bench.simulator.against_live.quiet import CpuUse
+from cluster.errors import BatonError
+from cluster.step_model import StepModel
+
+HEARTBEATS_S = 1.2  # until every worker has told of its last step
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What is offered: `closed_loop` requests at a time, `num_requests` of them; or `rate` for `seconds`."""
+
+    name: str
+    input: str
+    output: str
+    closed_loop: int | None = None
+    num_requests: int | None = None
+    rate: float | None = None
+    seconds: float | None = None
+    seed: int = 0
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that ended well and had text; seconds."""
+
+    scheduled_s: float
+    input_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float | None
+    queue_s: float  # from its arrival at the router to its first chunk
+    prefill_s: float  # to its first token
+    transfer_s: float  # from then until it decodes elsewhere; 0: it decodes where it was computed
+    tail_s: float  # from its last token to the end of the answer
+    is_local: bool
+
+
+class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
+    worker: str
+    role: str
+    step_model: StepModel
+    step_error: float
+    step_error_p90: float
+    num_blocks: int
+    steps: int
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """`workers`: as they were when it had ended. `others_cores`: busy for others meanwhile, on average;
+    `stolen_cores`: taken by the machine's host."""
+
+    load: Load
+    others_cores: float
+    stolen_cores: float
+    arrivals: list[tuple[float, int, int]]  # of all offered: (when, prompt tokens, answer tokens)
+    requests: list[Served]
+    workers: list[WorkerSeen]
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    layout: str
+    arguments: list[str]
+    cpu: str
+    started_with: list[WorkerSeen]
+    measuring: dict[str, Phase]
+    loads: list[Phase]
+
+
+def record_phase(cluster: ServedCluster, model: str, max_model_len: int | None, load: Load) -> Phase:
+    """
+    Raises:
+        BatonError: nothing of it was served.
+    """
+    settings = PlanSettings(
+        model=model,
+        arrival=_arrival(load),
+        workload=Synthetic(input=parse_lengths(load.input), output=parse_lengths(load.output)),
+        num_requests=load.num_requests,
+        duration_s=load.seconds,
+        max_model_len=max_model_len,
+        seed=load.seed,
+        salt=time.time_ns() % 2**31,
+        extra_body={"timings": True},
+    )
+    plan = build_plan(settings, None)
+    pids = _pids(cluster)
+    before = CpuUse.begin(pids)
+    run = run_plan(plan, parse_target(cluster.url))
+    others_cores, stolen_cores = before.others(CpuUse.begin(pids))
+    answered = [record for record in run.records if record.status is Status.OK and record.chunk_times_s]
+    requests = [_served(record) for record in answered]
+    if not requests:
+        raise BatonError(f"the cluster served none of the {len(run.records)} requests of `{load.name}`")
+    time.sleep(HEARTBEATS_S)
+    return Phase(
+        load=load,
+        others_cores=others_cores,
+        stolen_cores=stolen_cores,
+        arrivals=[(one.scheduled_s, one.input_tokens or 1, one.output_tokens or 1) for one in plan.requests],
+        requests=requests,
+        workers=seen(cluster.get("/cluster")),
+    )
+
+
+def _pids(cluster: ServedCluster) -> list[int]:
+    body = cluster.get("/cluster")
+    found = {int(worker["pid"]) for worker in body["workers"]} | {int(body["router_pid"])}
+    if body["launcher_pid"]:
+        found.add(int(body["launcher_pid"]))
+    return sorted(found)
+
+
+def _arrival(load: Load) -> Arrival:
+    if load.closed_loop is not None:
+        return Arrival(kind="closed-loop", seed=load.seed, closed_loop=load.closed_loop)
+    return Arrival(kind="poisson", seed=load.seed, rate=load.rate)
+
+
+def seen(body: dict[str, Any]) -> list[WorkerSeen]:
+    """Of a reply of `/cluster`.
+
+    Raises:
+        BatonError: a worker has no step model: it has run no step.
+    """
+    found = []
+    for worker in body["workers"]:
+        if worker["step_model"] is None:
+            raise BatonError(f"worker {worker['id']} has no step model yet")
+        found.append(
+            WorkerSeen(
+                worker=worker["id"],
+                role=worker["role"],
+                step_model=msgspec.convert(worker["step_model"], StepModel),
+                step_error=worker["step_error"],
+                step_error_p90=worker["step_error_p90"],
+                num_blocks=worker["kv_blocks"]["total"],
+                steps=worker["steps"],
+            )
+        )
+    return sorted(found, key=lambda one: one.worker)
+
+
+def _served(record: RequestRecord) -> Served:
+    latency, timings = derive(record), record.timings
+    assert latency.ttft_s is not None, "it ended well"
+    assert record.input_tokens is not None, "the server counts"
+    assert record.end_s is not None, "it ended"
+    return Served(
+        scheduled_s=record.scheduled_s,
+        input_tokens=record.input_tokens,
+        output_tokens=latency.output_len,
+        ttft_s=latency.ttft_s,
+        tpot_s=latency.tpot_s,
+        queue_s=_seconds(timings, "queue_ms"),
+        prefill_s=_seconds(timings, "prefill_ms"),
+        transfer_s=_seconds(timings, "kv_transfer_ms"),
+        tail_s=record.end_s - record.chunk_times_s[-1],
+        is_local=timings.get("prefill_worker") == timings.get("decode_worker"),
+    )
+
+
+def _seconds(timings: dict[str, float | int | str], name: str) -> float:
+    value = timings.get(name, 0.0)
+    return float(value) / 1e3

@@ -1,0 +1,239 @@
+"""What placement works out of a worker, for one request: the formulas of `router.elastic`.
+
+Each is written once, for figures of one worker or of all (`router.choosing`), one operation a line where it
+matters: in place where the figures are arrays, so that a thousand workers cost little more than one.
+
+Seconds; load is that of the moment when the prefill will have ended. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
+from router.choosing import NONE, Figure, Pool
+from router.fleet import Column, Flags
+
+_LONG_S = 1e6  # for "it never ends", where numbers must stay finite
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSettings:
+    safety: float = 0.985  # share of the targets that predictions must stay within
+    min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
+    early: float = 0.6  # share of the TTFT target within which a worker is well in time
+    near: float = 0.05  # costs within this share of the least are equal
+    tie: float = 0.02  # predictions within this share of the best are equal
+    local_bonus: float = 1.2  # so much longer may a step be where the prompt's KV is already
+    far_fill: float = 0.95  # share of the target up to which a worker takes rows computed elsewhere
+    prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
+    handoff_s: float = 0.002
+    kv_headroom: float = 0.05  # of the pool, for growth
+    kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What placement knows of a request. `cached[w]`: tokens of its prefix on worker w; None: nowhere.
+
+    `may_prefill` and `may_decode` narrow the workers for this request; None: as the fleet says.
+    """
+
+    num_tokens: int
+    expected_output: float
+    cached: Column | None = None
+    kv_bytes_per_token: float = 131_072
+    life_s: float = math.inf  # mean time a row decodes
+    max_wait_s: float = math.inf  # for the first token, whatever the target
+    may_prefill: Flags | None = None
+    may_decode: Flags | None = None
+    near_prefill: int = NONE  # rows where its session was last
+    near_decode: int = NONE
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """Seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a prompt that is
+    in time there, infinite where it may not be computed; `lacks_kv`: the prompt's KV has no room yet."""
+
+    own_s: Figure
+    ttft_s: Figure
+    lacks_kv: Figure
+    mine_s: Figure
+    start_s: Figure
+
+
+_NEVER = Waits(math.inf, math.inf, False, math.inf, math.inf)
+
+
+class Formulas:
+    """Of one request, in one pool."""
+
+    def __init__(self, pool: Pool, ask: Ask, targets: Targets, settings: ElasticSettings) -> None:
+        self.pool = pool
+        self.ask = ask
+        self.targets = targets
+        self.settings = settings
+        self.limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety  # of a step
+
+    def may_compute(self, worker: Figure, able: Figure, decodes: Figure) -> Figure:
+        """For somebody: it hands over, or goes on itself."""
+        return able & (worker.can_send | decodes)
+
+    def waits(self, worker: Figure, able: Figure, cached: Figure) -> Waits:
+        """Most of the time of a decision goes here."""
+        pool, ask = self.pool, self.ask
+        if pool.is_out(able):
+            return _NEVER
+        own_s = self.own_s(worker, cached)
+        mine_s = worker.work_s + own_s
+        is_idle = worker.rows + worker.queued_load_s == 0
+        share, start_s = 0.95 * worker.on_time_share, worker.fixed_s + worker.floor_s
+        if not pool.is_every(is_idle):
+            share = pool.instead(self._share(worker, mine_s), is_idle, share)
+            start_s = pool.instead(self.limit_s / 2, is_idle, start_s)
+        held = worker.kv_used + worker.kv_promised
+        lacking = held - worker.kv_tokens
+        lacks_kv: Figure = lacking > -(ask.num_tokens + 1)
+        if pool.is_some(lacks_kv):  # what is held goes within the life of a row, or with the prompts before
+            lacks_kv = lacks_kv & (held > 0)
+            lacking += ask.num_tokens + 1
+            hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
+            start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
+        ttft_s = mine_s / share
+        ttft_s += start_s
+        return Waits(own_s, pool.instead(ttft_s, able ^ True, math.inf), lacks_kv, mine_s, start_s)
+
+    def _share(self, worker: Figure, mine_s: Figure) -> Figure:
+        """Of a step, what decode leaves to prompts on time, once all that is queued decodes."""
+        pool, ask, limit_s = self.pool, self.ask, self.limit_s
+        staying = pool.at_most(mine_s, min(self.targets.ttft_s, ask.life_s / 2))  # then 1 - that / life
+        staying /= -ask.life_s
+        staying += 1
+        reading_s = worker.context * staying
+        reading_s += ask.num_tokens
+        reading_s *= worker.per_context_s
+        reading_s += worker.fixed_s
+        share = worker.rows * staying  # then 1 - the load of decode / step
+        share += 1
+        share *= worker.per_token_s
+        reading_s += worker.queued_load_s
+        share += reading_s
+        share /= -limit_s
+        share += 1
+        reading_s += worker.floor_s
+        share = pool.instead(share, reading_s > limit_s, 0.0)
+        share *= worker.on_time_share
+        return pool.at_least(share, self.settings.min_share)
+
+    def own_s(self, worker: Figure, cached: Figure) -> Figure:
+        """Seconds of its uncached tokens."""
+        num_tokens = self.ask.num_tokens
+        if cached is None:
+            each_s = worker.per_attention_s * ((num_tokens + 1) / 2)
+            each_s += worker.per_token_s
+            each_s *= num_tokens
+            return each_s
+        keys = cached + (num_tokens + 1)
+        keys /= 2  # on average, of an uncached token
+        keys *= worker.per_attention_s
+        keys += worker.per_token_s
+        keys *= num_tokens - cached
+        return keys
+
+    def late_s(self, worker: Figure, able: Figure, waits: Figure) -> Figure:
+        """Seconds until the first token of a prompt that is not in time there: behind all that waits.
+
+        As the worker's scheduler works (`cluster.slo_schedule`): of a step, rows with a target leave
+
+            left = 1 - (fixed + per_token * rows + per_context * context) / step
+
+        and rows that yield, half of those coming among them by then, take no more than 1 - `LATE_SHARE` of it
+        from these prompts, which have `AGED_SHARE` in any case. Prompts on time that come later take from it,
+        but for `OVERDUE_SHARE`: nobody knows how many. A worker that measured a higher rate is believed;
+        where it was lower, the mean of both is taken.
+        """
+        pool, limit_s = self.pool, self.limit_s
+        if pool.is_out(able):
+            return math.inf
+        load_s = worker.fixed_s + worker.per_token_s * worker.rows + worker.per_context_s * worker.context
+        left = 1 - load_s / limit_s
+        yielding = (worker.yield_s + worker.coming_rows * worker.per_token_s / 2) / limit_s
+        rate = left - pool.at_most(yielding, (1 - LATE_SHARE) * left)
+        lately = pool.at_most(rate, pool.at_least(worker.late_rate, OVERDUE_SHARE * left))
+        rate = pool.instead(rate, worker.late_rate > 0, (rate + lately) / 2)
+        rate = pool.at_least(pool.at_least(rate, worker.late_rate), AGED_SHARE)
+        seconds = (waits.mine_s + worker.late_s) / rate + waits.start_s
+        return pool.instead(pool.at_least(seconds, self.targets.ttft_s), able ^ True, math.inf)
+
+    def staying(self, wait_s: float) -> float:
+        """Share of the rows that will still decode after so long."""
+        return max(0.5, 1 - wait_s / self.ask.life_s)
+
+    def step_s(self, worker: Figure, decodes: Figure, staying: float) -> Figure:
+        """A step with this request, and all that is on its way there, in the batch."""
+        pool = self.pool
+        if pool.is_out(decodes):
+            return math.inf
+        step_s = worker.rows * staying
+        step_s += worker.coming_rows
+        step_s += 1
+        step_s *= worker.per_token_s
+        step_s = pool.at_least(step_s, worker.floor_s)
+        step_s += worker.fixed_s
+        reading_s = worker.context * staying
+        reading_s += worker.coming_context
+        reading_s += self.ask.num_tokens
+        reading_s *= worker.per_context_s
+        step_s += reading_s
+        return step_s
+
+    def decode_s(self, worker: Figure) -> Figure:
+        """Seconds of one token of it in a step."""
+        seconds = worker.per_context_s * self.ask.num_tokens
+        seconds += worker.per_token_s
+        return seconds
+
+    def is_in_time(self, waits: Figure) -> Figure:
+        return (waits.ttft_s <= self.settings.early * self.targets.ttft_s) & (waits.lacks_kv ^ True)
+
+    def is_good(self, worker: Figure, in_time: Figure, step_s: Figure) -> Figure:
+        """It may decode what it computes, or need not."""
+        good = step_s <= self.limit_s * self.settings.local_bonus
+        return in_time & (good | worker.can_send)
+
+    def prefill_cost(self, worker: Figure, in_time: Figure, waits: Figure, decode_s: Figure) -> Figure:
+        cost = waits.own_s / decode_s
+        cost = self.pool.instead(cost, worker.can_decode ^ True, cost * self.settings.prefill_only_worth)
+        return self.pool.instead(cost, in_time ^ True, math.inf)
+
+    def can_decode(self, worker: Figure, decodes: Figure, step_s: Figure, moving_s: Figure) -> Figure:
+        """It has room for the KV, and the hand-off fits into a gap."""
+        room = worker.kv_tokens * (1 - self.settings.kv_headroom)
+        room -= worker.kv_used
+        room -= worker.kv_promised
+        can = decodes & (room >= self.ask.num_tokens + self.ask.expected_output)
+        if math.isinf(self.targets.gap_s):
+            return can
+        return can & (step_s + moving_s <= self.targets.gap_s * self.settings.safety)
+
+    def spread_s(self, step_s: Figure, moving_s: Figure) -> Figure:
+        """A step, with the hand-off spread over the answer."""
+        return step_s + (moving_s + self.limit_s) / max(1.0, 0.5 * self.ask.expected_output)
+
+    def has_room(self, can: Figure, spread_s: Figure) -> Figure:
+        """For a row computed elsewhere, within the target."""
+        return can & (spread_s <= self.settings.far_fill * self.limit_s)
+
+    def decode_cost(self, worker: Figure, good: Figure, decode_s: Figure) -> Figure:
+        return self.masked(decode_s / worker.per_token_s, good)
+
+    def with_kv_taken(self, worker: Figure, spread_s: Figure, cached: Figure) -> Figure:
+        moving = self.ask.num_tokens if cached is None else self.ask.num_tokens - cached
+        share = self.settings.kv_worth * self.limit_s * moving / self.pool.at_least(worker.kv_tokens, 1.0)
+        return spread_s + share
+
+    def masked(self, figure: Figure, flag: Figure) -> Figure:
+        """Where the flag is not set: never the least."""
+        return self.pool.instead(figure, flag ^ True, math.inf)

@@ -1,0 +1,159 @@
+"""Servers that run at once and take turns: who rests while another is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.peers import together
+from bench.peers.outcome import ClosedLoop, PeerOutcome
+from bench.peers.peer import Peer
+from bench.peers.server import Running
+from bench.peers.together import in_turn, measure_together
+from cluster.errors import BatonError
+
+
+def peer(name: str) -> Peer:
+    return Peer(
+        name=name,
+        title=name,
+        precision="-",
+        weight_bits=16,
+        settings={},
+        argv=(),
+        model="m",
+        is_baton=name == "baton",
+    )
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+class Stage:
+    """Servers are real processes that do nothing; loops note whose processes are stopped."""
+
+    def __init__(self) -> None:
+        self.pids: dict[str, int] = {}
+        self.played: list[tuple[str, int]] = []
+        self.stopped: list[set[str]] = []  # per loop
+        self.failing: tuple[str, int] | None = None
+        self.ended: dict[str, str] = {}  # name |-> its state when it was to end
+
+    @contextlib.contextmanager
+    def serving(self, _: Any, one: Peer, outcome: PeerOutcome, number: int) -> Iterator[Running]:
+        assert number == 0
+        program = "import sys; sys.stdin.read()"
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True
+        ) as process:
+            self.pids[one.name] = process.pid
+            running: Any = type("OneRunning", (), {"pid": process.pid})()
+            try:
+                yield running
+            finally:
+                self.ended[one.name] = state_of(process.pid)
+                assert process.stdin is not None
+                process.stdin.close()
+                process.wait(30)
+
+    def loop(self, _: Any, one: Peer, outcome: PeerOutcome, *rest: Any) -> None:
+        _running, runs, concurrency, _num_requests, _report, _tell = rest
+        self.played.append((one.name, concurrency))
+        self.stopped.append({name for name, pid in self.pids.items() if stops(pid)})
+        if self.failing == (one.name, concurrency):
+            raise BatonError("no answer")
+        runs.append(concurrency)
+
+
+def stops(pid: int) -> bool:
+    return state_of(pid) == "T"
+
+
+class Signals:
+    """Sends them, and returns when a process has stopped or goes on."""
+
+    def killpg(self, group: int, number: signal.Signals) -> None:
+        os.killpg(group, number)
+        what = {signal.SIGSTOP: os.WSTOPPED, signal.SIGCONT: os.WCONTINUED}[number]
+        os.waitid(os.P_PID, group, what)
+
+
+class Report:
+    has_new_figures = True
+
+    def write(self) -> None: ...
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    made = Stage()
+    monkeypatch.setattr(together, "serving", made.serving)
+    monkeypatch.setattr(together, "measure_loop", made.loop)
+    monkeypatch.setattr(together, "os", Signals())
+    return made
+
+
+def run(stage: Stage, *names: str, num_rounds: int = 2) -> dict[str, PeerOutcome]:
+    peers = [peer(name) for name in names]
+    outcomes = {
+        one.name: PeerOutcome(
+            name=one.name,
+            title=one.title,
+            precision="-",
+            weight_bits=16,
+            kv_bits=16,
+            is_baton=one.is_baton,
+            settings={},
+        )
+        for one in peers
+    }
+    comparison: Any = type("Given", (), {"num_rounds": num_rounds, "closed_loops": ((1, 3), (8, 16))})()
+    report: Any = Report()
+    measure_together(comparison, peers, outcomes, report, lambda _: None)
+    return outcomes
+
+
+def test_all_take_turns_at_every_load_and_a_round_begins_with_another(stage: Stage) -> None:
+    outcomes = run(stage, "baton", "quick", "slow")
+    first = [(name, load) for load in (1, 8) for name in ("baton", "quick", "slow")]
+    second = [(name, load) for load in (1, 8) for name in ("quick", "slow", "baton")]
+    assert stage.played == first + second
+    rounds: dict[str, list[list[ClosedLoop]]] = {name: one.rounds for name, one in outcomes.items()}
+    assert rounds == {name: [[1, 8], [1, 8]] for name in ("baton", "quick", "slow")}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="process states are read from /proc")
+def test_peers_rest_while_another_is_measured_and_baton_does_not(stage: Stage) -> None:
+    run(stage, "baton", "quick", "slow")
+    awake = {"baton": {"quick", "slow"}, "quick": {"slow"}, "slow": {"quick"}}
+    assert stage.stopped == [awake[name] for name, _ in stage.played]
+    assert set(stage.ended) == {"baton", "quick", "slow"}
+    assert "T" not in stage.ended.values()  # awake again, so that they can end
+
+
+def test_one_that_fails_loses_its_later_loops_alone(stage: Stage) -> None:
+    stage.failing = ("quick", 8)
+    outcomes = run(stage, "baton", "quick", "slow")
+    assert [name for name, _ in stage.played].count("quick") == 2
+    assert outcomes["quick"].rounds[0] == [1]
+    assert "no answer" in (outcomes["quick"].rounds_note or "")
+    assert [len(one) for one in outcomes["slow"].rounds] == [2, 2]
+
+
+def test_the_order_goes_round() -> None:
+    peers = [peer(name) for name in ("a", "b", "c")]
+    assert [[one.name for one in in_turn(peers, number)] for number in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
