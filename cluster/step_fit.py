@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +30,7 @@ _Array = NDArray[np.float64]
 _SMALLEST_ERROR = 0.005  # relative; below it a row weighs no more
 _SETTLED = 1e-4  # relative change of the predictions
 _ANCHOR_WEIGHT = 0.1  # of a prediction of the base model, against a step that ran
+_LEAST_SHARE = 0.5  # of the quickest step that ran, where the fit leaves nothing to an empty one
 _LARGE_RIDGE = 4096.0  # tokens, at most, around which anchors lie
 _LARGE_CONTEXT = 1e7  # keys, at most, in an anchor
 _LARGE_PAIRS = 1e12  # query-key pairs, at most, in an anchor
@@ -79,6 +81,8 @@ class StepModelFit:
             change = np.divide(predicted, before, out=before)
             if change.item(change.argmax()) - 1 < _SETTLED and 1 - change.item(change.argmin()) < _SETTLED:
                 break
+        if model.fixed_s + model.floor_s <= 0:  # no step is free, whatever contradictory ones say together
+            model = msgspec.structs.replace(model, fixed_s=_LEAST_SHARE * float(seconds[:num_steps].min()))
         return model
 
     def error_quantile(self, model: StepModel, share: float) -> float:

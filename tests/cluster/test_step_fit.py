@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.live_step_model import REFIT_EVERY, LiveStepModel
@@ -83,6 +83,7 @@ steps = st.tuples(
 
 
 @given(st.lists(steps, min_size=1, max_size=60))
+@example([(1, 0, 0.0, 1.0), (1, 0, 0.0, 1.0), (1, 19, 11.0, 1e-05)])  # all in attention, nothing else is left
 def test_whatever_ran_the_coefficients_are_finite_and_never_negative(
     ran: list[tuple[int, int, float, float]],
 ) -> None:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -168,7 +169,7 @@ def _run(share: _Share, on_progress: OnProgress) -> Report:
         marks=marks,
         wall_s=time.perf_counter() - started,
         cpu_s=time.process_time() - cpu_s,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_rss_bytes=_peak_rss_bytes(),
         num_cells=len(simulations),
         num_steps=sum(one.num_steps for one in simulations),
         busy_s=sum(worker.busy_s for one in simulations for worker in one.workers),
@@ -178,6 +179,16 @@ def _run(share: _Share, on_progress: OnProgress) -> Report:
         cached_tokens=sum(one.num_cached_tokens for one in simulations),
         transferred_bytes=sum(one.transferred_bytes for one in simulations),
     )
+
+
+def _peak_rss_bytes() -> int:
+    """Of this program; `ru_maxrss` outlives `exec` on Linux, so it would be the starter's if larger."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def main() -> None:
