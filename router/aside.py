@@ -1,7 +1,8 @@
 """Work that takes long, beside the event loop: tokenizing prompts, compiling schemas, writing large answers.
 
 1. `run` puts the work on a thread. Work that may take a second and more has threads of its own, so
-   that a page of text never waits for a book: one less than the cores this process may use, at least one.
+   that a page of text never waits for a book, nor for a schema: one less than the cores this process may
+   use, at least one.
 2. On Linux these threads give way to the event loop's by priority, so that on one core, too, a token is
    forwarded while a prompt of a megabyte is cut up. Further work waits for a thread, in order.
 3. Where the work holds the interpreter's lock, the event loop waits for it, `SWITCH_S` at a time. The
@@ -47,6 +48,10 @@ class Aside:
         """As `run`, of work on so many bytes."""
         pool = self._long if num_bytes > LONG_BYTES else self._short
         return await _run(pool, functools.partial(work, *args, **kwargs))
+
+    async def run_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `run`, of work that may take long whatever its size, such as compiling a schema."""
+        return await _run(self._long, functools.partial(work, *args, **kwargs))
 
 
 async def _run(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:

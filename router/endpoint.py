@@ -202,12 +202,14 @@ class GenerationEndpoint:
                 await send_bytes(send, 200, [JSON_TYPE, *headers()], body)
 
     async def _read_job(self, body: bytes, session: str | None) -> Job:
-        if len(body) > self.gateway.limits.offload_bytes:
-            job = await self.gateway.aside.run_sized(len(body), lambda: self._build(parse_json(body)))
+        aside, is_large = self.gateway.aside, len(body) > self.gateway.limits.offload_bytes
+        raw = await aside.run_sized(len(body), parse_json, body) if is_large else parse_json(body)
+        if not _SLOW_FIELDS.isdisjoint(raw):
+            job = await aside.run_long(self._build, raw)
+        elif is_large:
+            job = await aside.run_sized(len(body), self._build, raw)
         else:
-            raw = parse_json(body)
-            slow = not _SLOW_FIELDS.isdisjoint(raw)
-            job = await self.gateway.aside.run(self._build, raw) if slow else self._build(raw)
+            job = self._build(raw)
         return job if job.affinity or not session else replace(job, affinity=session[:512])
 
     def _build(self, raw: dict[str, Any]) -> Job:

@@ -89,7 +89,8 @@ class Formulas:
         own_s = self.own_s(worker, cached)
         mine_s = worker.work_s + own_s
         is_idle = worker.rows + worker.queued_load_s == 0
-        share, start_s = 0.95 * worker.on_time_share, worker.fixed_s + worker.floor_s
+        share = pool.at_least(0.95 * worker.on_time_share, self.settings.min_share)
+        start_s = worker.fixed_s + worker.floor_s
         if not pool.is_every(is_idle):
             share = pool.instead(self._share(worker, mine_s), is_idle, share)
             start_s = pool.instead(self.limit_s / 2, is_idle, start_s)

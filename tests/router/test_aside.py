@@ -47,6 +47,7 @@ async def test_a_book_never_holds_up_a_page() -> None:
     """Nor many of them: what may take seconds has threads of its own."""
     aside, gate = Aside(1), threading.Event()
     books = [asyncio.create_task(aside.run_sized(LONG_BYTES + 1, gate.wait, 10)) for _ in range(4)]
+    books += [asyncio.create_task(aside.run_long(gate.wait, 10)) for _ in range(4)]  # schemas of any size
     async with asyncio.timeout(5):
         assert await aside.run_sized(LONG_BYTES, divmod, 7, 2) == (3, 1)
         assert await aside.run(divmod, 7, 2) == (3, 1)

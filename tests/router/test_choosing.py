@@ -9,7 +9,7 @@ import pytest
 
 from router import choosing
 from router.choosing import NONE, Few, Many
-from router.elastic import ElasticSettings, choose_decode, place, predicted_ttft_s
+from router.elastic import ElasticSettings, Place, choose_decode, place, predicted_ttft_s
 from router.fleet import Fleet
 from tests.router.test_same_decisions import MODELS, draw_ask, draw_fleet, draw_targets
 
@@ -66,3 +66,18 @@ def test_choices(pool: Fleet, kind: type[Few | Many]) -> None:
     assert some.only(some.column(np.array([False, False, True, False]))) == 2
     assert some.only(some.column(np.array([True, False, True, False]))) == NONE
     assert some.only(some.column(np.zeros(4, dtype=np.bool_))) == NONE
+
+
+@pytest.mark.parametrize("few", [0, 100])
+def test_a_worker_that_says_it_has_no_time_for_prompts_harms_nobody(
+    pool: Fleet, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share of 0 is believable: such a worker is slow, and no decision ends in an error."""
+    monkeypatch.setattr(choosing, "FEW", few)
+    pool.on_time_share[2] = 0.0
+    rng = random.Random(3)
+    ask, targets = draw_ask(rng, 4), draw_targets(rng)
+    predicted_s = predicted_ttft_s(pool, ask, targets, SETTINGS)
+    assert np.isfinite(predicted_s).all()
+    assert predicted_s.argmax() == 2
+    assert isinstance(place(pool, ask, targets, SETTINGS), Place)
