@@ -15,9 +15,9 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench.simulator.clients import Client, Workload
+from bench.simulator.clients import Caller, Workload
 from bench.simulator.decode_process import DecodeProcess
-from bench.simulator.model import VOCABULARY, Oracle
+from bench.simulator.model import VOCABULARY
 from bench.simulator.router_process import RouterProcess
 from bench.simulator.scenario import BLOCK_BYTES, Scenario
 from bench.simulator.site import Site
@@ -68,21 +68,13 @@ class Shape:
     token_s: float = 0.002
 
 
-class _Caller(Client):
+class _Caller(Caller):
     """One request; then `on_end`."""
 
     def __init__(self, site: Site, workload: Workload, on_end: Callable[[Call], None]) -> None:
         super().__init__(site, workload, 0)
         self.call = Call(site.queue.now)
         self._on_end = on_end
-
-    def send(self, router: RouterProcess, spec: RequestSpec) -> None:
-        self.oracle = self._site.oracles[spec.request] = Oracle(spec)
-        self.router = router
-        router.submit(self, spec)
-
-    def come_again(self, in_s: float) -> None:
-        raise AssertionError("nobody has limits here")
 
     def deliver(self, delivery: Delivery) -> None:
         if isinstance(delivery, Failed):

@@ -16,10 +16,10 @@ from typing import Any
 
 from bench.simulator.against_live.measured import MeasuredWorker, World
 from bench.simulator.against_live.replay import Answer
-from bench.simulator.clients import Client, Workload
+from bench.simulator.clients import Caller, Workload
 from bench.simulator.decode_process import DecodeProcess
 from bench.simulator.hardware import HANDOFF_S
-from bench.simulator.model import VOCABULARY, Oracle
+from bench.simulator.model import VOCABULARY
 from bench.simulator.prefill_process import PrefillProcess
 from bench.simulator.router_process import RouterProcess
 from bench.simulator.scenario import BLOCK_BYTES, Scenario
@@ -99,20 +99,12 @@ class _Call:
     error: BatonError | None = None
 
 
-class _Caller(Client):
+class _Caller(Caller):
     """One request."""
 
     def __init__(self, site: Site, workload: Workload, call: _Call) -> None:
         super().__init__(site, workload, 0)
         self.call = call
-
-    def send(self, router: RouterProcess, spec: RequestSpec) -> None:
-        self.oracle = self._site.oracles[spec.request] = Oracle(spec)
-        self.router = router
-        router.submit(self, spec)
-
-    def come_again(self, in_s: float) -> None:
-        raise AssertionError("nobody has limits here")
 
     def deliver(self, delivery: Delivery) -> None:
         if isinstance(delivery, Failed):
