@@ -71,6 +71,7 @@ class Transfers:
 
     def edge_up(self, peer: Peer, in_place: bool, now: float) -> list[Action]:
         self._edges.up(peer, in_place)
+        self._warming.up(peer)
         return [
             action
             for attempt in self._attempts.on_edge(peer)

@@ -155,6 +155,20 @@ def test_an_edge_that_broke_is_made_again_beforehand() -> None:
     assert dials(one.handle(Tick(), 5.0 + RETRY_S)) == [OpenEdge(D1, "unix:/decode-1", warm=True)]
 
 
+def test_an_edge_that_came_up_is_made_again_as_soon_as_the_first_time() -> None:
+    one, now = warm_core(), 0.0
+    one.handle(partners(D1), now)
+    for _ in range(5):
+        one.handle(EdgeDown(D1, "it is busy"), now)
+        due = one.next_deadline()
+        assert due is not None
+        now = due
+        one.handle(Tick(), now)
+    one.handle(EdgeUp(D1, False), now)
+    one.handle(EdgeDown(D1, "the watchdog"), now + 100.0)
+    assert one.next_deadline() == now + 100.0 + RETRY_S
+
+
 def test_who_is_gone_is_dialled_no_more_and_a_successor_is() -> None:
     one = warm_core()
     one.handle(partners(D1), 0.0)
