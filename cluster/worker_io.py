@@ -174,11 +174,13 @@ class RunStep(msgspec.Struct, frozen=True):
 
 class OpenEdge(msgspec.Struct, frozen=True):
     """P only: dial this decode worker, unless a dial or an edge is up. Answered by `EdgeUp`/`EdgeDown`.
-    The same peer may be dialled again after `EdgeDown`. `warm`: no request needs it yet."""
+    The same peer may be dialled again after `EdgeDown`. `warm`: no request needs it yet; `timeout_s`: for all
+    of it, None: the driver's own."""
 
     peer: Peer
     address: str
     warm: bool = False
+    timeout_s: float | None = None
 
 
 class CloseEdge(msgspec.Struct, frozen=True):

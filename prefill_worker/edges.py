@@ -7,7 +7,7 @@
    `REDIAL_DELAY_S`, at most `MAX_REDIALS` times: a decode worker that cannot be reached for so long is dead,
    and its successor is another peer.
 3. An edge that no request needs yet may be dialled *warm* (`prefill_worker.warming`). Attempts that come
-   meanwhile wait for it; if it does not come up it is dialled again, for them.
+   meanwhile wait for it; if it does not come up it is dialled again, for them, in what is left of their time.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class EdgeBook:
         self._edges[peer] = _Edge(address, is_warm=True)
         return [OpenEdge(peer, address, warm=True)]
 
-    def dial_for_waiting(self, peer: Peer) -> list[Action]:
-        """A warm dial has failed, and attempts wait for it: dial for them. Empty: it was none."""
+    def dial_for_waiting(self, peer: Peer, timeout_s: float) -> list[Action]:
+        """A warm dial failed and attempts wait, for `timeout_s` yet: dial for them. Empty: it was none."""
         edge = self._edges.get(peer)
         if edge is None or not edge.is_warm:
             return []
         edge.is_warm = False
-        return [OpenEdge(peer, edge.address)]
+        return [OpenEdge(peer, edge.address, timeout_s=timeout_s)]
 
     def dial(self, peer: Peer, address: str) -> list[Action]:
         """Make sure that a dial is under way; the edge is not up."""

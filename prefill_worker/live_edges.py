@@ -2,6 +2,7 @@
 
 1. `OpenEdge`: dial D's KV address, `EdgeHello`, `EdgeWelcome`; build the sender from its endpoint; `EdgeUp`.
    If no edge of that kind can join the two, it is dialled again at once, and the hello names another kind.
+   All of it has one deadline: whoever waits for the edge waits for one dial.
 2. `ToPeer` posts a control message; `SendPiece` moves bytes, one send at a time per edge, then `PieceSent`.
 3. Whatever breaks (stream, sender, handshake) ends the edge once: the sender is closed first, so that
    nothing of it writes any more, then `EdgeDown`. A later `OpenEdge` builds a new one.
@@ -41,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 MakeSender = Callable[[EdgeWelcome], Awaitable[KVSender]]
 
-HANDSHAKE_TIMEOUT_S = 10.0
-_TOO_LATE = f"the edge did not come up within {HANDSHAKE_TIMEOUT_S:g} s"
+DIAL_TIMEOUT_S = 10.0
+_TOO_LATE = "the edge did not come up in time"
 
 
 class _NotNow(EdgeError):
@@ -56,6 +57,7 @@ class _Edge:
     sends: asyncio.Queue[SendPiece]
     broken: asyncio.Future[None]
     is_warm: bool  # no request needs it yet
+    due_s: float  # until when it is to be up, by the loop's clock
     task: asyncio.Task[None] | None = None
     stream: Stream[DecodeToPrefill] | None = None
 
@@ -86,9 +88,11 @@ class PrefillEdges:
     def carry(self, action: Action) -> None:
         """Start what the core decided; the outcome comes back as an event, never synchronously."""
         match action:
-            case OpenEdge(peer, address, warm):
+            case OpenEdge(peer, address, warm, timeout_s):
                 if peer not in self._edges and not self._closing:
-                    edge = _Edge(asyncio.Queue(), asyncio.get_running_loop().create_future(), warm)
+                    loop = asyncio.get_running_loop()
+                    due_s = loop.time() + (DIAL_TIMEOUT_S if timeout_s is None else timeout_s)
+                    edge = _Edge(asyncio.Queue(), loop.create_future(), warm, due_s)
                     self._edges[peer] = edge
                     edge.task = asyncio.create_task(self._live(peer, address, edge))
             case CloseEdge(peer, reason):
@@ -127,6 +131,8 @@ class PrefillEdges:
                 reason = "closed by the decode worker"
             except EdgeUnfit as error:  # the next dial is another kind, and there are only so many
                 logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, error)
+                if asyncio.get_running_loop().time() >= edge.due_s:
+                    reason = f"{error}; there was no time left for that"
             except (EdgeError, WireError, OSError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
                 level = logging.INFO if edge.is_warm else logging.WARNING
@@ -147,10 +153,13 @@ class PrefillEdges:
         """
         if peer in self._unstopped:
             raise EdgeError("an older edge has not stopped writing: this worker has to be started again")
-        stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
+        left_s = max(0.0, edge.due_s - asyncio.get_running_loop().time())
+        stream: Stream[DecodeToPrefill] = await connect(
+            address, self._token, DecodeToPrefill, timeout_s=left_s
+        )
         try:
             try:
-                sender = await self._shake_hands(peer, stream, edge.is_warm)
+                sender = await self._shake_hands(peer, stream, edge)
             except _NotNow:
                 raise
             except (EdgeError, TimeoutError) as error:
@@ -172,12 +181,12 @@ class PrefillEdges:
         await sender.close()
         self._unstopped.discard(peer)
 
-    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill], is_warm: bool) -> KVSender:
-        stream.post(msgspec.structs.replace(self._make_hello(peer), warm=is_warm))
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill], edge: _Edge) -> KVSender:
+        stream.post(msgspec.structs.replace(self._make_hello(peer), warm=edge.is_warm))
+        async with asyncio.timeout_at(edge.due_s):
             welcome = await anext(aiter(stream), None)
             if isinstance(welcome, Refused):
-                refusal = _NotNow if is_warm else EdgeError
+                refusal = _NotNow if edge.is_warm else EdgeError
                 raise refusal(f"refused by the decode worker: {welcome.reason}")
             if not isinstance(welcome, EdgeWelcome):
                 raise ProtocolError(f"expected EdgeWelcome, got {type(welcome).__name__}")

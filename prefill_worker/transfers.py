@@ -81,10 +81,9 @@ class Transfers:
 
     def edge_down(self, peer: Peer, reason: str, now: float) -> list[Action]:
         on_edge = self._attempts.on_edge(peer)
-        if any(attempt.handoff.state is HandoffState.DIALING for attempt in on_edge):
-            actions = self._edges.dial_for_waiting(peer)
-            if actions:
-                return actions
+        left_s = _patience_s(on_edge, now)
+        if left_s > 0 and (actions := self._edges.dial_for_waiting(peer, left_s)):
+            return actions
         self._warming.down(peer, now)
         left_open = any(attempt.handoff.may_write for attempt in on_edge)
         self._edges.down(peer, now, redial=left_open)
@@ -176,3 +175,10 @@ class Transfers:
     def _stale(self) -> list[Action]:
         self.num_stale += 1
         return []
+
+
+def _patience_s(on_edge: list[PrefillAttempt], now: float) -> float:
+    """How long attempts will wait yet for this edge to come up; 0: none does."""
+    handoffs = [attempt.handoff for attempt in on_edge]
+    deadlines = [one.deadline for one in handoffs if one.state is HandoffState.DIALING]
+    return max((deadline - now for deadline in deadlines if deadline is not None), default=0.0)

@@ -137,6 +137,44 @@ async def test_an_edge_that_is_unfit_is_dialed_again_at_once_as_another_kind(tmp
         await listener.close()
 
 
+async def test_all_dials_of_one_edge_have_one_deadline(tmp_path: Path) -> None:
+    """Each kind hangs: there is no time for another when the first one's is up."""
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    num_dials = 0
+
+    async def welcome(stream: Stream[PrefillToDecode]) -> None:
+        nonlocal num_dials
+        num_dials += 1
+        async for _ in stream:
+            stream.post(EdgeWelcome(worker=D.worker, epoch=D.epoch, geometry=GEOMETRY, endpoint={}))
+
+    async def make_sender(welcome: EdgeWelcome) -> KVSender:
+        await asyncio.sleep(3600)
+        raise AssertionError("it hangs")
+
+    listener = await listen(f"unix:{tmp_path}/kv", TOKEN, PrefillToDecode, welcome)
+    edges = PrefillEdges(
+        make_hello=hello,
+        token=TOKEN,
+        make_sender=make_sender,
+        dispatch=events.put_nowait,
+        judge=lambda peer, error: EdgeUnfit(f"{error}; KV goes by `gloo` between these two"),
+    )
+    try:
+        async with asyncio.timeout(20):
+            edges.carry(OpenEdge(D, listener.address, timeout_s=0.2))
+            down = await events.get()
+            assert isinstance(down, EdgeDown)
+            assert down.reason == (
+                "the edge did not come up in time; KV goes by `gloo` between these two; "
+                "there was no time left for that"
+            )
+            assert num_dials == 1
+    finally:
+        await edges.close()
+        await listener.close()
+
+
 async def test_a_refusal_of_what_nobody_needs_yet_says_nothing_of_its_kind(tmp_path: Path) -> None:
     events: asyncio.Queue[Event] = asyncio.Queue()
     dials: list[tuple[str, bool]] = []
