@@ -72,8 +72,8 @@ class Site:
     num_cores: int  # of this machine
     core_board: str | None = None  # None: workers keep to their own threads
     gpus: tuple[str, ...] = ()  # that workers here are dealt out over, as `CUDA_VISIBLE_DEVICES` calls them
-    ray_gpus: int = 0  # that Ray deals out instead
-    ray_cpus: float | None = None  # CPUs of a Ray cluster that was joined; None: a Ray of our own
+    ray_gpus: int = 0  # that Ray deals out instead; of a cluster that was joined: those that nobody holds
+    ray_cpus: float | None = None  # that nobody holds of a Ray cluster that was joined; None: one of our own
     router_host: str | None = None  # this machine's address in a joined cluster
     router_control_ports: tuple[int, ...] = (0,)  # of each router there
     launcher_pid: int | None = None
@@ -100,8 +100,8 @@ def plan_roles(
     """The routers first, then prefill, then decode workers.
 
     On one machine processes meet at unix sockets in the runtime directory, in a joined cluster over TCP.
-    Workers that want more CPUs than a joined cluster has get equal fractions: slower, but placed. GPUs, see
-    `cluster.gpu_placement`; what was asked for with `gpus_per_worker` is asked of Ray.
+    Workers that want more CPUs than a joined cluster has free get equal fractions: slower, but placed. GPUs,
+    see `cluster.gpu_placement`; what was asked for with `gpus_per_worker` is asked of Ray.
 
     Raises:
         ConfigError: KV cannot move as asked between workers that share GPUs.
