@@ -1,8 +1,9 @@
 """D's live KV side: it listens; prefill workers dial in, one stream and one receiver per peer.
 
-1. `EdgeHello`: for this epoch, same model bits, fitting layout, same edge kind, or `Refused` with the reason.
-   Then the receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears `EdgeUp`. One that no
-   request needs yet is refused while this worker is busy: setting it up would hold up what is here.
+1. `EdgeHello`: for this epoch, same model bits, fitting layout, an edge kind that both speak, or `Refused`
+   with the reason. Then the receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears
+   `EdgeUp`. One that no request needs yet is refused while this worker is busy: setting it up would hold up
+   what is here.
 2. Messages become `FromPeer`. `PostReceive`, `Scatter` and `Discard` go to the receiver; what they
    lead to comes back as `ReceivePosted`, `PieceStaged`, `PieceScattered`.
 3. The stream or the receiver breaks, even before it is ready: `EdgeDown`, once. For an in-place edge the peer
@@ -44,7 +45,7 @@ from cluster.worker_io import (
 
 logger = logging.getLogger(__name__)
 
-MakeReceiver = Callable[[EdgeHello], KVReceiver]
+Answer = Callable[[EdgeHello], tuple[KVReceiver, EdgeWelcome]]
 
 HANDSHAKE_TIMEOUT_S = 10.0
 
@@ -68,21 +69,20 @@ class DecodeEdges:
         self,
         *,
         me: Peer,
-        make_welcome: Callable[[KVReceiver], EdgeWelcome],
         check_hello: Callable[[EdgeHello], str | None],
-        make_receiver: MakeReceiver,
+        answer: Answer,
         token: bytes,
         dispatch: Callable[[Event], None],
         is_busy: Callable[[], bool] = lambda: False,
         on_device_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`me`: this worker and its epoch; `check_hello` returns why a peer is refused, or None."""
+        """`me`: this worker and its epoch; `check_hello` returns why a peer is refused, or None; `answer`
+        chooses the kind of edge."""
         self._on_device_lost = on_device_lost
         self._is_busy = is_busy
         self._me = me
-        self._make_welcome = make_welcome
         self._check_hello = check_hello
-        self._make_receiver = make_receiver
+        self._answer = answer
         self._token = token
         self._dispatch = dispatch
         self._edges: dict[Peer, _Edge] = {}
@@ -150,7 +150,7 @@ class DecodeEdges:
             return
         await self._end_older(peer)
         try:
-            receiver = self._make_receiver(hello)
+            receiver, welcome = self._answer(hello)
         except EdgeError as error:  # there are too many already, or no memory or address for it
             logger.warning("refused a KV edge from `%s`: %s", hello.worker, error)
             await stream.send(Refused(reason=str(error)))
@@ -159,7 +159,7 @@ class DecodeEdges:
         self._edges[peer] = edge
         reason = "closed by the prefill worker"
         try:
-            stream.post(self._make_welcome(receiver))
+            stream.post(welcome)
             first = asyncio.ensure_future(anext(aiter(stream), None))
             try:
                 await _ready(edge, first)

@@ -148,7 +148,8 @@ class PrefillProcess(WorkerProcess):
                 decode_epoch=edge.peer.epoch,
                 pid=self.epoch,
                 fingerprint=FINGERPRINT,
-                kind="scripted",
+                kinds=["scripted"],
+                place="",
                 geometry=self.register().geometry,
                 warm=edge.is_warm,
             )

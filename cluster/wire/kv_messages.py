@@ -28,16 +28,20 @@ class EdgeHello(Message, frozen=True, kw_only=True):
     decode_epoch: Epoch
     pid: int
     fingerprint: str
-    kind: str  # "shm" | "gloo" | ...
+    kinds: list[str]  # "shm", "gloo", ...: what the edge may be, best first
+    place: str  # see `cluster.process_place`
     geometry: KVGeometry
     warm: bool = False  # no request needs it yet: a worker that is busy refuses
 
 
 class EdgeWelcome(Message, frozen=True, kw_only=True):
-    """D → P: how to reach the pool. `endpoint` is what the edge kind needs (see `cluster.kv.edge`)."""
+    """D → P: how to reach the pool. `kind` is what the edge is, `possible` what it could be between these
+    two, `endpoint` what that kind needs (see `cluster.kv.edge`)."""
 
     worker: WorkerId
     epoch: Epoch
+    kind: str
+    possible: list[str]
     geometry: KVGeometry
     endpoint: dict[str, str | int]
 

@@ -34,16 +34,25 @@ class Decode:
         self.changed = asyncio.Event()
         self.edges = DecodeEdges(
             me=ME,
-            make_welcome=lambda receiver: EdgeWelcome(
-                worker=ME.worker, epoch=ME.epoch, geometry=GEOMETRY, endpoint=receiver.endpoint()
-            ),
             check_hello=lambda hello: None,
-            make_receiver=self._receiver,
+            answer=self._answer,
             token=TOKEN,
             dispatch=self._dispatch,
             is_busy=lambda: self.is_busy,
             on_device_lost=self.lost.append,
         )
+
+    def _answer(self, hello: EdgeHello) -> tuple[KVReceiver, EdgeWelcome]:
+        receiver = self._receiver(hello)
+        welcome = EdgeWelcome(
+            worker=ME.worker,
+            epoch=ME.epoch,
+            kind=hello.kinds[0],
+            possible=hello.kinds,
+            geometry=GEOMETRY,
+            endpoint=receiver.endpoint(),
+        )
+        return receiver, welcome
 
     def _receiver(self, hello: EdgeHello) -> KVReceiver:
         return InPlaceReceiver(EdgeName(hello.worker, hello.epoch, ME.worker, ME.epoch), {})
@@ -73,7 +82,8 @@ async def dial(
             decode_epoch=wanted.epoch,
             pid=os.getpid(),
             fingerprint="f",
-            kind="shm",
+            kinds=["shm"],
+            place="",
             geometry=GEOMETRY,
             warm=warm,
         )

@@ -48,8 +48,15 @@ def hello(peer: Peer, kind: str = "shm") -> EdgeHello:
         decode_epoch=peer.epoch,
         pid=os.getpid(),
         fingerprint="f",
-        kind=kind,
+        kinds=[kind],
+        place="",
         geometry=GEOMETRY,
+    )
+
+
+def welcome_of(kinds: list[str]) -> EdgeWelcome:
+    return EdgeWelcome(
+        worker=D.worker, epoch=D.epoch, kind=kinds[0], possible=kinds, geometry=GEOMETRY, endpoint={}
     )
 
 
@@ -67,7 +74,7 @@ async def test_whoever_may_still_be_written_to_is_not_dialed_again(
         async for message in stream:
             assert isinstance(message, EdgeHello)
             dials.append(message)
-            stream.post(EdgeWelcome(worker=D.worker, epoch=D.epoch, geometry=GEOMETRY, endpoint={}))
+            stream.post(welcome_of(message.kinds))
 
     async def make_sender(welcome: EdgeWelcome) -> KVSender:
         return Sender(in_place=in_place, hangs=hangs)
@@ -102,11 +109,11 @@ async def test_an_edge_that_is_unfit_is_dialed_again_at_once_as_another_kind(tmp
     async def welcome(stream: Stream[PrefillToDecode]) -> None:
         async for message in stream:
             assert isinstance(message, EdgeHello)
-            dials.append(message.kind)
-            if message.kind == "nccl":
+            dials.append(message.kinds[0])
+            if message.kinds[0] == "nccl":
                 stream.post(Refused(reason="this torch is built without NCCL"))
             else:
-                stream.post(EdgeWelcome(worker=D.worker, epoch=D.epoch, geometry=GEOMETRY, endpoint={}))
+                stream.post(welcome_of(message.kinds))
 
     async def make_sender(welcome: EdgeWelcome) -> KVSender:
         if kinds[0] == "cuda_ipc":
@@ -145,8 +152,9 @@ async def test_all_dials_of_one_edge_have_one_deadline(tmp_path: Path) -> None:
     async def welcome(stream: Stream[PrefillToDecode]) -> None:
         nonlocal num_dials
         num_dials += 1
-        async for _ in stream:
-            stream.post(EdgeWelcome(worker=D.worker, epoch=D.epoch, geometry=GEOMETRY, endpoint={}))
+        async for message in stream:
+            assert isinstance(message, EdgeHello)
+            stream.post(welcome_of(message.kinds))
 
     async def make_sender(welcome: EdgeWelcome) -> KVSender:
         await asyncio.sleep(3600)
@@ -182,7 +190,7 @@ async def test_a_refusal_of_what_nobody_needs_yet_says_nothing_of_its_kind(tmp_p
     async def refuse(stream: Stream[PrefillToDecode]) -> None:
         async for message in stream:
             assert isinstance(message, EdgeHello)
-            dials.append((message.kind, message.warm))
+            dials.append((message.kinds[0], message.warm))
             stream.post(Refused(reason="it is busy"))
 
     async def make_sender(welcome: EdgeWelcome) -> KVSender:
