@@ -51,10 +51,12 @@ class FromPeer(msgspec.Struct, frozen=True):
 
 
 class EdgeUp(msgspec.Struct, frozen=True):
-    """The handshake with this peer is done. `in_place`: see `cluster.kv.edge`."""
+    """The handshake with this peer is done. `in_place`: see `cluster.kv.edge`. P only: `better_after_s`, when
+    an edge of a better kind may be tried instead; None: there is none."""
 
     peer: Peer
     in_place: bool
+    better_after_s: float | None = None
 
 
 class EdgeDown(msgspec.Struct, frozen=True):
@@ -184,7 +186,8 @@ class OpenEdge(msgspec.Struct, frozen=True):
 
 
 class CloseEdge(msgspec.Struct, frozen=True):
-    """P only: this decode worker does not answer; tear the edge down. Answered by `EdgeDown`."""
+    """P only: tear the edge down; the decode worker does not answer, or nobody uses it. Answered by
+    `EdgeDown`."""
 
     peer: Peer
     reason: str

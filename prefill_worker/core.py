@@ -137,7 +137,7 @@ class PrefillCore:
         return actions
 
     def next_deadline(self) -> float | None:
-        due = self._work_due()
+        due = soonest(self._work_due(), self._transfers.next_better())
         return soonest(due, self._transfers.next_warm_up()) if self._is_idle else due
 
     def _work_due(self) -> float | None:
@@ -207,8 +207,8 @@ class PrefillCore:
                 ]
             case PieceSent(peer, piece, num_bytes):
                 return self._transfers.sent(peer, piece, num_bytes, now)
-            case EdgeUp(peer, in_place):
-                return self._transfers.edge_up(peer, in_place, now)
+            case EdgeUp(peer, in_place, better_after_s):
+                return self._transfers.edge_up(peer, in_place, better_after_s, now)
             case EdgeDown(peer, reason):
                 return self._transfers.edge_down(peer, reason, now)
             case RouterLost(router):

@@ -8,23 +8,28 @@
    and its successor is another peer.
 3. An edge that no request needs yet may be dialled *warm* (`prefill_worker.warming`). Attempts that come
    meanwhile wait for it; if it does not come up it is dialled again, for them, in what is left of their time.
+4. An edge that nobody uses is *let go* when there is reason to: its kind was a stand-in, and a better one may
+   be tried. Attempts that come before it is down wait, and it is dialled for them as soon as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from cluster.worker_io import Action, OpenEdge, Peer
+from cluster.worker_io import Action, CloseEdge, OpenEdge, Peer
 
 REDIAL_DELAY_S = 0.25
 MAX_REDIALS = 6
+LOOK_AGAIN_S = 1.0  # whether an edge in use is idle by now
 
 
 class _State(Enum):
     DIALING = auto()
     UP = auto()
     WAITING = auto()  # for the time to redial
+    LETTING_GO = auto()  # until it is down
 
 
 @dataclass(slots=True)
@@ -37,6 +42,7 @@ class _Edge:
     is_warm: bool = False  # being dialled for nobody yet
     num_redials: int = 0
     redial_s: float = 0.0
+    better_s: float | None = None  # when a better kind may be tried
 
 
 class EdgeBook:
@@ -72,23 +78,24 @@ class EdgeBook:
         edge.is_warm = False
         return [OpenEdge(peer, edge.address, timeout_s=timeout_s)]
 
-    def dial(self, peer: Peer, address: str) -> list[Action]:
-        """Make sure that a dial is under way; the edge is not up."""
+    def dial(self, peer: Peer, address: str, timeout_s: float | None = None) -> list[Action]:
+        """Make sure that a dial is under way, or will be; the edge is not up."""
         edge = self._edges.get(peer)
         if edge is None:
             edge = self._edges[peer] = _Edge(address)
-        elif edge.state is _State.DIALING:
+        elif edge.state in (_State.DIALING, _State.LETTING_GO):
             return []
         edge.state = _State.DIALING
         edge.address = address
-        return [OpenEdge(peer, address)]
+        return [OpenEdge(peer, address, timeout_s=timeout_s)]
 
-    def up(self, peer: Peer, in_place: bool) -> None:
+    def up(self, peer: Peer, in_place: bool, better_s: float | None) -> None:
         edge = self._edges.get(peer)
         assert edge is not None, "an edge came up that was not dialled"
         edge.state = _State.UP
         edge.is_warm = False
         edge.in_place = in_place
+        edge.better_s = None if in_place else better_s  # one that works in place is the best there is
         edge.owes_closed = edge.has_told_closed = False
         edge.num_redials = 0
 
@@ -123,3 +130,33 @@ class EdgeBook:
     def next_redial(self) -> float | None:
         times = [edge.redial_s for edge in self._edges.values() if edge.state is _State.WAITING]
         return min(times) if times else None
+
+    # ---- edges that are let go
+
+    def make_better(self, now: float, in_use: Callable[[Peer], bool]) -> list[Action]:
+        """Let go of what may be better by now, unless it is in use."""
+        actions: list[Action] = []
+        for peer, edge in self._edges.items():
+            if edge.state is _State.UP and edge.better_s is not None and now >= edge.better_s:
+                if in_use(peer):
+                    edge.better_s = now + LOOK_AGAIN_S
+                else:
+                    actions += self._let_go(peer, edge, "a better kind of edge is tried again")
+        return actions
+
+    def next_better(self) -> float | None:
+        edges = [edge for edge in self._edges.values() if edge.state is _State.UP]
+        return min((edge.better_s for edge in edges if edge.better_s is not None), default=None)
+
+    def let_go(self, peer: Peer) -> str | None:
+        """The address of an edge that is down because it was to be; it is forgotten."""
+        edge = self._edges.get(peer)
+        if edge is None or edge.state is not _State.LETTING_GO:
+            return None
+        del self._edges[peer]
+        return edge.address
+
+    def _let_go(self, peer: Peer, edge: _Edge, reason: str) -> list[Action]:
+        assert not edge.in_place, "the decode worker could not know that writing has stopped"
+        edge.state = _State.LETTING_GO
+        return [CloseEdge(peer, reason)]

@@ -73,9 +73,12 @@ class PrefillEdges:
         make_sender: MakeSender,
         dispatch: Callable[[Event], None],
         judge: Callable[[Peer, EdgeError], EdgeError] = lambda _, error: error,
+        describe: Callable[[Peer, KVSender], EdgeUp] = lambda peer, sender: EdgeUp(peer, sender.in_place),
         on_device_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`judge` says what a failed handshake means: `EdgeUnfit` if it is to be tried again at once."""
+        """`judge` says what a failed handshake means: `EdgeUnfit` if it is to be tried again at once.
+        `describe`: an edge that came up, for the core."""
+        self._describe = describe
         self._judge, self._on_device_lost = judge, on_device_lost
         self._make_hello = make_hello
         self._token = token
@@ -167,7 +170,7 @@ class PrefillEdges:
                 raise self._judge(peer, told) from error
             try:
                 edge.stream, edge.is_warm = stream, False
-                self._dispatch(EdgeUp(peer, in_place=sender.in_place))
+                self._dispatch(self._describe(peer, sender))
                 await self._serve(peer, stream, sender, edge)
             finally:
                 edge.stream = None

@@ -21,7 +21,7 @@ from cluster.role_config import WorkerConfig
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
 from cluster.wire.messages import Register, Role
 from cluster.worker_driver import WorkerDriver
-from cluster.worker_io import Peer
+from cluster.worker_io import EdgeUp, Peer
 from prefill_worker.core import PrefillConfig, PrefillCore
 from prefill_worker.live_edges import PrefillEdges
 
@@ -103,12 +103,16 @@ async def run(
         kinds.up(name)
         return sender
 
+    def describe(peer: Peer, sender: KVSender) -> EdgeUp:
+        return EdgeUp(peer, sender.in_place, kinds.better_after_s(edge_to(*peer), clock.now()))
+
     edges = PrefillEdges(
         make_hello=hello_to,
         token=config.token,
         make_sender=sender_for,
         dispatch=driver.dispatch,
         judge=lambda peer, error: kinds.failed(edge_to(*peer), error, clock.now()),
+        describe=describe,
         on_device_lost=driver.device_lost,
     )
     register = Register(

@@ -3,7 +3,8 @@
 1. `dial_for` makes sure that the edge of a new attempt is up or dialled; `edge_up` opens what waited for it.
    `warm_up` dials one for nobody yet.
 2. `from_peer` leads each attempt's hand-off on: opened, ready for a piece, committed.
-3. `edge_down`, a refusal, D's `KvAbort` and a deadline that passed fail the attempts they concern. The
+3. An edge that nobody uses is exchanged for a better one when that may be tried (`prefill_worker.edges`).
+4. `edge_down`, a refusal, D's `KvAbort` and a deadline that passed fail the attempts they concern. The
    router is told; D too, unless it said so itself or cannot be reached.
 
 What fits no attempt of that peer is stale: dropped and counted. A `KvAbort` is answered by `KvClosed` even
@@ -57,6 +58,10 @@ class Transfers:
         found = None if self._edges.is_warming else self._warming.next_dial(now, self._edges.has)
         return [] if found is None else self._edges.warm(*found)
 
+    def next_better(self) -> float | None:
+        """When an edge may be exchanged for a better one."""
+        return self._edges.next_better()
+
     def next_warm_up(self) -> float | None:
         """When `warm_up` is to be tried again, if nothing happens before."""
         return None if self._edges.is_warming else self._warming.next_try(self._edges.has)
@@ -69,8 +74,8 @@ class Transfers:
             return self._edges.dial(peer, address)
         return attempt.handoff.edge_up(in_place, now)
 
-    def edge_up(self, peer: Peer, in_place: bool, now: float) -> list[Action]:
-        self._edges.up(peer, in_place)
+    def edge_up(self, peer: Peer, in_place: bool, better_after_s: float | None, now: float) -> list[Action]:
+        self._edges.up(peer, in_place, None if better_after_s is None else now + better_after_s)
         self._warming.up(peer)
         return [
             action
@@ -82,6 +87,8 @@ class Transfers:
     def edge_down(self, peer: Peer, reason: str, now: float) -> list[Action]:
         on_edge = self._attempts.on_edge(peer)
         left_s = _patience_s(on_edge, now)
+        if (address := self._edges.let_go(peer)) is not None:
+            return self._edges.dial(peer, address, left_s) if left_s > 0 else []
         if left_s > 0 and (actions := self._edges.dial_for_waiting(peer, left_s)):
             return actions
         self._warming.down(peer, now)
@@ -101,7 +108,7 @@ class Transfers:
 
     def tick(self, now: float) -> list[Action]:
         """Dial again what is due, and stop waiting for decode workers that do not answer."""
-        actions = self._edges.redial(now)
+        actions = self._edges.redial(now) + self._edges.make_better(now, self._in_use)
         for attempt in self._attempts:
             handoff = attempt.handoff
             if handoff.deadline is None or now < handoff.deadline:
@@ -145,6 +152,9 @@ class Transfers:
                 return self._attempts.fail(attempt, "kv_aborted", message_text, now, tell=False)
             case _:
                 return self._stale()
+
+    def _in_use(self, peer: Peer) -> bool:
+        return bool(self._attempts.on_edge(peer))
 
     def _refused(self, peer: Peer, message: KvRefused, now: float) -> list[Action]:
         attempt = self._attempts.with_peer(peer, (message.request, message.attempt))
