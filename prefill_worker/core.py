@@ -207,10 +207,10 @@ class PrefillCore:
                 ]
             case PieceSent(peer, piece, num_bytes):
                 return self._transfers.sent(peer, piece, num_bytes, now)
-            case EdgeUp(peer, in_place, better_after_s):
-                return self._transfers.edge_up(peer, in_place, better_after_s, now)
-            case EdgeDown(peer, reason):
-                return self._transfers.edge_down(peer, reason, now)
+            case EdgeUp():
+                return self._transfers.edge_up(event, now)
+            case EdgeDown():
+                return self._transfers.edge_down(event, now)
             case RouterLost(router):
                 self._routers.discard(router)
                 self._warming.router_lost(router)

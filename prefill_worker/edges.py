@@ -9,7 +9,9 @@
 3. An edge that no request needs yet may be dialled *warm* (`prefill_worker.warming`). Attempts that come
    meanwhile wait for it; if it does not come up it is dialled again, for them, in what is left of their time.
 4. An edge that nobody uses is *let go* when there is reason to: its kind was a stand-in, and a better one may
-   be tried. Attempts that come before it is down wait, and it is dialled for them as soon as it is.
+   be tried; or a worker holds as many of its kind as it may, and an attempt needs another, its *heir*: then
+   it is the one whose last use is longest ago. Attempts that come before it is down wait, and it is dialled
+   for them as soon as it is. Where every edge is in use, the one needed is dialled as another kind.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from cluster.worker_io import Action, CloseEdge, OpenEdge, Peer
+from cluster.worker_io import Action, CloseEdge, EdgeUp, OpenEdge, Peer
 
 REDIAL_DELAY_S = 0.25
 MAX_REDIALS = 6
@@ -43,6 +45,10 @@ class _Edge:
     num_redials: int = 0
     redial_s: float = 0.0
     better_s: float | None = None  # when a better kind may be tried
+    is_capped: bool = False
+    used_s: float = 0.0
+    heir: Peer | None = None  # who is dialled when it is down
+    was_uncapped: bool = False  # what its latest dial was to be
 
 
 class EdgeBook:
@@ -89,13 +95,17 @@ class EdgeBook:
         edge.address = address
         return [OpenEdge(peer, address, timeout_s=timeout_s)]
 
-    def up(self, peer: Peer, in_place: bool, better_s: float | None) -> None:
+    def up(self, event: EdgeUp, now: float) -> None:
+        peer, in_place, after_s = event.peer, event.in_place, event.better_after_s
         edge = self._edges.get(peer)
         assert edge is not None, "an edge came up that was not dialled"
         edge.state = _State.UP
         edge.is_warm = False
         edge.in_place = in_place
-        edge.better_s = None if in_place else better_s  # one that works in place is the best there is
+        edge.better_s = (
+            None if in_place or after_s is None else now + after_s
+        )  # in place is the best there is
+        edge.is_capped, edge.used_s, edge.was_uncapped = event.is_capped, now, False
         edge.owes_closed = edge.has_told_closed = False
         edge.num_redials = 0
 
@@ -148,13 +158,44 @@ class EdgeBook:
         edges = [edge for edge in self._edges.values() if edge.state is _State.UP]
         return min((edge.better_s for edge in edges if edge.better_s is not None), default=None)
 
-    def let_go(self, peer: Peer) -> str | None:
-        """The address of an edge that is down because it was to be; it is forgotten."""
+    def used(self, peer: Peer, now: float) -> None:
+        edge = self._edges.get(peer)
+        if edge is not None:
+            edge.used_s = now
+
+    def make_room(self, peer: Peer, timeout_s: float, in_use: Callable[[Peer], bool]) -> list[Action]:
+        """This worker holds as many edges as it may, and attempts wait for this one, `timeout_s` yet. Empty:
+        nothing is to be done about it."""
+        edge = self._edges[peer]
+        edge.is_warm = False
+        idle = [
+            (other.used_s, name)
+            for name, other in self._edges.items()
+            if other.state is _State.UP and other.is_capped and not in_use(name)
+        ]
+        if idle:
+            _, oldest = min(idle)
+            self._edges[oldest].heir = peer
+            return self._let_go(oldest, self._edges[oldest], f"it makes room for one to `{peer.worker}`")
+        if edge.was_uncapped:
+            return []
+        edge.was_uncapped = True
+        return [OpenEdge(peer, edge.address, timeout_s=timeout_s, uncapped=True)]
+
+    def let_go(self, peer: Peer) -> tuple[str, Peer | None] | None:
+        """The address and the heir of an edge that is down because it was to be; it is forgotten."""
         edge = self._edges.get(peer)
         if edge is None or edge.state is not _State.LETTING_GO:
             return None
         del self._edges[peer]
-        return edge.address
+        return edge.address, edge.heir
+
+    def inherit(self, heir: Peer, timeout_s: float) -> list[Action]:
+        """There is room now. `timeout_s` 0: nobody waits for it any more."""
+        if timeout_s <= 0:
+            del self._edges[heir]
+            return []
+        return [OpenEdge(heir, self._edges[heir].address, timeout_s=timeout_s)]
 
     def _let_go(self, peer: Peer, edge: _Edge, reason: str) -> list[Action]:
         assert not edge.in_place, "the decode worker could not know that writing has stopped"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.errors import EdgeDeviceLost, EdgeError, EdgeUnfit, ProtocolError, WireError
+from cluster.errors import EdgeCrowded, EdgeDeviceLost, EdgeError, EdgeUnfit, ProtocolError, WireError
 from cluster.kv.edge import KVSender
 from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
 from cluster.wire.messages import Refused
@@ -57,6 +57,7 @@ class _Edge:
     sends: asyncio.Queue[SendPiece]
     broken: asyncio.Future[None]
     is_warm: bool  # no request needs it yet
+    uncapped: bool
     due_s: float  # until when it is to be up, by the loop's clock
     task: asyncio.Task[None] | None = None
     stream: Stream[DecodeToPrefill] | None = None
@@ -68,7 +69,7 @@ class PrefillEdges:
     def __init__(
         self,
         *,
-        make_hello: Callable[[Peer], EdgeHello],
+        make_hello: Callable[[Peer, bool], EdgeHello],
         token: bytes,
         make_sender: MakeSender,
         dispatch: Callable[[Event], None],
@@ -76,8 +77,9 @@ class PrefillEdges:
         describe: Callable[[Peer, KVSender], EdgeUp] = lambda peer, sender: EdgeUp(peer, sender.in_place),
         on_device_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`judge` says what a failed handshake means: `EdgeUnfit` if it is to be tried again at once.
-        `describe`: an edge that came up, for the core."""
+        """`make_hello` takes whether the edge is to be of a kind that is not capped; `judge` says what a
+        failed handshake means: `EdgeUnfit` if it is to be tried again at once; `describe`: an
+        edge that came up, for the core."""
         self._describe = describe
         self._judge, self._on_device_lost = judge, on_device_lost
         self._make_hello = make_hello
@@ -91,11 +93,11 @@ class PrefillEdges:
     def carry(self, action: Action) -> None:
         """Start what the core decided; the outcome comes back as an event, never synchronously."""
         match action:
-            case OpenEdge(peer, address, warm, timeout_s):
+            case OpenEdge(peer, address, warm, timeout_s, uncapped):
                 if peer not in self._edges and not self._closing:
                     loop = asyncio.get_running_loop()
                     due_s = loop.time() + (DIAL_TIMEOUT_S if timeout_s is None else timeout_s)
-                    edge = _Edge(asyncio.Queue(), loop.create_future(), warm, due_s)
+                    edge = _Edge(asyncio.Queue(), loop.create_future(), warm, uncapped, due_s)
                     self._edges[peer] = edge
                     edge.task = asyncio.create_task(self._live(peer, address, edge))
             case CloseEdge(peer, reason):
@@ -128,6 +130,7 @@ class PrefillEdges:
     async def _live(self, peer: Peer, address: str, edge: _Edge) -> None:
         """The edge from dialing to its end."""
         reason: str | None = None
+        is_crowded = False
         while reason is None:
             try:
                 await self._dial(peer, address, edge)
@@ -138,6 +141,7 @@ class PrefillEdges:
                     reason = f"{error}; there was no time left for that"
             except (EdgeError, WireError, OSError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
+                is_crowded = isinstance(error, EdgeCrowded)
                 level = logging.INFO if edge.is_warm else logging.WARNING
                 level = logging.DEBUG if isinstance(error, _NotNow) else level  # once a minute, for ever
                 logger.log(level, "KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
@@ -145,7 +149,7 @@ class PrefillEdges:
                     self._on_device_lost(reason)
         del self._edges[peer]
         if not self._closing:
-            self._dispatch(EdgeDown(peer, reason))
+            self._dispatch(EdgeDown(peer, reason, is_crowded))
 
     async def _dial(self, peer: Peer, address: str, edge: _Edge) -> None:
         """The edge as one kind; returns when D closes it.
@@ -185,7 +189,7 @@ class PrefillEdges:
         self._unstopped.discard(peer)
 
     async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill], edge: _Edge) -> KVSender:
-        stream.post(msgspec.structs.replace(self._make_hello(peer), warm=edge.is_warm))
+        stream.post(msgspec.structs.replace(self._make_hello(peer, edge.uncapped), warm=edge.is_warm))
         async with asyncio.timeout_at(edge.due_s):
             welcome = await anext(aiter(stream), None)
             if isinstance(welcome, Refused):

@@ -71,7 +71,8 @@ async def run(
     def edge_to(decode: WorkerId, epoch: Epoch) -> EdgeName:
         return EdgeName(config.worker, config.epoch, decode, epoch)
 
-    def hello_to(peer: Peer) -> EdgeHello:
+    def hello_to(peer: Peer, uncapped: bool) -> EdgeHello:
+        offered = kinds.offer(edge_to(*peer), clock.now(), uncapped=uncapped)
         return EdgeHello(
             worker=config.worker,
             epoch=config.epoch,
@@ -79,7 +80,7 @@ async def run(
             decode_epoch=peer.epoch,
             pid=os.getpid(),
             fingerprint=engine.fingerprint,
-            kinds=[kind.value for kind in kinds.offer(edge_to(*peer), clock.now())],
+            kinds=[kind.value for kind in offered],
             place=place,
             geometry=geometry,
         )
@@ -104,7 +105,8 @@ async def run(
         return sender
 
     def describe(peer: Peer, sender: KVSender) -> EdgeUp:
-        return EdgeUp(peer, sender.in_place, kinds.better_after_s(edge_to(*peer), clock.now()))
+        name = edge_to(*peer)
+        return EdgeUp(peer, sender.in_place, kinds.better_after_s(name, clock.now()), limit.holds(name))
 
     edges = PrefillEdges(
         make_hello=hello_to,

@@ -27,7 +27,7 @@ from cluster.wire.kv_messages import (
     KvRefused,
     PrefillToDecode,
 )
-from cluster.worker_io import Action, Peer, ToPeer
+from cluster.worker_io import Action, EdgeDown, EdgeUp, Peer, ToPeer
 from prefill_worker.attempts import AttemptTable, PrefillAttempt
 from prefill_worker.edges import EdgeBook
 from prefill_worker.handoff import HandoffState
@@ -70,12 +70,14 @@ class Transfers:
         """Open the new attempt at its decode worker, now or once the edge is up."""
         peer = attempt.handoff.peer
         in_place = self._edges.in_place(peer)
+        self._edges.used(peer, now)
         if in_place is None:
             return self._edges.dial(peer, address)
         return attempt.handoff.edge_up(in_place, now)
 
-    def edge_up(self, peer: Peer, in_place: bool, better_after_s: float | None, now: float) -> list[Action]:
-        self._edges.up(peer, in_place, None if better_after_s is None else now + better_after_s)
+    def edge_up(self, event: EdgeUp, now: float) -> list[Action]:
+        peer, in_place = event.peer, event.in_place
+        self._edges.up(event, now)
         self._warming.up(peer)
         return [
             action
@@ -84,12 +86,18 @@ class Transfers:
             for action in attempt.handoff.edge_up(in_place, now)
         ]
 
-    def edge_down(self, peer: Peer, reason: str, now: float) -> list[Action]:
+    def edge_down(self, event: EdgeDown, now: float) -> list[Action]:
+        peer, reason = event.peer, event.reason
         on_edge = self._attempts.on_edge(peer)
-        left_s = _patience_s(on_edge, now)
-        if (address := self._edges.let_go(peer)) is not None:
-            return self._edges.dial(peer, address, left_s) if left_s > 0 else []
-        if left_s > 0 and (actions := self._edges.dial_for_waiting(peer, left_s)):
+        left_s = self._patience_s(peer, now)
+        if (gone := self._edges.let_go(peer)) is not None:
+            address, heir = gone
+            actions = [] if heir is None else self._edges.inherit(heir, self._patience_s(heir, now))
+            return actions + (self._edges.dial(peer, address, left_s) if left_s > 0 else [])
+        is_needed = left_s > 0
+        if event.is_crowded and is_needed and (actions := self._edges.make_room(peer, left_s, self._in_use)):
+            return actions
+        if is_needed and (actions := self._edges.dial_for_waiting(peer, left_s)):
             return actions
         self._warming.down(peer, now)
         left_open = any(attempt.handoff.may_write for attempt in on_edge)
@@ -103,6 +111,7 @@ class Transfers:
 
     def sent(self, peer: Peer, piece: Piece, num_bytes: int, now: float) -> list[Action]:
         self.num_bytes += num_bytes
+        self._edges.used(peer, now)
         attempt = self._attempts.with_peer(peer, (piece.request, piece.attempt))
         return self._reply(attempt, lambda a: a.handoff.sent(piece, num_bytes, now))
 
@@ -122,6 +131,7 @@ class Transfers:
 
     def from_peer(self, peer: Peer, message: PrefillToDecode | DecodeToPrefill, now: float) -> list[Action]:
         """A message on the KV stream, after its handshake."""
+        self._edges.used(peer, now)
         match message:
             case KvOpened(request=request, attempt=number, block_ids=block_ids):
                 attempt = self._attempts.with_peer(peer, (request, number))
@@ -152,6 +162,12 @@ class Transfers:
                 return self._attempts.fail(attempt, "kv_aborted", message_text, now, tell=False)
             case _:
                 return self._stale()
+
+    def _patience_s(self, peer: Peer, now: float) -> float:
+        """How long attempts will wait yet for this edge to come up; 0: none does."""
+        handoffs = [attempt.handoff for attempt in self._attempts.on_edge(peer)]
+        deadlines = [one.deadline for one in handoffs if one.state is HandoffState.DIALING]
+        return max((deadline - now for deadline in deadlines if deadline is not None), default=0.0)
 
     def _in_use(self, peer: Peer) -> bool:
         return bool(self._attempts.on_edge(peer))
@@ -185,10 +201,3 @@ class Transfers:
     def _stale(self) -> list[Action]:
         self.num_stale += 1
         return []
-
-
-def _patience_s(on_edge: list[PrefillAttempt], now: float) -> float:
-    """How long attempts will wait yet for this edge to come up; 0: none does."""
-    handoffs = [attempt.handoff for attempt in on_edge]
-    deadlines = [one.deadline for one in handoffs if one.state is HandoffState.DIALING]
-    return max((deadline - now for deadline in deadlines if deadline is not None), default=0.0)

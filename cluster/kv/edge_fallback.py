@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from cluster.errors import EdgeDeviceLost, EdgeError, EdgeUnfit
+from cluster.errors import EdgeCrowded, EdgeDeviceLost, EdgeError, EdgeUnfit
 from cluster.kv.edge import EdgeName
 from cluster.kv.edges import EdgeKind, check_memory, edge_kind
 
@@ -27,6 +27,7 @@ AUTO: Final = "auto"
 FALLBACKS: Final[Mapping[EdgeKind, tuple[EdgeKind, ...]]] = MappingProxyType(
     {EdgeKind.CUDA_IPC: (EdgeKind.NCCL, EdgeKind.GLOO)}
 )
+CAPPED: Final = frozenset({EdgeKind.NCCL})  # of which a worker holds only so many
 RETRY_S: Final = 30.0  # doubles with each failure
 MAX_DOUBLINGS: Final = 6  # about half an hour
 
@@ -93,11 +94,15 @@ class KindBook:
         self._kinds = tuple(kinds)
         self._pairs: dict[EdgeName, _Pair] = {}
 
-    def offer(self, name: EdgeName, now: float) -> list[EdgeKind]:
-        """A dial begins: what its hello is to have, best first. Earlier epochs of that D are forgotten."""
+    def offer(self, name: EdgeName, now: float, *, uncapped: bool = False) -> list[EdgeKind]:
+        """A dial begins: what its hello is to have, best first. Earlier epochs of that D are forgotten.
+        `uncapped`: there is no room for a capped one now."""
         for other in [one for one in self._pairs if one.decode == name.decode and one != name]:
             del self._pairs[other]
         pair = self._pairs.setdefault(name, _Pair())
+        if uncapped:
+            for kind in CAPPED.intersection(self._kinds[:-1]):
+                pair.set_back(kind, now)
         pair.offered, pair.spoken = self._usable(pair, now), None
         return pair.offered
 
@@ -128,7 +133,7 @@ class KindBook:
     def failed(self, name: EdgeName, error: EdgeError, now: float) -> EdgeError:
         """What the failure to build the edge means: `EdgeUnfit` if it is to be dialled again at once, as
         another kind; otherwise it is lost."""
-        if isinstance(error, EdgeDeviceLost):
+        if isinstance(error, EdgeDeviceLost | EdgeCrowded):
             return error
         pair = self._pairs[name]
         kind = pair.spoken

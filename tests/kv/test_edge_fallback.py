@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import ConfigError, EdgeDeviceLost, EdgeError, EdgeUnfit
+from cluster.errors import ConfigError, EdgeCrowded, EdgeDeviceLost, EdgeError, EdgeUnfit
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.edge import EdgeName
 from cluster.kv.edge_fallback import (
@@ -158,6 +158,20 @@ def test_a_kind_that_the_decode_worker_has_no_room_for_is_offered_again_later() 
     assert far.book.better_after_s(NAME, 0.0) == RETRY_S
     far.now = RETRY_S
     assert far.dial() is NCCL
+
+
+def test_where_there_is_no_room_for_a_capped_kind_another_is_spoken_for_a_while() -> None:
+    far = Dialling(NCCL, GLOO)
+    assert far.dial() is NCCL
+    full = EdgeCrowded("this worker holds 16 edges, as many as it may")
+    assert far.fail(full) is full  # it says nothing of the kind
+    assert far.dial() is NCCL
+    assert NCCL not in far.book.offer(NAME, 0.0, uncapped=True)
+    assert far.dial() is GLOO
+    far.now = RETRY_S
+    assert far.dial() is NCCL
+    alone = KindBook((NCCL,))
+    assert alone.offer(NAME, 0.0, uncapped=True) == [NCCL]  # there is no other
 
 
 def test_the_last_kind_is_dialled_whatever_it_did() -> None:
