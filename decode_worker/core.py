@@ -162,6 +162,10 @@ class DecodeCore:
             and not self._scheduler.busy
         )
 
+    def receives_from(self, peer: Peer) -> bool:
+        """Whether a lease is here that this prefill worker has opened."""
+        return bool(self._leases.written_by(peer))
+
     def quiet(self) -> bool:
         """Nothing is held, awaited or in flight."""
         return (

@@ -11,7 +11,7 @@ from functools import partial
 from cluster.clock import MonotonicClock
 from cluster.engine.pacing import default_targets
 from cluster.engine.worker_engine import WorkerEngine, open_engine
-from cluster.errors import ConfigError, EdgeError
+from cluster.errors import ConfigError, EdgeCrowded, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
 from cluster.kv.edge_backends import why_no_nccl
@@ -104,13 +104,16 @@ async def run(
     address = parse_address(kv_address)
     edge_host = address.host if isinstance(address, TcpAddress) else "127.0.0.1"
 
-    def answer(hello: EdgeHello) -> tuple[KVReceiver, EdgeWelcome]:
+    def may_close(peer: Peer) -> bool:
+        return limit.holds(EdgeName(*peer, config.worker, config.epoch)) and not core.receives_from(peer)
+
+    def answer(hello: EdgeHello, may_be_worse: bool) -> tuple[KVReceiver, EdgeWelcome]:
         name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
         able = kinds_with(hello)
         build = partial(
             make_receiver, pool=pool, name=name, peer=hello.geometry, host=edge_host, limit=limit, mover=mover
         )
-        kind, receiver = first_that_can(able, build)
+        kind, receiver = first_that_can(able, build, may_be_worse=may_be_worse)
         welcome = EdgeWelcome(
             worker=config.worker,
             epoch=config.epoch,
@@ -125,6 +128,7 @@ async def run(
         me=Peer(config.worker, config.epoch),
         check_hello=check_hello,
         answer=answer,
+        may_close=may_close,
         token=config.token,
         dispatch=driver.dispatch,
         is_busy=lambda: not core.idle,
@@ -171,11 +175,12 @@ def _make_pool(
 
 
 def first_that_can(
-    kinds: Sequence[EdgeKind], build: Callable[[EdgeKind], KVReceiver]
+    kinds: Sequence[EdgeKind], build: Callable[[EdgeKind], KVReceiver], *, may_be_worse: bool
 ) -> tuple[EdgeKind, KVReceiver]:
     """The first kind of which a receiver can be built now.
 
     Raises:
+        EdgeCrowded: there is no room for the best one; only without `may_be_worse`.
         EdgeError: none; what the last one says.
     """
     *others, last = kinds
@@ -183,5 +188,7 @@ def first_that_can(
         try:
             return kind, build(kind)
         except EdgeError as error:
+            if isinstance(error, EdgeCrowded) and not may_be_worse:
+                raise
             logger.warning("a KV edge is no `%s` edge: %s", kind.value, error)
     return last, build(last)

@@ -10,8 +10,9 @@
    meanwhile wait for it; if it does not come up it is dialled again, for them, in what is left of their time.
 4. An edge that nobody uses is *let go* when there is reason to: its kind was a stand-in, and a better one may
    be tried; or a worker holds as many of its kind as it may, and an attempt needs another, its *heir*: then
-   it is the one whose last use is longest ago. Attempts that come before it is down wait, and it is dialled
-   for them as soon as it is. Where every edge is in use, the one needed is dialled as another kind.
+   it is the one whose last use is longest ago; a decode worker asks for the same (`KvMakeRoom`). Attempts
+   that come before it is down wait, and it is dialled for them as soon as it is. Where every edge is in
+   use, the one needed is dialled as another kind.
 """
 
 from __future__ import annotations
@@ -181,6 +182,13 @@ class EdgeBook:
             return []
         edge.was_uncapped = True
         return [OpenEdge(peer, edge.address, timeout_s=timeout_s, uncapped=True)]
+
+    def give_way(self, peer: Peer) -> list[Action]:
+        """Let go of an edge that is up and idle: its decode worker has no room for another."""
+        edge = self._edges.get(peer)
+        if edge is None or edge.state is not _State.UP or edge.in_place:
+            return []
+        return self._let_go(peer, edge, "the decode worker needs room for another")
 
     def let_go(self, peer: Peer) -> tuple[str, Peer | None] | None:
         """The address and the heir of an edge that is down because it was to be; it is forgotten."""

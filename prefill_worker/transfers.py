@@ -22,6 +22,7 @@ from cluster.wire.kv_messages import (
     KvAbort,
     KvClosed,
     KvCommitted,
+    KvMakeRoom,
     KvOpened,
     KvReady,
     KvRefused,
@@ -151,6 +152,8 @@ class Transfers:
                 if attempt is not None and attempt.handoff.state is HandoffState.CLOSED:
                     actions += self._attempts.end(attempt, "committed", now)
                 return actions
+            case KvMakeRoom():
+                return [] if self._in_use(peer) else self._edges.give_way(peer)
             case KvRefused():
                 return self._refused(peer, message, now)
             case KvAbort(request=request, attempt=number, reason=reason):

@@ -127,6 +127,11 @@ class KvAbort(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class KvMakeRoom(Message, frozen=True, kw_only=True):
+    """D → P: another prefill worker needs an edge, and D holds as many as it may. P closes this one,
+    unless it is in use: only P knows what is on its way."""
+
+
 class KvClosed(Message, frozen=True, kw_only=True):
     """P → D: nothing of this attempt will be written any more; D may reuse its blocks."""
 
@@ -135,4 +140,4 @@ class KvClosed(Message, frozen=True, kw_only=True):
 
 
 PrefillToDecode = EdgeHello | KvOpen | KvOffer | KvPiece | KvCommit | KvAbort | KvClosed | Refused
-DecodeToPrefill = EdgeWelcome | KvOpened | KvRefused | KvReady | KvCommitted | KvAbort | Refused
+DecodeToPrefill = EdgeWelcome | KvOpened | KvRefused | KvReady | KvCommitted | KvAbort | KvMakeRoom | Refused

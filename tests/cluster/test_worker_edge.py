@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.config import ClusterConfig
-from cluster.errors import ConfigError, EdgeError
+from cluster.errors import ConfigError, EdgeCrowded
 from cluster.kv.edge_fallback import kinds_of
 from cluster.kv.edges import EdgeKind
 from cluster.launch_plan import ENTRIES
@@ -78,10 +78,12 @@ def test_a_decode_worker_without_room_for_the_best_kind_takes_the_next() -> None
 
     def build(kind: EdgeKind) -> Any:
         if kind is not EdgeKind.GLOO:
-            raise EdgeError("this worker holds 16 edges, as many as it may")
+            raise EdgeCrowded("this worker holds 16 edges, as many as it may")
         return receiver
 
     kinds = [EdgeKind.NCCL, EdgeKind.GLOO]
-    assert decode_service.first_that_can(kinds, build) == (EdgeKind.GLOO, receiver)
-    with pytest.raises(EdgeError, match="16 edges"):
-        decode_service.first_that_can(kinds[:1], build)
+    chosen = decode_service.first_that_can(kinds, build, may_be_worse=True)
+    assert chosen == (EdgeKind.GLOO, receiver)
+    for those, may_be_worse in ((kinds[:1], True), (kinds, False)):
+        with pytest.raises(EdgeCrowded, match="16 edges"):
+            decode_service.first_that_can(those, build, may_be_worse=may_be_worse)

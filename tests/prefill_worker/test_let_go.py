@@ -8,13 +8,14 @@ from typing import TypeVar
 from cluster.engine.batch import StepPlan
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.block_manager import BlockManager
-from cluster.wire.kv_messages import KvOpen
+from cluster.wire.kv_messages import KvMakeRoom, KvOpen
 from cluster.wire.messages import AttemptFailed, DecodePartner, Partners
 from cluster.worker_io import (
     Action,
     CloseEdge,
     EdgeDown,
     EdgeUp,
+    FromPeer,
     FromRouter,
     OpenEdge,
     Peer,
@@ -193,3 +194,25 @@ def test_an_edge_of_a_kind_that_is_not_capped_makes_no_room() -> None:
     bring_up(one, 0.0, EdgeUp(D0, False))
     bring_up(one, 1.0, EdgeUp(D1, True))
     assert only(crowd(one, 2.0), OpenEdge).uncapped
+
+
+def test_an_idle_edge_gives_way_when_its_decode_worker_asks_and_one_in_use_does_not() -> None:
+    one = core()
+    bring_up(one, 0.0, EdgeUp(D1, False, is_capped=True))
+    actions = one.handle(prefill([1, 2, 3, 4], request="again", decode=D1), 1.0)
+    assert one.handle(FromPeer(D1, KvMakeRoom()), 1.1) == []
+    plan = plan_of(actions)
+    assert plan is not None
+    end(one, plan, 2.0)
+    gone = one.handle(FromPeer(D1, KvMakeRoom()), 2.1)
+    assert gone == [CloseEdge(D1, "the decode worker needs room for another")]
+    assert one.handle(FromPeer(D1, KvMakeRoom()), 2.2) == []  # it is on its way
+    one.handle(prefill([1, 2, 3, 4], request="late", decode=D1), 2.3)
+    assert only(one.handle(EdgeDown(D1, "room"), 2.4), OpenEdge).peer == D1
+
+
+def test_an_edge_that_works_in_place_gives_no_way() -> None:
+    """Closing it would prove nothing to the decode worker."""
+    one = core()
+    bring_up(one, 0.0, EdgeUp(D1, True))
+    assert one.handle(FromPeer(D1, KvMakeRoom()), 1.0) == []
