@@ -44,11 +44,11 @@ class Constraint:
     rule: str | None
 
 
-def parse_constraint(fields: Mapping[str, Any], max_bytes: int) -> Constraint | None:
+def parse_constraint(fields: Mapping[str, Any], max_bytes: int, max_depth: int) -> Constraint | None:
     """The constraint of a request; `fields` are those of `SPELLINGS` that it has. None: any text will do.
 
     Raises:
-        InvalidRequest: a field is not what it must be, too large, or not the only one.
+        InvalidRequest: a field is not what it must be, too large or deep, or not the only one.
     """
     found = [part for name, value in fields.items() if (part := _read(name, value)) is not None]
     if len(found) > 1:
@@ -60,8 +60,9 @@ def parse_constraint(fields: Mapping[str, Any], max_bytes: int) -> Constraint | 
         return None
     build, param, value = found[0]
     try:
-        if len(value if isinstance(value, str) else dumps(value)) > max_bytes:
+        if len((value if isinstance(value, str) else dumps(value)).encode()) > max_bytes:
             raise InvalidRequest(f"`{param}` may have at most {max_bytes} bytes.", param=param)
+        nested_json.check_depth(value, max_depth)  # it may have come as JSON in a string
         grammar, rule = build(value)
     except ValueError as error:
         raise InvalidRequest(f"`{param}` cannot be used: {str(error)[:200]}.", param=param) from None

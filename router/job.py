@@ -204,7 +204,7 @@ class JobBuilder:
     def _grammar(self, request: GenerationRequest, plan: ToolPlan | None) -> str:
         """What the answer must match; empty if anything may come."""
         asked = {name: value for name in SPELLINGS if (value := getattr(request, name)) is not None}
-        constraint = parse_constraint(asked, self.limits.max_grammar_bytes)
+        constraint = parse_constraint(asked, self.limits.max_grammar_bytes, self.limits.max_json_depth)
         if plan is not None:
             grammar = call_grammar(plan, self.tool_format, constraint)
         else:
