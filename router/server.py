@@ -158,7 +158,8 @@ class _Protocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._resuming:
             self._count_head(len(name) + len(value))
-            super().on_header(name, value)
+            if self._in_head:  # what trails a body is no header: nobody on the way looked at it
+                super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -223,7 +224,7 @@ class _Protocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request.")
 
     def _answer(self, status: int, phrase: bytes, message: str) -> None:
-        if self._is_writing():  # an answer is no place for another one
+        if self._is_another_first():  # this would be taken for its answer, or a part of it
             self.transport.close()
             return
         body = error_body(http_error(status, message))
@@ -234,12 +235,12 @@ class _Protocol(HttpToolsProtocol):
         )
         self.transport.close()
 
-    def _is_writing(self) -> bool:
-        """An earlier request is being answered."""
+    def _is_another_first(self) -> bool:
+        """A request that came before is not answered yet, or the answer to this one has begun."""
         cycle = self.cycle
-        return bool(self.pipeline) or (
-            cycle is not None and cycle.response_started and not cycle.response_complete
-        )
+        if cycle is None or cycle.response_complete:
+            return bool(self.pipeline)
+        return cycle.response_started or self._in_head or not self._is_arriving or bool(self.pipeline)
 
     def _decline_upgrade(self) -> None:
         """The parser stopped after the headers: a new one takes up the body, with the same framing."""
