@@ -48,6 +48,12 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_grammar_bytes: Annotated[
         int, Meta(ge=0, extra=BYTES, description="largest schema, grammar or list of tools of a request")
     ] = 64 * KiB
+    max_pattern_size: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="most characters that a pattern may repeat to")
+    ] = 10_000
+    max_schema_properties: Annotated[
+        int, Meta(ge=0, le=1_000_000, description="most properties of a schema")
+    ] = 1_000
     max_messages: Annotated[AtLeastOne, Meta(description="most messages of a chat")] = 2048
     max_prompts: Annotated[AtLeastOne, Meta(description="most prompts of a completion request")] = 256
     max_n: Annotated[int, Meta(ge=1, le=128, description="most answers to one prompt")] = 16

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from cluster.grammar_size import BOUNDS, GrammarBounds
 from cluster.request_config import OverloadStatus, RequestConfig, ToolFormatName
 from router.quotas.limits import KeyLimits
 from router.stream import Patience
@@ -34,6 +35,8 @@ class RequestLimits:
     max_listed_ids: int = 1024  # entries of `stop_token_ids`, `logit_bias`, ...
     max_tools: int = 128
     max_grammar_bytes: int = 64 * 2**10  # of a schema, expression or grammar; of all tools together
+    max_pattern_size: int = BOUNDS.max_pattern_size
+    max_schema_properties: int = BOUNDS.max_properties
     max_prompt_logprobs: int = 2**17  # entries: prompt tokens x (alternatives + 1)
     trust_chat_template: bool = False  # whether a request may bring its own template
 
@@ -45,6 +48,10 @@ class RequestLimits:
             if bound.name != "trust_chat_template"
         }
         return cls(**bounds, trust_chat_template=config.request_chat_templates == "trust")
+
+    @property
+    def grammar(self) -> GrammarBounds:
+        return GrammarBounds(self.max_pattern_size, self.max_schema_properties)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ CONFIG = RequestConfig(
     max_json_depth=20,
     max_fields=40,
     max_grammar_bytes=500,
+    max_pattern_size=50,
+    max_schema_properties=3,
     max_messages=3,
     max_prompts=4,
     max_n=4,
@@ -62,7 +64,12 @@ def nested(depth: int) -> Any:
     return json.loads("[" * depth + "]" * depth)
 
 
-TAGS = {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"not": nested(20)}}]}
+def tools_with(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+PROPERTIES = {"properties": {name: {} for name in "abcd"}}
+TAGS: dict[str, Any] = {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"not": nested(20)}}]}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,17 @@ TAGS = {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"not": neste
         ({"guided_regex": "x" * 501}, "guided_regex", 500),
         ({"guided_choice": ["x" * 501]}, "guided_choice", 500),
         ({"guided_regex": "é" * 251}, "guided_regex", 500),
+        ({"guided_regex": "a{51}"}, "guided_regex", 50),
+        ({"guided_grammar": "start: /a{51}/"}, "guided_grammar", 50),
+        ({"guided_json": {"pattern": "a{51}"}}, "guided_json", 50),
+        ({"guided_json": PROPERTIES}, "guided_json", 3),
+        (
+            {"structural_tag": {**TAGS, "structures": [{"begin": "<", "schema": PROPERTIES}]}},
+            "structural_tag",
+            3,
+        ),
+        ({"tools": tools_with(PROPERTIES)}, "tools[0].function.parameters", 3),
+        ({"tools": tools_with({"patternProperties": {"a{51}": {}}})}, "tools[0].function.parameters", 50),
         ({"guided_grammar": "start: /" + "x" * 500 + "/"}, "guided_grammar", 500),
     ],
 )
@@ -210,6 +228,8 @@ def test_settings_reach_the_gateway() -> None:
         max_session_chars=8,
         max_tools=1,
         max_grammar_bytes=500,
+        max_pattern_size=50,
+        max_schema_properties=3,
         trust_chat_template=True,
     )
     assert (limits.max_body_bytes, limits.max_bodies_bytes) == (20_000, 100_000)
