@@ -303,3 +303,22 @@ def test_only_the_arrival_is_timed(tokenizer_dir: Path) -> None:
             assert connection.sock is own, "the server closed the connection"
             assert select.select([own], [], [], 0.6)[0] == []
         connection.close()
+
+
+def test_bounds_of_formats_can_be_raised(tokenizer_dir: Path) -> None:
+    """At every place that builds a grammar."""
+    limits = RequestLimits(max_pattern_size=10_600, max_schema_properties=1100)
+    schema = {"properties": {f"p{index}": True for index in range(1050)}, "required": ["p0"]}
+    bodies: list[dict[str, Any]] = [
+        {"guided_regex": "a{10500}"},
+        {"guided_grammar": "start: /a{10500}/"},
+        {"guided_json": schema},
+        {"tools": tools_with({"properties": {"p": {"pattern": "a{10500}"}}}), "tool_choice": "required"},
+    ]
+    with running_gateway(tokenizer_dir, limits=GatewayLimits(request=limits)) as gateway:
+        for body in bodies:
+            answer = gateway.chat(**body, max_tokens=3)
+            assert answer.status_code == 200, answer.text
+    with running_gateway(tokenizer_dir) as gateway:
+        for body in bodies:
+            check_error(gateway.chat(**body, max_tokens=3), 400)
