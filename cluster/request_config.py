@@ -76,8 +76,8 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         1024
     )
     max_bad_words_chars: Annotated[
-        int, Meta(ge=0, le=262144, description="most characters of all `bad_words` together")
-    ] = 16384
+        int, Meta(ge=0, le=65536, description="most characters of all `bad_words` together")
+    ] = 4096
     max_listed_ids: Annotated[
         int,
         Meta(
@@ -91,6 +91,9 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(ge=1, le=65536, description="longest `session_id`, `prompt_cache_key` or `user`, in characters"),
     ] = 512
     max_tools: Annotated[int, Meta(ge=0, description="most tools of a request")] = 128
+    max_viewers: Annotated[
+        int, Meta(ge=0, le=10_000, description="most pages that watch the cluster at a time")
+    ] = 32
     max_queued: Annotated[AtLeastOne, Meta(description="most requests that wait for a place")] = 1024
     tool_format: Annotated[
         ToolFormatName, Meta(description="how the model writes tool calls; auto: as its chat template says")

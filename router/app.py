@@ -106,7 +106,7 @@ def create_app(
     app.state.quotas = gateway.quotas
     app.state.bodies = gateway.bodies
     page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
-    app.router.routes.extend(page_routes(page))
+    app.router.routes.extend(page_routes(page, limits.max_viewers))
     for path, endpoint in (
         ("/v1/chat/completions", GenerationEndpoint(gateway, ChatRoute())),
         ("/v1/completions", GenerationEndpoint(gateway, CompletionRoute())),

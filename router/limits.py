@@ -30,7 +30,7 @@ class RequestLimits:
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_chars: int = 1024  # of one stop string
-    max_bad_words_chars: int = 16384  # of all together: they travel with every choice
+    max_bad_words_chars: int = 4096  # of all together: they travel with every choice
     max_session_chars: int = 512
     max_listed_ids: int = 1024  # entries of `stop_token_ids`, `logit_bias`, ...
     max_tools: int = 128
@@ -61,6 +61,7 @@ class GatewayLimits:
     max_body_bytes: int = 8 * 2**20
     max_bodies_bytes: int = _MANY_BODIES * 8 * 2**20  # of all that are no requests yet
     request_arrival_s: float = 60.0
+    max_viewers: int = 32
     max_header_bytes: int = 64 * 2**10
     offload_bytes: int = 2 * 2**10  # bodies above this, a millisecond's work, are read on a thread
     request_deadline_s: float | None = None  # None: as long as it takes
@@ -79,6 +80,7 @@ class GatewayLimits:
             max_body_bytes=config.max_body_bytes,
             max_bodies_bytes=config.max_bodies_bytes or _MANY_BODIES * config.max_body_bytes,
             request_arrival_s=config.request_arrival_s,
+            max_viewers=config.max_viewers,
             max_header_bytes=config.max_header_bytes,
             overload_status=config.overload_status,
             tool_format=config.tool_format,

@@ -27,6 +27,7 @@ CONFIG = RequestConfig(
     max_bodies_bytes=100_000,
     max_header_bytes=2000,
     request_arrival_s=7.0,
+    max_viewers=2,
     max_json_depth=20,
     max_fields=40,
     max_grammar_bytes=500,
@@ -233,7 +234,7 @@ def test_settings_reach_the_gateway() -> None:
         trust_chat_template=True,
     )
     assert (limits.max_body_bytes, limits.max_bodies_bytes) == (20_000, 100_000)
-    assert (limits.max_header_bytes, limits.request_arrival_s) == (2000, 7.0)
+    assert (limits.max_header_bytes, limits.request_arrival_s, limits.max_viewers) == (2000, 7.0, 2)
     assert GatewayLimits.of(RequestConfig(max_body_bytes=1024)).max_bodies_bytes == 32 * 1024
     assert GatewayLimits.of(RequestConfig()) == GatewayLimits()
     for name in RequestConfig.__struct_fields__:  # the operator's settings have the same names and defaults
@@ -243,6 +244,7 @@ def test_settings_reach_the_gateway() -> None:
 SETTINGS = [
     *(bound.name for bound in fields(RequestLimits) if bound.name != "trust_chat_template"),
     *("max_body_bytes", "max_bodies_bytes", "max_header_bytes", "request_arrival_s", "max_queued"),
+    "max_viewers",
 ]
 
 
