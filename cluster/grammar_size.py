@@ -17,7 +17,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class GrammarBounds:
-    """The operator's to choose; what counts of llguidance's own bound remains (`cluster.grammar`)."""
+    """The operator's to choose; llguidance's own counts (`cluster.grammar`) hold beside them."""
 
     max_pattern_size: int = 10_000
     max_properties: int = 1_000  # of a schema, in all: compiling takes a time that grows with their square
