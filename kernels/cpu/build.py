@@ -46,6 +46,7 @@ SOURCES = (
 HEADERS = (
     "attention.h",
     "attention_pages.h",
+    "attention_pairs.h",
     "attention_panels.h",
     "attention_tiles.h",
     "core_board.h",
@@ -66,6 +67,7 @@ HEADERS = (
     "team.h",
     "threads.h",
     "word_tile.h",
+    "words.h",
 )
 FLAGS = (
     "-std=c++20",

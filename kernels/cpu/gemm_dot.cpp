@@ -9,26 +9,10 @@ namespace baton {
 
 namespace {
 
-// sum + the two products of a lane's bf16. Asked for by name, as in `accumulate`, but for the emulation, which does what
-// the instruction is defined to do.
 struct DotPairs {
     using Sums = Vec;
 
-    static Vec add(Vec sum, IntVec x, IntVec w) {
-#if defined(BATON_DOT_EMULATED)
-        const auto flushed = [](Vec value) {
-            return Vec((UintVec(value) & 0x7f800000) == 0 ? UintVec(value) & 0x80000000 : UintVec(value));
-        };
-        const auto high = [&](IntVec words) { return flushed(Vec(UintVec(words) & 0xffff0000)); };
-        const auto low = [&](IntVec words) { return flushed(Vec(UintVec(words) << 16)); };
-        // products of bf16 are exact in fp32
-        sum = flushed(flushed(sum) + high(x) * high(w));
-        return flushed(sum + low(x) * low(w));
-#else
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
-        return sum;
-#endif
-    }
+    static Vec add(Vec sum, IntVec x, IntVec w) { return add_pairs(sum, x, w); }
 };
 
 }  // namespace

@@ -5,25 +5,15 @@
 // zeros. Rows are rounded to bf16 (they are of that type already where the model is) and kept in such pairs too.
 //
 // Each y[m, n] is one chain of the instruction in k order from 0, whatever the tile it fell in, so bits depend neither
-// on the number of rows nor on their places. A step of the chain adds the odd value's product to the sum, then the even
-// one's, each rounded once; subnormals count as zero.
+// on the number of rows nor on their places.
 //
-// Where the compiler's target lacks the instruction, `kHasDot` is false and no product of this file may be called.
+// Where the compiler's target lacks the instruction (`kHasDot`) no product of this file may be called.
 #pragma once
 
+#include "words.h"
 #include "gemm_words.h"
 
-#if defined(BATON_DOT_EMULATED) || (defined(BATON_AVX512) && defined(__AVX512BF16__))
-#define BATON_DOT
-#endif
-
 namespace baton {
-
-#if defined(BATON_DOT)
-constexpr bool kHasDot = true;
-#else
-constexpr bool kHasDot = false;
-#endif
 
 inline int64_t num_pairs(int64_t in_features) { return ceil_div(in_features, 2); }
 

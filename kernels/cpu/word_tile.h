@@ -3,21 +3,10 @@
 // products to it. Included by the one source of each kind.
 #pragma once
 
+#include "words.h"
 #include "gemm_words.h"
 
 namespace baton {
-
-inline IntVec load_words(const char* source) {
-    IntVec result;
-    std::memcpy(&result, source, sizeof result);
-    return result;
-}
-
-inline IntVec splat_word(const char* source) {
-    int32_t word;
-    std::memcpy(&word, source, sizeof word);
-    return word - IntVec{};
-}
 
 // Keeps the compiler from computing several rows at once and spilling the sums for it.
 template <typename T>
