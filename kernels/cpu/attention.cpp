@@ -12,7 +12,8 @@
 // A decode item takes all KV heads, so that a block is read from memory as one stretch, and each KV head once for its
 // whole group of query heads; a prefill item takes one, and many rows share what is packed.
 //
-// Where all is bf16 and the machine adds pairs of products, rows stay bf16 and weights become so (`attention_pairs.h`).
+// Where the model is bf16 and the machine adds pairs of products, rows stay bf16, int8 ones become so (which is exact), and
+// so do weights (`attention_pairs.h`).
 //
 // Orders that make the bits: a score is one chain over head_dim, times the key's factor (the softmax scale, and in int8
 // the key's own); a partition's sum is one chain per lane over the partition and a fixed tree over lanes; its weighted
@@ -55,7 +56,9 @@ struct HeadState {
 
 template <typename T, typename Kv>
 class Attention {
-    static constexpr bool kPairs = kHasDot && std::is_same_v<T, bf16> && std::is_same_v<Kv, bf16>;
+    static constexpr bool kPairs = kHasDot && std::is_same_v<T, bf16>;
+    static constexpr bool kInt8 = sizeof(Kv) == 1;
+    static constexpr bool kIsWidened = kPairs && kInt8;
 
 public:
     Attention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position)
@@ -120,7 +123,7 @@ private:
         };
         for (int64_t d = 0; d < dim_; d += kGroup) {
             Vec ordered[2] = {load(sums + d), load(sums + d + kWidth)};
-            if constexpr (kPairs) in_order(load(sums + d), load(sums + d + kWidth), ordered);
+            if constexpr (kPairs) in_order<Kv>(load(sums + d), load(sums + d + kWidth), ordered);
             give(d, ordered[0]), give(d + kWidth, ordered[1]);
         }
     }
@@ -175,15 +178,25 @@ private:
         return staged;
     }
 
+    // kWidth keys as products take them; where they lie, if they are so already.
+    const char* const* key_rows(const char* const* rows) {
+        if (!kIsWidened && head_dim_ == dim_) return rows;
+        for (int64_t i = 0; i < kWidth; ++i) {
+            if constexpr (kIsWidened) {
+                widen_row(rows[i], head_dim_, dim_, staged_ + i * row_bytes_);
+                staged_rows_[i] = staged_ + i * row_bytes_;
+            } else {
+                staged_rows_[i] = stage(rows[i], i);  // reading whole steps would go past the end of a row
+            }
+        }
+        return staged_rows_;
+    }
+
     char* pair_panel() const { return reinterpret_cast<char*>(panel_); }
 
     void pack(int64_t count) {
         for (int64_t j = 0; j < count; j += kWidth) {
-            const char* const* rows = addresses_ + j;
-            if (head_dim_ != dim_) {  // reading whole steps would go past the end of a row
-                for (int64_t i = 0; i < kWidth; ++i) staged_rows_[i] = stage(rows[i], i);
-                rows = staged_rows_;
-            }
+            const char* const* rows = key_rows(addresses_ + j);
             if constexpr (kPairs)
                 pack_quarters(rows, dim_, pair_panel() + j * dim_ * int64_t(sizeof(bf16)));
             else
@@ -201,7 +214,7 @@ private:
         constexpr int64_t step = kPairs ? kWidth : kGroup;
         for (int64_t j = 0; j < count; j += step) {
             if constexpr (kPairs)
-                score_pairs_in_place<Rows>(pair_queries(head), dim_, addresses_ + j, factors_ + j, scores + j);
+                score_pairs_in_place<Rows>(pair_queries(head), dim_, key_rows(addresses_ + j), factors_ + j, scores + j);
             else
                 score_keys<Kv, Rows, 2>(head.q, dim_, addresses_ + j, factors_ + j, scores + j);
             ahead_.advance(std::min(step, count - j) * shape_.kv.row_bytes);
@@ -213,8 +226,8 @@ private:
         for (int64_t j = 0; j < count; j += kGroup) {
             const int64_t some = std::min(kGroup, count - j);
             if constexpr (kPairs)
-                add_value_pairs_in_place<Rows>(pair_weights(head, first + j), addresses_ + j, ceil_div(some, 2), dim_,
-                                               head.partial);
+                add_value_pairs_in_place<Kv, Rows>(pair_weights(head, first + j), addresses_ + j, ceil_div(some, 2), dim_,
+                                                   head.partial);
             else
                 add_values_in_place<Kv, Rows>(head.scores + first + j, addresses_ + j, head_dim_, some, dim_,
                                               head.partial);
@@ -231,7 +244,7 @@ private:
     void take_in(int64_t start, int64_t end) {
         const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not
         each_chunk(start, end, 0, [&](HeadState& head, int64_t position, int64_t count) {
-            if constexpr (sizeof(Kv) == 1) load_scales(count, shape_.scale);
+            if constexpr (kInt8) load_scales(count, shape_.scale);
             float* const scores = head.scores + position - start;
             if (in_place_) {
                 by_rows(0, rows_, [&](int64_t, auto rows) { score_in_place<rows.value>(head, count, scores); });
@@ -250,7 +263,7 @@ private:
         });
         for (HeadState& head : heads_) {
             for (int64_t r = from; r < rows_; ++r) {
-                const float rescale = softmax_row<std::conditional_t<kPairs, bf16, float>>(
+                const float rescale = softmax_row<std::conditional_t<kPairs && !kInt8, bf16, float>>(
                     head.scores + r * kPartition, visible(r, start, kPartition), head.running_max[r],
                     head.running_sum[r]);
                 for (int64_t d = r * dim_; d < (r + 1) * dim_; d += kWidth)
@@ -260,7 +273,7 @@ private:
         }
         each_chunk(start, end, 1, [&](HeadState& head, int64_t position, int64_t count) {
             const int64_t first = position - start;
-            if constexpr (sizeof(Kv) == 1) apply_scales(head.scores + first, from, count);
+            if constexpr (kInt8) apply_scales(head, first, from, count);
             if (in_place_) {
                 by_rows(0, rows_, [&](int64_t, auto rows) { add_in_place<rows.value>(head, first, count); });
                 return;
@@ -287,7 +300,7 @@ private:
             for (int64_t j = 0; j < count; j += 2) {
                 const char *even = addresses_[j], *odd = addresses_[j + 1];  // after the last one lie zeros
                 if (head_dim_ != dim_) even = stage(even, 0), odd = stage(odd, 1);
-                pack_pair(even, odd, dim_, chunk_ / 2 * kGroup * 4, pair_panel() + j / 2 * kGroup * 4);
+                pack_pair<Kv>(even, odd, dim_, chunk_ / 2 * kGroup * 4, pair_panel() + j / 2 * kGroup * 4);
                 if (j % kWidth == kWidth - 2) ahead_.advance(kWidth * shape_.kv.row_bytes);
             }
             return;
@@ -298,14 +311,15 @@ private:
         }
     }
 
-    // Weights of int8 values take the values' scales.
-    void apply_scales(float* weights, int64_t from, int64_t count) {
+    // Weights of int8 values take the values' scales; with pairs they are then narrowed, to where no later ones lie.
+    void apply_scales(const HeadState& head, int64_t first, int64_t from, int64_t count) {
         load_scales(count, 1.0f);
-        for (int64_t r = from; r < rows_; ++r)
-            for (int64_t j = 0; j < count; j += kWidth) {
-                float* const some = weights + r * kPartition + j;
-                store(some, load(some) * load(factors_ + j));
-            }
+        for (int64_t r = from; r < rows_; ++r) {
+            float* const weights = head.scores + r * kPartition;
+            auto* const target = reinterpret_cast<std::conditional_t<kPairs, bf16, float>*>(weights);
+            for (int64_t j = 0; j < count; j += kWidth)
+                store_fast(target + first + j, load(weights + first + j) * load(factors_ + j));
+        }
     }
 
     const Item& item_;

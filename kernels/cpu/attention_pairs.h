@@ -1,10 +1,11 @@
-// The arithmetic of attention where queries, keys and values are bf16 and the machine adds pairs of products
+// The arithmetic of attention where the model is bf16 and the machine adds pairs of products
 // (`words.h`), on a few query rows at a time; `attention.cpp` says what orders it keeps.
 //
 // Keys meet queries as quarters: 16 bytes (8 elements) of kWidth / 4 keys side by side, four such vectors for kWidth keys.
 // No key is turned over; a score is four chains over head_dim, one per word of the quarters, added in one fixed tree.
 // Values are taken two keys at a time: an element of both is a pair, and so are their weights. Interleaving two rows
 // leaves elements in an order of its own within each group of kGroup (`in_order` undoes it), which sums keep until the end.
+// Keys and values of int8 become bf16 first, which is exact; their scales go to scores and weights.
 //
 // A panel of keys is, per kWidth keys, [dim / 8][4 quarters]; one of values [strips of kGroup elements][pairs of keys]
 // [kGroup words]. Queries are bf16, `dim` apart; weights are bf16, from the start of their row of scores.
@@ -95,29 +96,68 @@ BATON_NOINLINE void score_pairs(const bf16* q, int64_t dim, const char* panel, i
     }
 }
 
+typedef uint16_t Halves __attribute__((vector_size(kWidth * 4)));
+constexpr auto kHalves = std::make_integer_sequence<int, int(kGroup)>();
+
 // Lane l of the result is half-word Lane{}(l) of a, or of b from kGroup on.
-template <typename Halves, typename Lane, int... Lanes>
+template <typename Lane, int... Lanes>
 inline IntVec mix(Halves a, Halves b, Lane, std::integer_sequence<int, Lanes...>) {
     return IntVec(__builtin_shufflevector(a, b, Lane{}(Lanes)...));
 }
 
-// kGroup elements of two values as pairs, in two vectors.
-inline void interleave(const char* even, const char* odd, IntVec (&words)[2]) {
-    typedef uint16_t Halves __attribute__((vector_size(kWidth * 4)));
-    constexpr auto low = [](int l) { return (l & 1) * int(kGroup) + (l & ~7) + l % 8 / 2; };
-    constexpr auto high = [](int l) { return (l & 1) * int(kGroup) + (l & ~7) + l % 8 / 2 + 4; };
-    constexpr auto lanes = std::make_integer_sequence<int, int(kGroup)>();
-    Halves a, b;
-    std::memcpy(&a, even, sizeof a);
-    std::memcpy(&b, odd, sizeof b);
-    words[0] = mix(a, b, low, lanes), words[1] = mix(a, b, high, lanes);
+// Small integers in fp32 as bf16, which is exact: the upper halves of their words, one vector after the other ...
+inline IntVec narrow_in_turn(Vec first, Vec second) {
+    constexpr auto lane = [](int l) { return l < int(kWidth) ? 2 * l + 1 : int(kGroup) + 2 * (l - int(kWidth)) + 1; };
+    return mix(Halves(first), Halves(second), lane, kHalves);
+}
+// ... or as pairs.
+inline IntVec narrow_to_pairs(Vec even, Vec odd) {
+    constexpr auto lane = [](int l) { return (l & 1) * int(kGroup) + l / 2 * 2 + 1; };
+    return mix(Halves(even), Halves(odd), lane, kHalves);
+}
+
+// An int8 row of head_dim elements as `dim` bf16, a whole number of groups.
+inline void widen_row(const char* row, int64_t head_dim, int64_t dim, char* target) {
+    const int8_t* const values = reinterpret_cast<const int8_t*>(row);
+    for (int64_t d = 0; d < dim; d += kGroup) {
+        IntVec words;
+        if (d + kGroup <= head_dim) {
+            words = narrow_in_turn(load(values + d), load(values + d + kWidth));
+        } else {
+            int8_t rest[kGroup] = {};
+            if (d < head_dim) std::memcpy(rest, values + d, size_t(head_dim - d));
+            words = narrow_in_turn(load(rest), load(rest + kWidth));
+        }
+        std::memcpy(target + d * 2, &words, sizeof words);
+    }
+}
+
+// kGroup elements from element d on of two values as pairs, in two vectors: of bf16 in an order of their own.
+template <typename Kv>
+inline void interleave(const char* even, const char* odd, int64_t d, IntVec (&words)[2]) {
+    if constexpr (sizeof(Kv) == 1) {
+        const auto at = [&](const char* row, int64_t i) { return load(reinterpret_cast<const int8_t*>(row) + d + i); };
+        words[0] = narrow_to_pairs(at(even, 0), at(odd, 0));
+        words[1] = narrow_to_pairs(at(even, kWidth), at(odd, kWidth));
+    } else {
+        constexpr auto low = [](int l) { return (l & 1) * int(kGroup) + (l & ~7) + l % 8 / 2; };
+        constexpr auto high = [](int l) { return (l & 1) * int(kGroup) + (l & ~7) + l % 8 / 2 + 4; };
+        Halves a, b;
+        std::memcpy(&a, even + d * 2, sizeof a);
+        std::memcpy(&b, odd + d * 2, sizeof b);
+        words[0] = mix(a, b, low, kHalves), words[1] = mix(a, b, high, kHalves);
+    }
 }
 
 // A group's sums as `interleave` has left them, to the order of elements.
+template <typename Kv>
 inline void in_order(Vec low, Vec high, Vec (&ordered)[2]) {
     constexpr auto first = [](int l) { return (l & 4) / 4 * int(kWidth) + l / 8 * 4 + (l & 3); };
     constexpr auto second = [](int l) { return (l & 4) / 4 * int(kWidth) + l / 8 * 4 + (l & 3) + int(kWidth) / 2; };
-    ordered[0] = pick(low, high, first), ordered[1] = pick(low, high, second);
+    if constexpr (sizeof(Kv) == 1)
+        ordered[0] = low, ordered[1] = high;
+    else
+        ordered[0] = pick(low, high, first), ordered[1] = pick(low, high, second);
 }
 
 // out[r] += sum of pairs of weights times pairs of values, over Strips groups of elements; `words(p, strip, words)` gives
@@ -158,22 +198,21 @@ inline void add_pairs_of_values(const bf16* weights, int64_t num_pairs, int64_t 
 }
 
 // Values read where they lie.
-template <int Rows>
+template <typename Kv, int Rows>
 BATON_NOINLINE void add_value_pairs_in_place(const bf16* weights, const char* const* values, int64_t num_pairs,
                                              int64_t dim, float* out) {
     add_pairs_of_values<Rows>(
         weights, num_pairs, dim,
-        [&](int64_t p, int64_t d, IntVec(&pair)[2]) {
-            interleave(values[2 * p] + d * 2, values[2 * p + 1] + d * 2, pair);
-        },
+        [&](int64_t p, int64_t d, IntVec(&pair)[2]) { interleave<Kv>(values[2 * p], values[2 * p + 1], d, pair); },
         out);
 }
 
 // Two values to their lines in each strip; strips are `strip` bytes apart.
+template <typename Kv>
 inline void pack_pair(const char* even, const char* odd, int64_t dim, int64_t strip, char* line) {
     for (int64_t d = 0; d < dim; d += kGroup, line += strip) {
         IntVec words[2];
-        interleave(even + d * 2, odd + d * 2, words);
+        interleave<Kv>(even, odd, d, words);
         std::memcpy(line, words, sizeof words);
     }
 }

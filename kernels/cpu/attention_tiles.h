@@ -201,14 +201,14 @@ inline Vec exp_of_negative(Vec x) {
     return p * Vec((IntVec(shifted) - IntVec(magic - 127.0f)) << 23);  // 2^n, n >= -126, or 0
 }
 
-inline void store_weights(float* target, Vec weights) { store(target, weights); }
 // Rounded as by `store`, subnormals perhaps to zero.
-inline void store_weights(bf16* target, Vec weights) {
+inline void store_fast(float* target, Vec value) { store(target, value); }
+inline void store_fast(bf16* target, Vec value) {
 #if defined(BATON_AVX512) && defined(__AVX512BF16__)
-    const __m256bh narrow = _mm512_cvtneps_pbh(weights);
+    const __m256bh narrow = _mm512_cvtneps_pbh(value);
     std::memcpy(target, &narrow, sizeof narrow);
 #else
-    store(target, weights);
+    store(target, value);
 #endif
 }
 
@@ -224,7 +224,7 @@ inline float softmax_row(float* scores, int64_t visible, float& running_max, flo
     Vec total = {};
     for (int64_t j = 0; j < kPartition; j += kWidth) {
         const Vec some = exp_of_negative(load(scores + j) - new_max);
-        store_weights(weights + j, some);
+        store_fast(weights + j, some);
         total += some;
     }
     const float rescale = exp_of_negative(splat(running_max - new_max))[0];

@@ -48,7 +48,7 @@ class World:
         shuffle = torch.Generator().manual_seed(placement)
         num_blocks = sum(-(-length // block_size) for length in lengths) + 3
         free = torch.randperm(num_blocks, generator=shuffle).tolist()
-        self.scale = head_dim**-0.5
+        self.scale, self.size = head_dim**-0.5, size
         self.block_size = block_size
         self.pool = torch.full((num_blocks, 2, 2, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
         if kv_int8:
@@ -100,7 +100,9 @@ class World:
         """Of an output in bf16: it is rounded once, and its weights may have been; each moves a number by at
         most 2^-8 of itself."""
         weights, v = self._weights_and_values(index)
-        return 2**-8 * self.exact(index).abs() + 2**-8 * (weights @ v.abs()).transpose(0, 1) + 1e-5
+        return (
+            2**-8 * self.exact(index).abs() + 2**-8 * (weights @ v.abs()).transpose(0, 1) + 1e-5 * self.size
+        )
 
     def _weights_and_values(self, index: int) -> tuple[Tensor, Tensor]:
         sequence = self.sequences[index]
