@@ -19,7 +19,7 @@ from cluster.wire.messages import Role
 MetricNames = Literal["baton", "baton+vllm"]
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "triton", "auto", "reference"]
-CpuIsaName = Literal["auto", "simd", "amx"]
+CpuIsaName = Literal["auto", "simd", "avx512-bf16", "amx"]
 QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
 EdgeKind = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]  # as `cluster.kv.edges` spells them
 KvDtypeName = Literal["auto", "int8"]

@@ -177,7 +177,7 @@ def test_doctor_says_which_instructions_products_use(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("BATON_CPU_ISA", "sse")
     checks = {check.name: check for check in doctor.run_checks(os.environ)}
     assert checks["products"].is_fatal
-    assert checks["products"].finding == "BATON_CPU_ISA is `sse`; use auto, simd or amx"
+    assert checks["products"].finding == "BATON_CPU_ISA is `sse`; use auto, simd, avx512-bf16 or amx"
 
 
 def test_progress_shows_phases_with_seconds_and_gigabytes() -> None:

@@ -11,6 +11,7 @@ from kernels.cpu.isa import (
     acquire_without_library,
     choose_isa,
     cpu_has_amx,
+    has_dot_without_library,
     requested_isa,
 )
 
@@ -22,6 +23,11 @@ def find_isa(compiler: str | None, environment: Mapping[str, str]) -> IsaChoice:
         ConfigError: `BATON_CPU_ISA` asks for what is not to be had here.
     """
     try:
-        return choose_isa(requested_isa(environment), lambda: acquire_without_library(compiler), cpu_has_amx)
+        return choose_isa(
+            requested_isa(environment),
+            lambda: acquire_without_library(compiler),
+            cpu_has_amx,
+            lambda: has_dot_without_library(compiler),
+        )
     except IsaError as error:
         raise ConfigError(str(error)) from error

@@ -12,12 +12,17 @@
 // A decode item takes all KV heads, so that a block is read from memory as one stretch, and each KV head once for its
 // whole group of query heads; a prefill item takes one, and many rows share what is packed.
 //
+// Where the model is bf16 and the machine adds pairs of products, rows stay bf16, int8 ones become so (which is exact), and
+// so do weights (`attention_pairs.h`).
+//
 // Orders that make the bits: a score is one chain over head_dim, times the key's factor (the softmax scale, and in int8
 // the key's own); a partition's sum is one chain per lane over the partition and a fixed tree over lanes; its weighted
-// sum is one chain in key order per element. None depends on the item, so a decode step and a prefill chunk agree.
+// sum is one chain in key order per element. With pairs, chains are over pairs, a score's are four, and weights
+// meet values rounded to bf16. None depends on the item, so a decode step and a prefill chunk agree.
 #include "attention.h"
 
 #include "attention_pages.h"
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #include "simd.h"
 #include "threads.h"
@@ -31,8 +36,8 @@ constexpr int64_t kDecodeQueries = 4;     // up to as many queries of a sequence
 
 // One KV head's share of an item: its rows and what they have accumulated so far.
 struct HeadState {
-    float *q, *accumulator, *partial;  // [rows, dim]
-    float *scores;                     // [rows, kPartition]
+    float *q, *accumulator, *partial;  // [rows, dim]; with pairs q is bf16
+    float *scores;                     // [rows, kPartition]; then weights, with pairs bf16 at the start of their row
     float *running_max, *running_sum;  // [rows]
 
     static int64_t num_floats(int64_t num_rows, int64_t dim) {
@@ -51,6 +56,10 @@ struct HeadState {
 
 template <typename T, typename Kv>
 class Attention {
+    static constexpr bool kPairs = kHasDot && std::is_same_v<T, bf16>;
+    static constexpr bool kInt8 = sizeof(Kv) == 1;
+    static constexpr bool kIsWidened = kPairs && kInt8;
+
 public:
     Attention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position)
         : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim),
@@ -77,17 +86,11 @@ public:
     template <typename Out>
     void run(const T* q, int64_t q_row_stride, Out* out) {
         each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
-            const T* source = q + query * q_row_stride + query_head * head_dim_;
-            float* row = head.q + r * dim_;
-            std::fill(row, row + dim_, 0.0f);
-            for (int64_t d = 0; d < head_dim_; d += kWidth) store(row + d, load_partial(source + d, head_dim_ - d));
+            take_query(head, r, q + query * q_row_stride + query_head * head_dim_);
         });
         for (int64_t start = 0; start < end_; start += kPartition) take_in(start, std::min(end_, start + kPartition));
         each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
-            Out* target = out + (query * shape_.num_heads + query_head) * head_dim_;
-            for (int64_t d = 0; d < head_dim_; d += kWidth)
-                store_partial(target + d, round_to<T>(load(head.accumulator + r * dim_ + d) / head.running_sum[r]),
-                              head_dim_ - d);
+            give_result(head, r, out + (query * shape_.num_heads + query_head) * head_dim_);
         });
     }
 
@@ -98,6 +101,37 @@ private:
             for (int64_t r = 0; r < rows_; ++r)
                 body(heads_[size_t(head)], r, item_.first_query + r / shape_.group,
                      (item_.first_head + head) * shape_.group + r % shape_.group);
+    }
+
+    void take_query(HeadState& head, int64_t r, const T* source) {
+        if constexpr (kPairs) {
+            bf16* row = pair_queries(head) + r * dim_;
+            std::memset(static_cast<void*>(row + head_dim_), 0, size_t(dim_ - head_dim_) * sizeof(bf16));
+            std::memcpy(static_cast<void*>(row), source, size_t(head_dim_) * sizeof(bf16));
+        } else {
+            float* row = head.q + r * dim_;
+            std::fill(row, row + dim_, 0.0f);
+            for (int64_t d = 0; d < head_dim_; d += kWidth) store(row + d, load_partial(source + d, head_dim_ - d));
+        }
+    }
+
+    template <typename Out>
+    void give_result(const HeadState& head, int64_t r, Out* target) const {
+        const float* sums = head.accumulator + r * dim_;
+        const auto give = [&](int64_t d, Vec sum) {
+            if (d < head_dim_) store_partial(target + d, round_to<T>(sum / head.running_sum[r]), head_dim_ - d);
+        };
+        for (int64_t d = 0; d < dim_; d += kGroup) {
+            Vec ordered[2] = {load(sums + d), load(sums + d + kWidth)};
+            if constexpr (kPairs) in_order<Kv>(load(sums + d), load(sums + d + kWidth), ordered);
+            give(d, ordered[0]), give(d + kWidth, ordered[1]);
+        }
+    }
+
+    static bf16* pair_queries(const HeadState& head) { return reinterpret_cast<bf16*>(head.q); }
+    // Weights of the keys from `first` of the partition on.
+    static const bf16* pair_weights(const HeadState& head, int64_t first) {
+        return reinterpret_cast<const bf16*>(head.scores) + first;
     }
 
     // body(rows in chunk order, position of the first, count) per chunk of the partition and head
@@ -136,39 +170,67 @@ private:
         for (int64_t j = count; j % kGroup != 0; ++j) factors_[j] = 0.0f;
     }
 
+    // A copy of a row, zeros after its end.
+    const char* stage(const char* row, int64_t i) {
+        char* const staged = staged_ + i * row_bytes_;
+        std::memset(staged, 0, size_t(row_bytes_));
+        std::memcpy(staged, row, size_t(head_dim_) * sizeof(Kv));
+        return staged;
+    }
+
+    // kWidth keys as products take them; where they lie, if they are so already.
+    const char* const* key_rows(const char* const* rows) {
+        if (!kIsWidened && head_dim_ == dim_) return rows;
+        for (int64_t i = 0; i < kWidth; ++i) {
+            if constexpr (kIsWidened) {
+                widen_row(rows[i], head_dim_, dim_, staged_ + i * row_bytes_);
+                staged_rows_[i] = staged_ + i * row_bytes_;
+            } else {
+                staged_rows_[i] = stage(rows[i], i);  // reading whole steps would go past the end of a row
+            }
+        }
+        return staged_rows_;
+    }
+
+    char* pair_panel() const { return reinterpret_cast<char*>(panel_); }
+
     void pack(int64_t count) {
         for (int64_t j = 0; j < count; j += kWidth) {
-            const char* const* rows = addresses_ + j;
-            if (head_dim_ != dim_) {  // reading whole steps would go past the end of a row
-                for (int64_t i = 0; i < kWidth; ++i) {
-                    std::memset(staged_ + i * row_bytes_, 0, size_t(row_bytes_));
-                    std::memcpy(staged_ + i * row_bytes_, rows[i], size_t(head_dim_) * sizeof(Kv));
-                    staged_rows_[i] = staged_ + i * row_bytes_;
-                }
-                rows = staged_rows_;
-            }
-            pack_keys<Kv>(rows, dim_, panel_ + j / kGroup * dim_ * kGroup + j % kGroup);
+            const char* const* rows = key_rows(addresses_ + j);
+            if constexpr (kPairs)
+                pack_quarters(rows, dim_, pair_panel() + j * dim_ * int64_t(sizeof(bf16)));
+            else
+                pack_keys<Kv>(rows, dim_, panel_ + j / kGroup * dim_ * kGroup + j % kGroup);
             ahead_.advance(std::min(kWidth, count - j) * shape_.kv.row_bytes);
         }
-        if (count % kGroup != 0 && count % kGroup <= kWidth)  // the other half of the last group
+        if (!kPairs && count % kGroup != 0 && count % kGroup <= kWidth)  // the other half of the last group
             for (int64_t d = 0; d < dim_; ++d)
                 store(panel_ + (count / kGroup * dim_ + d) * kGroup + kWidth, Vec{});
     }
 
     // The few rows of an item and the chunk's keys, read where they lie; what a row does not see is masked later.
     template <int Rows>
-    void score_in_place(const float* q, int64_t count, float* scores) {
-        for (int64_t j = 0; j < count; j += kGroup) {
-            score_keys<Kv, Rows, 2>(q, dim_, addresses_ + j, factors_ + j, scores + j);
-            ahead_.advance(std::min(kGroup, count - j) * shape_.kv.row_bytes);
+    void score_in_place(const HeadState& head, int64_t count, float* scores) {
+        constexpr int64_t step = kPairs ? kWidth : kGroup;
+        for (int64_t j = 0; j < count; j += step) {
+            if constexpr (kPairs)
+                score_pairs_in_place<Rows>(pair_queries(head), dim_, key_rows(addresses_ + j), factors_ + j, scores + j);
+            else
+                score_keys<Kv, Rows, 2>(head.q, dim_, addresses_ + j, factors_ + j, scores + j);
+            ahead_.advance(std::min(step, count - j) * shape_.kv.row_bytes);
         }
     }
 
     template <int Rows>
-    void add_in_place(const float* weights, int64_t count, float* partial) {
+    void add_in_place(const HeadState& head, int64_t first, int64_t count) {
         for (int64_t j = 0; j < count; j += kGroup) {
             const int64_t some = std::min(kGroup, count - j);
-            add_values_in_place<Kv, Rows>(weights + j, addresses_ + j, head_dim_, some, dim_, partial);
+            if constexpr (kPairs)
+                add_value_pairs_in_place<Kv, Rows>(pair_weights(head, first + j), addresses_ + j, ceil_div(some, 2), dim_,
+                                                   head.partial);
+            else
+                add_values_in_place<Kv, Rows>(head.scores + first + j, addresses_ + j, head_dim_, some, dim_,
+                                              head.partial);
             ahead_.advance(some * shape_.kv.row_bytes);
         }
     }
@@ -182,39 +244,50 @@ private:
     void take_in(int64_t start, int64_t end) {
         const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not
         each_chunk(start, end, 0, [&](HeadState& head, int64_t position, int64_t count) {
-            if constexpr (sizeof(Kv) == 1) load_scales(count, shape_.scale);
+            if constexpr (kInt8) load_scales(count, shape_.scale);
             float* const scores = head.scores + position - start;
             if (in_place_) {
-                by_rows(0, rows_, [&](int64_t, auto rows) { score_in_place<rows.value>(head.q, count, scores); });
+                by_rows(0, rows_, [&](int64_t, auto rows) { score_in_place<rows.value>(head, count, scores); });
                 return;
             }
             pack(count);
             by_rows(from, rows_, [&](int64_t r, auto rows) {
-                const int64_t num_groups = ceil_div(visible(r + rows.value - 1, position, count), kGroup);
-                score_groups<rows.value>(head.q + r * dim_, dim_, panel_, num_groups, factors_,
-                                         scores + r * kPartition);
+                const int64_t num_keys = visible(r + rows.value - 1, position, count);
+                float* const target = scores + r * kPartition;
+                if constexpr (kPairs)
+                    score_pairs<rows.value>(pair_queries(head) + r * dim_, dim_, pair_panel(), num_keys, factors_, target);
+                else
+                    score_groups<rows.value>(head.q + r * dim_, dim_, panel_, ceil_div(num_keys, kGroup), factors_,
+                                             target);
             });
         });
         for (HeadState& head : heads_) {
             for (int64_t r = from; r < rows_; ++r) {
-                const float rescale = softmax_row(head.scores + r * kPartition, visible(r, start, kPartition),
-                                                  head.running_max[r], head.running_sum[r]);
+                const float rescale = softmax_row<std::conditional_t<kPairs && !kInt8, bf16, float>>(
+                    head.scores + r * kPartition, visible(r, start, kPartition), head.running_max[r],
+                    head.running_sum[r]);
                 for (int64_t d = r * dim_; d < (r + 1) * dim_; d += kWidth)
                     store(head.accumulator + d, load(head.accumulator + d) * rescale);
             }
             std::fill(head.partial + from * dim_, head.partial + rows_ * dim_, 0.0f);
         }
         each_chunk(start, end, 1, [&](HeadState& head, int64_t position, int64_t count) {
-            float* const weights = head.scores + position - start;
-            if constexpr (sizeof(Kv) == 1) apply_scales(weights, from, count);
+            const int64_t first = position - start;
+            if constexpr (kInt8) apply_scales(head, first, from, count);
             if (in_place_) {
-                by_rows(0, rows_, [&](int64_t, auto rows) { add_in_place<rows.value>(weights, count, head.partial); });
+                by_rows(0, rows_, [&](int64_t, auto rows) { add_in_place<rows.value>(head, first, count); });
                 return;
             }
             widen(count);
             by_rows(from, rows_, [&](int64_t r, auto rows) {
-                add_values<rows.value>(weights + r * kPartition, panel_, chunk_ * kGroup,
-                                       visible(r + rows.value - 1, position, count), dim_, head.partial + r * dim_);
+                const int64_t num_keys = visible(r + rows.value - 1, position, count);
+                float* const partial = head.partial + r * dim_;
+                if constexpr (kPairs)
+                    add_value_pairs<rows.value>(pair_weights(head, first) + r * 2 * kPartition, pair_panel(),
+                                                chunk_ / 2 * kGroup * 4, ceil_div(num_keys, 2), dim_, partial);
+                else
+                    add_values<rows.value>(head.scores + first + r * kPartition, panel_, chunk_ * kGroup, num_keys, dim_,
+                                           partial);
             });
         });
         for (HeadState& head : heads_)
@@ -223,20 +296,30 @@ private:
     }
 
     void widen(int64_t count) {
+        if constexpr (kPairs) {
+            for (int64_t j = 0; j < count; j += 2) {
+                const char *even = addresses_[j], *odd = addresses_[j + 1];  // after the last one lie zeros
+                if (head_dim_ != dim_) even = stage(even, 0), odd = stage(odd, 1);
+                pack_pair<Kv>(even, odd, dim_, chunk_ / 2 * kGroup * 4, pair_panel() + j / 2 * kGroup * 4);
+                if (j % kWidth == kWidth - 2) ahead_.advance(kWidth * shape_.kv.row_bytes);
+            }
+            return;
+        }
         for (int64_t j = 0; j < count; ++j) {
             widen_value<Kv>(addresses_[j], head_dim_, dim_, chunk_ * kGroup, panel_ + j * kGroup);
             if (j % kWidth == kWidth - 1) ahead_.advance(kWidth * shape_.kv.row_bytes);
         }
     }
 
-    // Weights of int8 values take the values' scales.
-    void apply_scales(float* weights, int64_t from, int64_t count) {
+    // Weights of int8 values take the values' scales; with pairs they are then narrowed, to where no later ones lie.
+    void apply_scales(const HeadState& head, int64_t first, int64_t from, int64_t count) {
         load_scales(count, 1.0f);
-        for (int64_t r = from; r < rows_; ++r)
-            for (int64_t j = 0; j < count; j += kWidth) {
-                float* const some = weights + r * kPartition + j;
-                store(some, load(some) * load(factors_ + j));
-            }
+        for (int64_t r = from; r < rows_; ++r) {
+            float* const weights = head.scores + r * kPartition;
+            auto* const target = reinterpret_cast<std::conditional_t<kPairs, bf16, float>*>(weights);
+            for (int64_t j = 0; j < count; j += kWidth)
+                store_fast(target + first + j, load(weights + first + j) * load(factors_ + j));
+        }
     }
 
     const Item& item_;

@@ -201,16 +201,32 @@ inline Vec exp_of_negative(Vec x) {
     return p * Vec((IntVec(shifted) - IntVec(magic - 127.0f)) << 23);  // 2^n, n >= -126, or 0
 }
 
-// Scores [kPartition] of one row to weights exp(score - max), in place; rescales and extends the running pair.
-// Returns the factor for what was accumulated before.
+// Rounded as by `store`, subnormals perhaps to zero.
+inline void store_fast(float* target, Vec value) { store(target, value); }
+inline void store_fast(bf16* target, Vec value) {
+#if defined(BATON_AVX512) && defined(__AVX512BF16__)
+    const __m256bh narrow = _mm512_cvtneps_pbh(value);
+    std::memcpy(target, &narrow, sizeof narrow);
+#else
+    store(target, value);
+#endif
+}
+
+// Scores [kPartition] of one row to weights exp(score - max), in place, as W from the row's start; rescales and extends
+// the running pair. Returns the factor for what was accumulated before.
+template <typename W>
 inline float softmax_row(float* scores, int64_t visible, float& running_max, float& running_sum) {
     for (int64_t j = visible; j < kPartition; ++j) scores[j] = -kInfinity;
     Vec highest = load(scores);
     for (int64_t j = kWidth; j < kPartition; j += kWidth) highest = max(highest, load(scores + j));
     const float new_max = std::max(running_max, max_lanes(highest));
-    for (int64_t j = 0; j < kPartition; j += kWidth) store(scores + j, exp_of_negative(load(scores + j) - new_max));
-    Vec total = load(scores);
-    for (int64_t j = kWidth; j < kPartition; j += kWidth) total += load(scores + j);
+    W* const weights = reinterpret_cast<W*>(scores);  // written no further than scores are read
+    Vec total = {};
+    for (int64_t j = 0; j < kPartition; j += kWidth) {
+        const Vec some = exp_of_negative(load(scores + j) - new_max);
+        store_fast(weights + j, some);
+        total += some;
+    }
     const float rescale = exp_of_negative(splat(running_max - new_max))[0];
     running_max = new_max;
     running_sum = running_sum * rescale + sum_lanes(total);

@@ -33,6 +33,7 @@ SOURCE_DIR = Path(__file__).parent
 SOURCES = (
     "gemm.cpp",
     "gemm_amx.cpp",
+    "gemm_dot.cpp",
     "gemm_int8.cpp",
     "attention.cpp",
     "rowwise.cpp",
@@ -45,12 +46,15 @@ SOURCES = (
 HEADERS = (
     "attention.h",
     "attention_pages.h",
+    "attention_pairs.h",
     "attention_panels.h",
     "attention_tiles.h",
     "core_board.h",
     "gemm.h",
     "gemm_amx.h",
+    "gemm_dot.h",
     "gemm_int8.h",
+    "gemm_words.h",
     "operand.h",
     "kv_rows.h",
     "processors.h",
@@ -62,6 +66,8 @@ HEADERS = (
     "stage.h",
     "team.h",
     "threads.h",
+    "word_tile.h",
+    "words.h",
 )
 FLAGS = (
     "-std=c++20",

@@ -70,7 +70,7 @@ public:
     const float *const cos, *const sin;
     const float eps, scale;
     Team team;
-    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, int8_memory, tiles_memory;
+    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, int8_memory, bf16_memory;
     double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
 
@@ -118,7 +118,7 @@ public:
           shape_(KvShape(s_.num_layers, batch.block_size, s_.num_kv_heads, s_.head_dim, batch.kv_int8, sizeof(T) == 2),
                  s_.num_heads, model.scale),
           items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
-          operands_(model.team, model.int8_memory, model.tiles_memory, std::max(batch.num_tokens, batch.num_logit_rows),
+          operands_(model.team, model.int8_memory, model.bf16_memory, std::max(batch.num_tokens, batch.num_logit_rows),
                     std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
         a_ = model.rows_memory.floats(rows * std::max(s_.hidden, s_.query()));

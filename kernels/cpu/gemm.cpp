@@ -9,6 +9,7 @@
 #include "gemm.h"
 
 #include "gemm_amx.h"
+#include "gemm_dot.h"
 #include "gemm_int8.h"
 
 namespace baton {
@@ -164,12 +165,15 @@ int64_t baton_out_features(const void* packed, int64_t packed_bytes, int64_t in_
                packed_bytes == amx_packed_bytes(header.out_features, in_features);
         break;
     case WeightKind::kAmxInt8:
-        fits = amx_is_lent() && header.panel == kInt8Panel &&
+        fits = amx_is_lent() && header.panel == kWordPanel &&
                packed_bytes == int8_packed_bytes(header.out_features, in_features);
         break;
     case WeightKind::kInt8:
     case WeightKind::kInt8Weights:
-        fits = header.panel == kInt8Panel && packed_bytes == int8_packed_bytes(header.out_features, in_features);
+        fits = header.panel == kWordPanel && packed_bytes == int8_packed_bytes(header.out_features, in_features);
+        break;
+    case WeightKind::kDotBf16:
+        fits = kHasDot && header.panel == kWordPanel && packed_bytes == dot_packed_bytes(header.out_features, in_features);
         break;
     }
     return fits ? header.out_features : -1;
@@ -189,6 +193,9 @@ void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* p
     if constexpr (kHasAmx)
         if (header.kind == WeightKind::kAmxBf16 || header.kind == WeightKind::kAmxInt8)
             return amx_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
+    if constexpr (kHasDot)
+        if (header.kind == WeightKind::kDotBf16)
+            return dot_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
     if (header.kind != WeightKind::kFloat)
         return int8_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
     const char* panels = static_cast<const char*>(packed) + sizeof header;

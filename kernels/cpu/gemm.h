@@ -21,7 +21,7 @@ namespace baton {
 constexpr int64_t kPanel = 2 * kWidth;               // output features side by side in a panel
 constexpr int64_t kRowTile = kWidth == 16 ? 12 : 6;  // rows x 2 accumulators fill the registers
 constexpr int64_t kRowBlockBytes = 192 * 1024;       // fp32 rows that stay in L2 while panels pass
-constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kPrefetchBytes = 4096;
 
 // Bytes from a panel's line at k to the line asked for then: offset + k * step.
 struct Ahead {
@@ -123,6 +123,7 @@ enum class WeightKind : int64_t {
     kInt8Weights = 2,  // the same panels, widened; rows stay fp32
     kAmxBf16 = 3,      // tiles for the matrix unit (`gemm_amx.h`), rows rounded to bf16
     kAmxInt8 = 4,      // the bytes and results of kInt8, multiplied by the matrix unit
+    kDotBf16 = 5,      // pairs of bf16 (`gemm_dot.h`), rows rounded to bf16
 };
 
 // What `baton_pack` writes before the panels.

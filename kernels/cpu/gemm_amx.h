@@ -41,7 +41,7 @@ constexpr int64_t kAmxPanel = 32;                   // output features of a pane
 constexpr int64_t kAmxStepBytes = 2 * kTileBytes;   // of a panel per tile depth of k
 constexpr int64_t kAmxRowBlockBytes = 1024 * 1024;  // tiles of rows that stay in L2 while panels pass
 constexpr int64_t kAmxPrefetchBytes = 4096;
-static_assert(!kHasAmx || kInt8Panel == kAmxPanel);  // machines with AMX have AVX-512
+static_assert(!kHasAmx || kWordPanel == kAmxPanel);  // machines with AMX have AVX-512
 
 // Rows in tiles of `height` rows, the last ones perhaps missing: one tile, or an even number of them.
 struct TileCut {

@@ -4,40 +4,36 @@
 // AVX2 two do (`vpmaddubsw`, `vpmaddwd`), without saturation for packed values; elsewhere shifts do. All are exact.
 #include "gemm_int8.h"
 
+#include "word_tile.h"
+
 namespace baton {
 namespace {
 
 // sum + the four products of a lane's bytes: x unsigned, w signed.
-inline IntVec dot_quads(IntVec sum, IntVec x, IntVec w) {
-#if defined(BATON_AVX512) && defined(__AVX512VNNI__)
-    return IntVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(x), __m512i(w)));
-#elif defined(BATON_AVX512) && defined(__AVX512BW__)
-    const __m512i pairs = _mm512_maddubs_epi16(__m512i(x), __m512i(w));
-    return sum + IntVec(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-#elif defined(BATON_AVX2) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return IntVec(_mm256_dpbusd_epi32(__m256i(sum), __m256i(x), __m256i(w)));
-#elif defined(BATON_AVX2) && defined(__AVXVNNI__)
-    return IntVec(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(x), __m256i(w)));
-#elif defined(BATON_AVX2)
-    const __m256i pairs = _mm256_maddubs_epi16(__m256i(x), __m256i(w));
-    return sum + IntVec(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-#else
-    const UintVec bytes = UintVec(x);
-    for (int shift = 0; shift < 32; shift += 8)
-        sum += IntVec((bytes >> shift) & 255) * (IntVec(UintVec(w) << (24 - shift)) >> 24);
-    return sum;
-#endif
-}
+struct DotBytes {
+    using Sums = IntVec;
 
-// Keeps the compiler from computing several rows at once and spilling the sums for it.
-template <typename T>
-inline void keep_in_register([[maybe_unused]] T& value) {
-#if defined(BATON_AVX512)
-    asm volatile("" : "+v"(value));
+    static IntVec add(IntVec sum, IntVec x, IntVec w) {
+#if defined(BATON_AVX512) && defined(__AVX512VNNI__)
+        return IntVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(x), __m512i(w)));
+#elif defined(BATON_AVX512) && defined(__AVX512BW__)
+        const __m512i pairs = _mm512_maddubs_epi16(__m512i(x), __m512i(w));
+        return sum + IntVec(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#elif defined(BATON_AVX2) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        return IntVec(_mm256_dpbusd_epi32(__m256i(sum), __m256i(x), __m256i(w)));
+#elif defined(BATON_AVX2) && defined(__AVXVNNI__)
+        return IntVec(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(x), __m256i(w)));
 #elif defined(BATON_AVX2)
-    asm volatile("" : "+x"(value));
+        const __m256i pairs = _mm256_maddubs_epi16(__m256i(x), __m256i(w));
+        return sum + IntVec(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#else
+        const UintVec bytes = UintVec(x);
+        for (int shift = 0; shift < 32; shift += 8)
+            sum += IntVec((bytes >> shift) & 255) * (IntVec(UintVec(w) << (24 - shift)) >> 24);
+        return sum;
 #endif
-}
+    }
+};
 
 // Lanes of 0 to 255 as bytes.
 inline void store_bytes(uint8_t* target, UintVec lanes) {
@@ -55,57 +51,14 @@ inline void store_bytes(uint8_t* target, UintVec lanes) {
     std::memcpy(target, &bytes, sizeof bytes);
 }
 
-inline IntVec load_quads(const int8_t* source) {
-    IntVec result;
-    std::memcpy(&result, source, sizeof result);
-    return result;
-}
-
-inline IntVec splat_quad(const uint8_t* source) {
-    int32_t quad;
-    std::memcpy(&quad, source, sizeof quad);
-    return quad - IntVec{};
-}
-
-template <int Rows, int Panels>
-int64_t integer_sums(const uint8_t* x, int64_t quads, const int8_t* panel, Ahead ahead, int32_t* out) {
-    IntVec sums[Rows][2 * Panels];
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-        for (int v = 0; v < 2 * Panels; ++v) sums[r][v] = IntVec{};
-    const char* next = reinterpret_cast<const char*>(panel) + ahead.offset;
-    for (int64_t k = 0; k < quads; ++k, next += ahead.step) {
-#pragma GCC unroll 4
-        for (int p = 0; p < Panels; ++p) {
-            prefetch(next + p * quads * 4 * kInt8Panel);
-            const int8_t* line = panel + (p * quads + k) * 4 * kInt8Panel;
-            const IntVec low = load_quads(line), high = load_quads(line + 4 * kWidth);
-#pragma GCC unroll 16
-            for (int r = 0; r < Rows; ++r) {
-                const IntVec value = splat_quad(x + (r * quads + k) * 4);
-                sums[r][2 * p] = dot_quads(sums[r][2 * p], value, low);
-                sums[r][2 * p + 1] = dot_quads(sums[r][2 * p + 1], value, high);
-                if (Rows > 2) keep_in_register(sums[r][2 * p]), keep_in_register(sums[r][2 * p + 1]);
-            }
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-        for (int v = 0; v < 2 * Panels; ++v)
-            std::memcpy(out + r * kInt8TileColumns + v * kWidth, &sums[r][v], sizeof(IntVec));
-    return Panels;
-}
-
 // Byte `k % 4` of every lane of a line's two halves, as floats.
 template <int Byte>
 inline void widen_line(const int8_t* line, Vec& low, Vec& high) {
     const auto widened = [](IntVec quads) {
         return __builtin_convertvector(IntVec(UintVec(quads) << (24 - 8 * Byte)) >> 24, Vec);
     };
-    low = widened(load_quads(line));
-    high = widened(load_quads(line + 4 * kWidth));
+    low = widened(load_words(reinterpret_cast<const char*>(line)));
+    high = widened(load_words(reinterpret_cast<const char*>(line + 4 * kWidth)));
 }
 
 template <int Rows, int Panels, int Byte>
@@ -126,7 +79,7 @@ inline void widened_step(const float* x, int64_t in_features, const int8_t* line
 
 template <int Rows, int Panels>
 int64_t widened_sums(const float* x, int64_t in_features, const int8_t* panel, Ahead ahead, float* out) {
-    const int64_t whole = in_features / 4, rest = in_features % 4, line = 4 * kInt8Panel;
+    const int64_t whole = in_features / 4, rest = in_features % 4, line = 4 * kWordPanel;
     const int64_t panel_bytes = num_quads(in_features) * line;
     Vec sums[Rows][2 * Panels];
 #pragma GCC unroll 16
@@ -148,35 +101,8 @@ int64_t widened_sums(const float* x, int64_t in_features, const int8_t* panel, A
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < 2 * Panels; ++v) store(out + r * kInt8TileColumns + v * kWidth, sums[r][v]);
+        for (int v = 0; v < 2 * Panels; ++v) store(out + r * kWordTileColumns + v * kWidth, sums[r][v]);
     return Panels;
-}
-
-// Few rows take several panels, so that sums enough are under way.
-template <int Rows>
-constexpr int kMostPanels = Rows == 1 ? 4 : Rows == 2 || (kWidth == 16 && Rows <= 4) ? 2 : 1;
-
-template <int Rows, typename Sums>
-int64_t with_panels(int64_t panels_left, const Sums& sums) {
-    constexpr int most = kMostPanels<Rows>;
-    if (panels_left >= most) return sums.template operator()<Rows, most>();
-    if constexpr (most == 4)
-        if (panels_left >= 2) return sums.template operator()<Rows, 2>();
-    return sums.template operator()<Rows, 1>();
-}
-
-template <typename Sums>
-int64_t with_rows(int64_t num_rows, int64_t panels_left, const Sums& sums) {
-    switch (num_rows) {
-#define BATON_ROWS(ROWS) \
-    case ROWS: return with_panels<ROWS>(panels_left, sums);
-        BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6)
-#if BATON_WIDTH == 16
-        BATON_ROWS(7) BATON_ROWS(8) BATON_ROWS(9) BATON_ROWS(10) BATON_ROWS(11) BATON_ROWS(12)
-#endif
-#undef BATON_ROWS
-    }
-    __builtin_unreachable();  // tiles have 1 to kInt8RowTile rows
 }
 
 }  // namespace
@@ -184,7 +110,8 @@ int64_t with_rows(int64_t num_rows, int64_t panels_left, const Sums& sums) {
 int64_t int8_tile(int64_t num_rows, int64_t panels_left, const uint8_t* x, int64_t quads, const int8_t* panel,
                   Ahead ahead, int32_t* sums) {
     return with_rows(num_rows, panels_left, [&]<int Rows, int Panels>() {
-        return integer_sums<Rows, Panels>(x, quads, panel, ahead, sums);
+        return word_sums<DotBytes, Rows, Panels>(reinterpret_cast<const char*>(x), quads,
+                                               reinterpret_cast<const char*>(panel), ahead, sums);
     });
 }
 
@@ -227,8 +154,8 @@ void quantize_row(const float* x, int64_t in_features, int64_t m, const Int8Rows
 }
 
 int64_t int8_packed_bytes(int64_t out_features, int64_t in_features) {
-    const int64_t columns = ceil_div(out_features, kInt8Panel) * kInt8Panel;
-    return int64_t(sizeof(PackedHeader)) + columns * (8 + 4 * num_quads(in_features)) + kInt8SlackBytes;
+    const int64_t columns = ceil_div(out_features, kWordPanel) * kWordPanel;
+    return int64_t(sizeof(PackedHeader)) + columns * (8 + 4 * num_quads(in_features)) + kWordSlackBytes;
 }
 
 namespace {
@@ -268,7 +195,7 @@ using namespace baton;
 
 extern "C" {
 
-int64_t baton_int8_panel_width() { return kInt8Panel; }
+int64_t baton_int8_panel_width() { return kWordPanel; }
 
 int64_t baton_int8_packed_bytes(int64_t out_features, int64_t in_features) {
     return int8_packed_bytes(out_features, in_features);
@@ -278,18 +205,18 @@ int64_t baton_int8_packed_bytes(int64_t out_features, int64_t in_features) {
 void baton_int8_pack(int64_t kind, const int8_t* values, const float* scales, int64_t out_features, int64_t in_features,
                      void* packed) {
     std::memset(packed, 0, size_t(int8_packed_bytes(out_features, in_features)));
-    const PackedHeader header{kPackedMagic, out_features, in_features, 1, kInt8Panel, WeightKind(kind), {}};
+    const PackedHeader header{kPackedMagic, out_features, in_features, 1, kWordPanel, WeightKind(kind), {}};
     std::memcpy(packed, &header, sizeof header);
     const Int8Weight weight(packed);
     std::memcpy(const_cast<float*>(weight.scales), scales, size_t(out_features) * sizeof(float));
     int32_t* sums = const_cast<int32_t*>(weight.sums);
     int8_t* panels = const_cast<int8_t*>(weight.panels);
     for (int64_t n = 0; n < out_features; ++n) {
-        int8_t* panel = panels + n / kInt8Panel * weight.panel_bytes() + n % kInt8Panel * 4;
+        int8_t* panel = panels + n / kWordPanel * weight.panel_bytes() + n % kWordPanel * 4;
         for (int64_t k = 0; k < in_features; ++k) {
             const int8_t value = values[n * in_features + k];
             sums[n] += value;
-            panel[k / 4 * 4 * kInt8Panel + k % 4] = value;
+            panel[k / 4 * 4 * kWordPanel + k % 4] = value;
         }
     }
 }

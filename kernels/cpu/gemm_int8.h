@@ -1,7 +1,7 @@
 // Rows times an int8 weight: the integer product (`Int8Rows`, both sides int8) and the widened one (rows fp32).
 //
 // A packed weight is, after its `PackedHeader`: scales fp32 [N'], column sums int32 [N'], and panels
-// [N' / kInt8Panel][ceil(K / 4)][kInt8Panel][4] of int8, N' = N rounded up to panels: four values of k of one column
+// [N' / kWordPanel][ceil(K / 4)][kWordPanel][4] of int8, N' = N rounded up to panels: four values of k of one column
 // share a 32-bit lane, which is what a dot-product instruction (and a matrix unit's tile) reads.
 //
 // Integer product. A row is x[k] ~ scale_x * q[k] with q in [-127, 127], kept as bytes q + 128; a column is
@@ -16,15 +16,9 @@
 // Widened product. y = (one chain of fused multiply-adds in k order over x[k] * float(p[k])) * scale_w[n] (+ bias).
 #pragma once
 
-#include "gemm.h"
+#include "gemm_words.h"
 
 namespace baton {
-
-constexpr int64_t kInt8Panel = 2 * kWidth;
-constexpr int64_t kInt8RowTile = kRowTile;
-constexpr int64_t kInt8TileColumns = 4 * kInt8Panel;
-constexpr int64_t kInt8SlackBytes = 2048;  // after the last panel, for tiles that are read past its end
-constexpr int64_t kInt8RowBlockBytes = 256 * 1024;  // bytes of rows that stay in L2 while panels pass
 
 inline int64_t num_quads(int64_t in_features) { return ceil_div(in_features, 4); }
 
@@ -38,8 +32,8 @@ struct Int8Weight {
     explicit Int8Weight(const void* packed)
         : in_features(header_of(packed).in_features), out_features(header_of(packed).out_features),
           scales(reinterpret_cast<const float*>(static_cast<const char*>(packed) + sizeof(PackedHeader))),
-          sums(reinterpret_cast<const int32_t*>(scales + num_panels() * kInt8Panel)),
-          panels(reinterpret_cast<const int8_t*>(sums + num_panels() * kInt8Panel)) {}
+          sums(reinterpret_cast<const int32_t*>(scales + num_panels() * kWordPanel)),
+          panels(reinterpret_cast<const int8_t*>(sums + num_panels() * kWordPanel)) {}
 
     // Results from the sums of columns n to n + kWidth - 1.
     Vec scaled(const int32_t* column_sums, int64_t n, float x_scale) const {
@@ -49,8 +43,8 @@ struct Int8Weight {
         return __builtin_convertvector(sum - offset * 128, Vec) * (splat(x_scale) * load(scales + n));
     }
 
-    int64_t num_panels() const { return ceil_div(out_features, kInt8Panel); }
-    int64_t panel_bytes() const { return num_quads(in_features) * 4 * kInt8Panel; }
+    int64_t num_panels() const { return ceil_div(out_features, kWordPanel); }
+    int64_t panel_bytes() const { return num_quads(in_features) * 4 * kWordPanel; }
 };
 
 // Quantized rows: bytes q + 128, each row filled up to whole quads, and one scale per row.
@@ -70,57 +64,31 @@ struct Int8Rows {
 // of scale NaN, so that all of its results are NaN and no other row's are.
 void quantize_row(const float* x, int64_t in_features, int64_t m, const Int8Rows& rows);
 
-// num_rows rows (at most kInt8RowTile) against some of `panels_left` panels from `panel` on; returns how many. The
-// sums go to sums[row * kInt8TileColumns + column]. Panels are a fixed number of bytes apart.
+// num_rows rows (at most kWordRowTile) against some of `panels_left` panels from `panel` on; returns how many. The
+// sums go to sums[row * kWordTileColumns + column]. Panels are a fixed number of bytes apart.
 int64_t int8_tile(int64_t num_rows, int64_t panels_left, const uint8_t* x, int64_t quads, const int8_t* panel,
                   Ahead ahead, int32_t* sums);
 int64_t widened_tile(int64_t num_rows, int64_t panels_left, const float* x, int64_t in_features, const int8_t* panel,
                      Ahead ahead, float* sums);
 
-// Panels [begin, end) of `weight`, `num_rows` rows cut into blocks that stay in cache and tiles of about equal
-// height. multiply(first row, number of rows, panel, panels left, ahead) computes a tile and returns its panels;
-// finish(first row, number of rows, panel, panels) writes it.
-template <typename Multiply, typename Finish>
-void walk_int8(const Int8Weight& weight, int64_t num_rows, int64_t row_bytes, int64_t begin, int64_t end,
-               const Multiply& multiply, const Finish& finish) {
-    const int64_t block = std::max(2 * kInt8RowTile, kInt8RowBlockBytes / std::max<int64_t>(row_bytes, 1));
-    const int64_t num_blocks = ceil_div(num_rows, block), panel_bytes = weight.panel_bytes();
-    constexpr int64_t line = 4 * kInt8Panel;
-    for (int64_t b = 0; b < num_blocks; ++b) {
-        const int64_t first = num_rows * b / num_blocks, rows = num_rows * (b + 1) / num_blocks - first;
-        const int64_t tiles = ceil_div(rows, kInt8RowTile);
-        for (int64_t panel = begin; panel < end;) {
-            int64_t taken = 0;
-            for (int64_t t = 0; t < tiles; ++t) {
-                const int64_t from = first + rows * t / tiles, count = first + rows * (t + 1) / tiles - from;
-                const Ahead ahead = tiles == 1 ? Ahead{kPrefetchBytes, line}
-                                               : Ahead{panel_bytes * (tiles + t) / tiles, line / tiles};
-                taken = multiply(from, count, panel, tiles == 1 ? end - panel : 1, ahead);
-                finish(from, count, panel, taken);
-            }
-            panel += taken;
-        }
-    }
-}
-
 // Quantized rows x panels [begin, end); `output` as in `gemm`.
 template <typename Output>
 void gemm_int8(const Int8Rows& x, int64_t num_rows, const Int8Weight& weight, int64_t begin, int64_t end,
                const Output& output) {
-    alignas(64) int32_t sums[kInt8RowTile * kInt8TileColumns];
+    alignas(64) int32_t sums[kWordRowTile * kWordTileColumns];
     const int64_t quads = num_quads(weight.in_features);
-    walk_int8(
-        weight, num_rows, 4 * quads, begin, end,
+    walk_words(
+        quads, num_rows, 4 * quads, begin, end,
         [&](int64_t row, int64_t rows, int64_t panel, int64_t panels_left, Ahead ahead) {
             return int8_tile(rows, panels_left, x.values + row * 4 * quads, quads,
                              weight.panels + panel * weight.panel_bytes(), ahead, sums);
         },
         [&](int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-            for (int64_t column = 0; column < panels * kInt8Panel; column += kWidth) {
-                const int64_t n = panel * kInt8Panel + column;
+            for (int64_t column = 0; column < panels * kWordPanel; column += kWidth) {
+                const int64_t n = panel * kWordPanel + column;
                 for (int64_t r = 0; r < rows; ++r)
                     output.write(row + r, n,
-                                 weight.scaled(sums + r * kInt8TileColumns + column, n, x.scales[row + r]));
+                                 weight.scaled(sums + r * kWordTileColumns + column, n, x.scales[row + r]));
             }
         });
 }
@@ -129,19 +97,19 @@ void gemm_int8(const Int8Rows& x, int64_t num_rows, const Int8Weight& weight, in
 template <typename Output>
 void gemm_widened(const float* x, int64_t num_rows, const Int8Weight& weight, int64_t begin, int64_t end,
                   const Output& output) {
-    alignas(64) float sums[kInt8RowTile * kInt8TileColumns];
-    walk_int8(
-        weight, num_rows, 4 * weight.in_features, begin, end,
+    alignas(64) float sums[kWordRowTile * kWordTileColumns];
+    walk_words(
+        num_quads(weight.in_features), num_rows, 4 * weight.in_features, begin, end,
         [&](int64_t row, int64_t rows, int64_t panel, int64_t panels_left, Ahead ahead) {
             return widened_tile(rows, panels_left, x + row * weight.in_features, weight.in_features,
                                 weight.panels + panel * weight.panel_bytes(), ahead, sums);
         },
         [&](int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-            for (int64_t column = 0; column < panels * kInt8Panel; column += kWidth) {
-                const int64_t n = panel * kInt8Panel + column;
+            for (int64_t column = 0; column < panels * kWordPanel; column += kWidth) {
+                const int64_t n = panel * kWordPanel + column;
                 const Vec scale = load(weight.scales + n);
                 for (int64_t r = 0; r < rows; ++r)
-                    output.write(row + r, n, load(sums + r * kInt8TileColumns + column) * scale);
+                    output.write(row + r, n, load(sums + r * kWordTileColumns + column) * scale);
             }
         });
 }

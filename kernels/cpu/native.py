@@ -39,6 +39,9 @@ SIGNATURES = {
     "baton_amx_acquire": "i",
     "baton_amx_packed_bytes": "iii",
     "baton_amx_pack": "piip-",
+    "baton_dot_is_there": "i",
+    "baton_dot_packed_bytes": "iii",
+    "baton_dot_pack": "piip-",
     "baton_linear": "piippipii-",
     "baton_int8_panel_width": "i",
     "baton_int8_packed_bytes": "iii",
@@ -77,12 +80,7 @@ SIGNATURES = {
     "baton_sample": "ppiiippppppippi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
-_INT8_KINDS = {
-    (Quantization.INT8, Isa.SIMD): WeightKind.INT8,
-    (Quantization.INT8, Isa.AMX): WeightKind.AMX_INT8,
-    (Quantization.INT8_WEIGHTS, Isa.SIMD): WeightKind.INT8_WEIGHTS,
-    (Quantization.INT8_WEIGHTS, Isa.AMX): WeightKind.INT8_WEIGHTS,
-}
+_UNITS = {Isa.SIMD: "", Isa.DOT: "-dot", Isa.AMX: "-amx"}  # in `packed_layout`
 
 
 def bind(library: ctypes.CDLL) -> Any:
@@ -111,7 +109,7 @@ class NativeKernels:
     """The operations of `kernels.ops` by the compiled library, on `num_threads` threads.
 
     Weights of bf16, and of int8 whose rows are quantized too, are packed for the matrix unit where
-    `choose_isa` says so; all else is SIMD.
+    `choose_isa` says so, those of bf16 for products of pairs; all else is SIMD.
     """
 
     def __init__(
@@ -125,19 +123,24 @@ class NativeKernels:
         """
         self._num_threads, self._quantization, self._seat = num_threads, quantization, seat
         self._library = bind(library)
-        choice = choose_isa(requested_isa(os.environ), self._library.baton_amx_acquire, cpu_has_amx)
+        choice = choose_isa(
+            requested_isa(os.environ),
+            self._library.baton_amx_acquire,
+            cpu_has_amx,
+            lambda: bool(self._library.baton_dot_is_there()),
+        )
         self._isa = choice.isa
         if choice.is_lost:
-            logger.warning("products use SIMD, several times slower: %s", choice.reason)
-        elif choice.isa is Isa.AMX:
+            logger.warning("products use %s, several times slower: %s", choice.isa.value, choice.reason)
+        elif choice.isa is not Isa.SIMD:
             logger.info("products use %s", choice.reason)
 
     @property
     def packed_layout(self) -> str:
-        unit = "-amx" if self._isa is Isa.AMX else ""
         if self._quantization is not Quantization.NONE:
+            unit = _UNITS[Isa.AMX] if self._isa is Isa.AMX else ""  # pairs of bf16 are no matter of int8
             return f"quads{self._library.baton_int8_panel_width()}-{self._quantization.value}{unit}"
-        return f"panels{self._library.baton_panel_width()}-paired{unit}"
+        return f"panels{self._library.baton_panel_width()}-paired{_UNITS[self._isa]}"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp` and `gemm_int8.h`."""
@@ -146,11 +149,15 @@ class NativeKernels:
             return self._pack_int8(*quantize_weight(weight, self._quantization))
         weight = weight.contiguous()
         out_features, in_features = weight.shape
-        if self._isa is Isa.AMX and weight.dtype is torch.bfloat16:
-            packed = torch.empty(
-                self._library.baton_amx_packed_bytes(out_features, in_features), dtype=torch.uint8
+        if self._isa is not Isa.SIMD and weight.dtype is torch.bfloat16:
+            library = self._library
+            num_bytes, pack = (
+                (library.baton_amx_packed_bytes, library.baton_amx_pack)
+                if self._isa is Isa.AMX
+                else (library.baton_dot_packed_bytes, library.baton_dot_pack)
             )
-            self._library.baton_amx_pack(weight.data_ptr(), out_features, in_features, packed.data_ptr())
+            packed = torch.empty(num_bytes(out_features, in_features), dtype=torch.uint8)
+            pack(weight.data_ptr(), out_features, in_features, packed.data_ptr())
             return packed
         element_bytes = weight.element_size()
         num_bytes = self._library.baton_packed_bytes(out_features, in_features, element_bytes)
@@ -166,7 +173,7 @@ class NativeKernels:
             self._library.baton_int8_packed_bytes(out_features, in_features), dtype=torch.uint8
         )
         self._library.baton_int8_pack(
-            _INT8_KINDS[self._quantization, self._isa],
+            self._int8_kind,
             values.contiguous().data_ptr(),
             scales.data_ptr(),
             out_features,
@@ -174,6 +181,12 @@ class NativeKernels:
             packed.data_ptr(),
         )
         return packed
+
+    @property
+    def _int8_kind(self) -> WeightKind:
+        if self._quantization is Quantization.INT8_WEIGHTS:
+            return WeightKind.INT8_WEIGHTS
+        return WeightKind.AMX_INT8 if self._isa is Isa.AMX else WeightKind.INT8
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._linear(x, packed, bias, x.dtype)
@@ -192,8 +205,9 @@ class NativeKernels:
                 f"not a weight packed as {self.packed_layout} for {in_features} input features: "
                 f"{tuple(packed.shape)} {packed.dtype}"
             )
-        if not is_bf16 and self._library.baton_weight_kind(packed_pointer) == WeightKind.AMX_BF16:
-            raise TypeError("`x` must be bf16 for a bf16 weight: the matrix unit would round it")
+        kind = self._library.baton_weight_kind(packed_pointer)
+        if not is_bf16 and kind in (WeightKind.AMX_BF16, WeightKind.DOT_BF16):
+            raise TypeError("`x` must be bf16 for a bf16 weight: its product would round it")
         out = torch.empty((num_tokens, out_features), dtype=dtype)
         bias_pointer, bias_bf16 = None, False
         if bias is not None:

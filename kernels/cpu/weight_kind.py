@@ -11,3 +11,4 @@ class WeightKind(IntEnum):
     INT8_WEIGHTS = 2
     AMX_BF16 = 3
     AMX_INT8 = 4
+    DOT_BF16 = 5

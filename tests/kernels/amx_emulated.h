@@ -13,7 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// All else around it is compiled fast (`tests/support/amx_emulation.py`); this is where its tests spend their time.
+// All else around it is compiled fast (`tests/support/isa_emulation.py`); this is where its tests spend their time.
 #pragma GCC push_options
 #pragma GCC optimize("O1")
 

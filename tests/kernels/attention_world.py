@@ -48,7 +48,7 @@ class World:
         shuffle = torch.Generator().manual_seed(placement)
         num_blocks = sum(-(-length // block_size) for length in lengths) + 3
         free = torch.randperm(num_blocks, generator=shuffle).tolist()
-        self.scale = head_dim**-0.5
+        self.scale, self.size = head_dim**-0.5, size
         self.block_size = block_size
         self.pool = torch.full((num_blocks, 2, 2, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
         if kv_int8:
@@ -93,6 +93,18 @@ class World:
         return list(out.split([stop - start for _, start, stop in spans]))
 
     def exact(self, index: int) -> Tensor:
+        weights, v = self._weights_and_values(index)
+        return (weights @ v).transpose(0, 1)
+
+    def largest_error(self, index: int) -> Tensor:
+        """Of an output in bf16: it is rounded once, and its weights may have been; each moves a number by at
+        most 2^-8 of itself."""
+        weights, v = self._weights_and_values(index)
+        return (
+            2**-8 * self.exact(index).abs() + 2**-8 * (weights @ v.abs()).transpose(0, 1) + 1e-5 * self.size
+        )
+
+    def _weights_and_values(self, index: int) -> tuple[Tensor, Tensor]:
         sequence = self.sequences[index]
         group = sequence.q.shape[1] // sequence.k.shape[1]
         q = sequence.q.double().transpose(0, 1)
@@ -100,4 +112,4 @@ class World:
         length = q.shape[1]
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(hidden, -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(0, 1)
+        return scores.softmax(-1), v

@@ -19,7 +19,7 @@ from kernels.cpu.native import SIGNATURES, NativeKernels
 from kernels.cpu.weight_kind import WeightKind
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
-from tests.support.amx_emulation import emulated_library
+from tests.support.isa_emulation import emulated_library
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
 
@@ -252,16 +252,23 @@ library.baton_linear(bytes(64), 1, 1, packed, None, 0, (ctypes.c_char * 64)(), 0
     assert "AMX emulation: no permission was requested" in result.stderr
 
 
-def test_refused_the_unit_it_runs_simd_and_says_so_in_one_line(library, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("has_dot", "kind", "told"),
+    [
+        (0, WeightKind.FLOAT, "simd, several times slower: the"),
+        (1, WeightKind.DOT_BF16, "avx512-bf16, several times slower: AVX-512 BF16: the"),
+    ],
+)
+def test_refused_the_unit_it_runs_the_next_best_and_says_so_in_one_line(
+    library, caplog, monkeypatch, has_dot, kind, told
+):
     monkeypatch.setenv("BATON_CPU_ISA", "auto")
     refusing = SimpleNamespace(**{name: getattr(library, name) for name in SIGNATURES})
-    refusing.baton_amx_acquire = lambda: 1
+    refusing.baton_amx_acquire, refusing.baton_dot_is_there = lambda: 1, lambda: has_dot
     kernels = NativeKernels(refusing, 1, Quantization.NONE)
     x, weight, _ = make_case(2, 64, 40)
     packed = kernels.pack_linear(weight)
-    assert library.baton_weight_kind(packed.data_ptr()) == WeightKind.FLOAT
+    assert library.baton_weight_kind(packed.data_ptr()) == kind
     assert kernels.linear(x, packed).shape == (2, 40)
     [record] = caplog.records
-    assert record.getMessage() == (
-        "products use SIMD, several times slower: the kernel does not lend AMX: Operation not permitted"
-    )
+    assert record.getMessage() == (f"products use {told} kernel does not lend AMX: Operation not permitted")

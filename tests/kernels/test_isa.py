@@ -20,6 +20,7 @@ from kernels.cpu.isa import (
     acquire_without_library,
     choose_isa,
     cpu_has_amx,
+    has_dot_without_library,
     requested_isa,
 )
 
@@ -32,31 +33,37 @@ def never() -> int:
     raise AssertionError("asked for what the user renounced")
 
 
+LACKING = "this CPU has no AMX"
+UNKNOWN = "the compiler does not know AMX: use g++ 11 or later"
+REFUSED = "the kernel does not lend AMX: Operation not permitted"
+
+
 @pytest.mark.parametrize(
-    ("requested", "answer", "has_amx", "isa", "reason", "is_lost"),
+    ("requested", "answer", "has_amx", "has_dot", "isa", "reason", "is_lost"),
     [
-        ("auto", 0, True, Isa.AMX, "this CPU's matrix unit", False),
-        ("amx", 0, True, Isa.AMX, "this CPU's matrix unit", False),
-        ("auto", NOT_COMPILED, False, Isa.SIMD, "this CPU has no AMX", False),
-        ("auto", NOT_COMPILED, True, Isa.SIMD, "the compiler does not know AMX: use g++ 11 or later", True),
-        (
-            "auto",
-            PERMISSION_DENIED,
-            True,
-            Isa.SIMD,
-            "the kernel does not lend AMX: Operation not permitted",
-            True,
-        ),
+        ("auto", 0, True, True, Isa.AMX, "this CPU's matrix unit", False),
+        ("amx", 0, True, True, Isa.AMX, "this CPU's matrix unit", False),
+        ("auto", NOT_COMPILED, False, False, Isa.SIMD, LACKING, False),
+        ("auto", NOT_COMPILED, True, False, Isa.SIMD, UNKNOWN, True),
+        ("auto", PERMISSION_DENIED, True, False, Isa.SIMD, REFUSED, True),
+        ("auto", NOT_COMPILED, False, True, Isa.DOT, f"AVX-512 BF16: {LACKING}", False),
+        ("auto", PERMISSION_DENIED, True, True, Isa.DOT, f"AVX-512 BF16: {REFUSED}", True),
     ],
 )
-def test_the_choice(requested, answer, has_amx, isa, reason, is_lost):
-    choice = choose_isa(requested, lambda: answer, lambda: has_amx)
+def test_the_choice(requested, answer, has_amx, has_dot, isa, reason, is_lost):
+    choice = choose_isa(requested, lambda: answer, lambda: has_amx, lambda: has_dot)
     assert (choice.isa, choice.reason, choice.is_lost) == (isa, reason, is_lost)
 
 
-def test_simd_when_asked_for_even_where_there_is_a_unit():
-    choice = choose_isa("simd", never, lambda: True)
-    assert (choice.isa, choice.is_lost) == (Isa.SIMD, False)
+@pytest.mark.parametrize("isa", [Isa.SIMD, Isa.DOT])
+def test_what_is_asked_for_even_where_there_is_a_unit(isa):
+    choice = choose_isa(isa.value, never, lambda: True, lambda: True)
+    assert (choice.isa, choice.is_lost) == (isa, False)
+
+
+def test_pairs_demanded_and_not_there_are_an_error():
+    with pytest.raises(IsaError, match="avx512-bf16, which this CPU or compiler lacks; set it to auto"):
+        choose_isa("avx512-bf16", never, lambda: True, lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +76,12 @@ def test_simd_when_asked_for_even_where_there_is_a_unit():
 )
 def test_what_is_demanded_and_not_there_is_an_error(answer, has_amx, message):
     with pytest.raises(IsaError, match=re.escape(message)):
-        choose_isa("amx", lambda: answer, lambda: has_amx)
+        choose_isa("amx", lambda: answer, lambda: has_amx, lambda: True)
 
 
 def test_unknown_instructions_are_an_error():
-    with pytest.raises(IsaError, match="BATON_CPU_ISA is `neon`; use auto, simd or amx"):
-        choose_isa("neon", never, lambda: True)
+    with pytest.raises(IsaError, match="BATON_CPU_ISA is `neon`; use auto, simd, avx512-bf16 or amx"):
+        choose_isa("neon", never, lambda: True, lambda: True)
 
 
 @pytest.mark.parametrize(("environment", "requested"), [({}, "auto"), ({"BATON_CPU_ISA": ""}, "auto")])
@@ -112,7 +119,7 @@ def test_the_kernel_is_asked_and_its_answer_understood(with_tiles):
         assert acquire_without_library(COMPILER) == answer
     else:
         assert answer > 0
-        choice = choose_isa("auto", lambda: answer, lambda: True)
+        choice = choose_isa("auto", lambda: answer, lambda: True, lambda: False)
         assert (choice.isa, choice.is_lost) == (Isa.SIMD, True)
         assert acquire_without_library(COMPILER) == NOT_COMPILED
     assert with_tiles.baton_amx_acquire() == answer
@@ -121,6 +128,12 @@ def test_the_kernel_is_asked_and_its_answer_understood(with_tiles):
 def test_without_a_compiler_there_is_no_unit():
     assert acquire_without_library(None) == NOT_COMPILED
     assert acquire_without_library("/no/such/compiler") == NOT_COMPILED
+    assert not has_dot_without_library(None)
+    assert not has_dot_without_library("/no/such/compiler")
+
+
+def test_what_the_compiler_knows_is_what_the_library_has():
+    assert has_dot_without_library(COMPILER) == bool(build.load_library().baton_dot_is_there())
 
 
 def compile_for_sapphire_rapids(source: str, *flags: str) -> str:
@@ -136,6 +149,11 @@ def test_the_unit_is_used_by_its_real_instructions():
     assembly = compile_for_sapphire_rapids("gemm_amx.cpp", "-O1", "-S")
     for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tdpbusd", "tilestored", "tilerelease"):
         assert instruction in assembly
+
+
+def test_pairs_are_multiplied_by_their_real_instruction():
+    assembly = compile_for_sapphire_rapids("gemm_dot.cpp", "-O1", "-S")
+    assert "vdpbf16ps" in assembly
 
 
 @pytest.mark.parametrize("source", [name for name in build.SOURCES if name != "gemm_amx.cpp"])

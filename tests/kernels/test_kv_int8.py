@@ -97,9 +97,12 @@ def test_attention_is_close_to_fp64_over_what_is_kept(backend, dtype, heads, hea
     lengths = [1, 17, 130, 257]
     world = World(lengths, heads, head_dim, 16, dtype, kv_int8=True)
     outputs = world.attend(backend, [(index, 0, length) for index, length in enumerate(lengths)])
-    rtol, atol = (1e-5, 1e-5) if dtype is torch.float32 else (2**-8, 1e-5)
     for index, out in enumerate(outputs):
-        torch.testing.assert_close(out.double(), world.exact(index), rtol=rtol, atol=atol)
+        exact = world.exact(index)
+        if dtype is torch.float32:
+            torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+        else:
+            assert ((out.double() - exact).abs() <= world.largest_error(index)).all()
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((8, 1), 80), ((4, 4), 128), ((8, 2), 32)])
@@ -153,7 +156,8 @@ def test_keys_and_values_of_any_size(backend, dtype, size):
     world = World([150], dtype=dtype, kv_int8=True, size=size)
     world.scale /= max(size, 1.0)
     [out] = world.attend(backend, [(0, 0, 150)])
-    torch.testing.assert_close(out.double(), world.exact(0), rtol=2**-7, atol=1e-5 * size)
+    assert out.isfinite().all()
+    assert ((out.double() - world.exact(0)).abs() <= world.largest_error(0)).all()
 
 
 def test_a_broken_key_shows_in_its_own_sequence_only(backend, dtype):

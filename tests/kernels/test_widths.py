@@ -28,6 +28,7 @@ FUNCTIONS = (
     "int8_packed_bytes",
     "int8_pack",
 )
+SOURCES = ("gemm.cpp", "gemm_amx.cpp", "gemm_dot.cpp", "gemm_int8.cpp")
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "-": None}
 
 
@@ -47,7 +48,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "-Werror",
         *PORTABLE[request.param],
     ]
-    sources = [str(build.SOURCE_DIR / name) for name in ("gemm.cpp", "gemm_amx.cpp", "gemm_int8.cpp")]
+    sources = [str(build.SOURCE_DIR / name) for name in SOURCES]
     result = subprocess.run(
         [*command, *sources, "-o", str(path)], capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,4 +1,5 @@
-"""The CPU kernels as for a machine with AMX, its tiles in plain C++ (`tests/kernels/amx_emulated.h`).
+"""The CPU kernels as for a machine with AMX, its tiles in plain C++ (`tests/kernels/amx_emulated.h`), and
+with products of pairs (`gemm_dot.cpp` has their emulation).
 
 Sources are those of every machine; vectors are 16 floats wide, as on machines with AMX. The library is
 cached like the machine's own, by its sources, flags and that header.
@@ -25,6 +26,7 @@ def emulated_library() -> ctypes.CDLL:
         "-Wno-psabi",
         "-DBATON_WIDTH=16",
         f"-DBATON_AMX_EMULATED=0x{version}",
+        "-DBATON_DOT_EMULATED",
         f"-I{HEADER.parent}",
     )
     return build.load_library(flags)

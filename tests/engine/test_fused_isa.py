@@ -1,4 +1,4 @@
-"""A whole pass through the emulated matrix unit equals its operations one by one, bit for bit."""
+"""A whole pass by emulated instructions equals its operations one by one, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,29 +14,38 @@ from kernels.cpu.backend import CpuBackend
 from kernels.quantization import Quantization
 from tests.engine.test_fused import CASES, make_batches
 from tests.engine.tiny_models import BLOCK_SIZE, Engine
-from tests.support.amx_emulation import emulated_library
+from tests.support.isa_emulation import emulated_library
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
 
 VARIANTS = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
 
 
-@pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
+@pytest.mark.parametrize(
+    ("isa", "quantization", "layout"),
+    [
+        ("amx", Quantization.NONE, "paired-amx"),
+        ("amx", Quantization.INT8, "int8-amx"),
+        ("avx512-bf16", Quantization.NONE, "paired-dot"),
+    ],
+)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fused_equals_the_operations_one_by_one(
     variant: str,
     num_threads: int,
+    isa: str,
     quantization: Quantization,
+    layout: str,
     checkpoint: Any,
     prepare: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("BATON_CPU_ISA", "amx")
+    monkeypatch.setenv("BATON_CPU_ISA", isa)
     monkeypatch.setattr(cpu_backend, "load_library", emulated_library)
     family, overrides = CASES[variant]
     backend = CpuBackend(num_threads, quantization)
-    assert backend.packed_layout.endswith("-amx")
+    assert backend.packed_layout.endswith(layout)
     prepared = prepare(checkpoint(family, **overrides).directory, Dtype.BF16, backend)
     fused, oracle = Engine(prepared, backend), Engine(prepared, backend, fuse=False)
     vocab_size = prepared.spec.vocab_size
