@@ -148,6 +148,13 @@ class PlacedRole:
         except TimeoutError:
             return False
 
+    async def next_wish(self, timeout_s: float) -> tuple[str, str] | None:
+        wish: tuple[str, str] | None = await _answer(self._actor.next_wish.remote(timeout_s), if_dead=None)
+        if wish is None:
+            return None
+        worker, role = wish
+        return worker, role
+
     async def stop(self) -> None:
         await _answer(self._actor.stop.remote(), if_dead=None)
 

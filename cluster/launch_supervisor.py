@@ -16,7 +16,9 @@
    and a decode worker.
 4. A rolling restart drains the workers and starts their next epoch one after the other, each when the one
    before it serves: RESTARTING ──Exited──► STARTING (epoch + 1).
-5. A stop drains the router first, while the workers still serve it, then the workers; whoever outlives its
+5. A shift does the same with one worker, whose next epoch has the other role. One at a time, while everybody
+   serves, and never of the last decode worker. One that does not come up in its new role goes back.
+6. A stop drains the router first, while the workers still serve it, then the workers; whoever outlives its
    deadline is killed. A second stop kills at once.
 """
 
@@ -83,6 +85,14 @@ class RestartRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ShiftRequested:
+    """A worker is to have the other role: "prefill" | "decode"."""
+
+    role: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """A signal: the first drains, the second kills."""
 
@@ -92,7 +102,7 @@ class Tick:
     """`next_deadline()` passed."""
 
 
-Event = Ready | Exited | Hung | RestartRequested | StopRequested | Tick
+Event = Ready | Exited | Hung | RestartRequested | ShiftRequested | StopRequested | Tick
 
 
 # ---- actions -------------------------------------------------------------------------------------
@@ -102,6 +112,14 @@ Event = Ready | Exited | Hung | RestartRequested | StopRequested | Tick
 class Start:
     role: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Become:
+    """From its next start on the worker is of this kind; its process may be placed before."""
+
+    role: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +156,14 @@ class Finish:
     error: str | None
 
 
-Action = Start | Drain | Kill | Say | AllReady | Finish
+Action = Start | Become | Drain | Kill | Say | AllReady | Finish
 
 
 @dataclass(slots=True)
 class _Role:
     name: str
     kind: str  # "router" | "prefill" | "decode"
+    kind_before: str | None = None  # shifted, and not ready since
     state: RoleState = RoleState.STARTING
     epoch: int = 1
     deadline: float | None = None  # of the state
@@ -186,6 +205,8 @@ class Supervisor:
                 return self._on_hung(event, now)
             case RestartRequested():
                 return self._on_restart(now)
+            case ShiftRequested(name, kind):
+                return self._on_shift(name, kind, now)
             case StopRequested():
                 return self._on_stop(now)
             case Tick():
@@ -206,8 +227,10 @@ class Supervisor:
             return []
         role.state, role.deadline, role.ready_at = RoleState.READY, None, now
         was_ready, role.was_ready = role.was_ready, True
+        kind_before, role.kind_before = role.kind_before, None
         if was_ready:
-            return [Say(f"{role.name} serves again (epoch {role.epoch})"), *self._continue_restart(now)]
+            how = "again" if kind_before is None else f"as a {role.kind} worker"
+            return [Say(f"{role.name} serves {how} (epoch {role.epoch})"), *self._continue_restart(now)]
         if not self._announced and all(known.was_ready for known in self._roles.values()):
             self._announced = True
             return [AllReady()]
@@ -265,6 +288,26 @@ class Supervisor:
         self._is_rolling = False
         return [Say("rolling restart done")]
 
+    def _on_shift(self, name: str, kind: str, now: float) -> list[Action]:
+        role = self._roles.get(name)
+        if self._num_stops or role is None or role.kind == kind or "router" in (role.kind, kind):
+            return []
+        settled = (RoleState.READY, RoleState.GIVEN_UP)
+        if self._is_rolling or any(known.state not in settled for known in self._roles.values()):
+            return [Say(f"{name} stays a {role.kind} worker: not everybody serves")]
+        ready = [known for known in self._roles.values() if known.state is RoleState.READY]
+        if role not in ready:
+            return [Say(f"{name} stays a {role.kind} worker: it is given up")]
+        if not any(known.kind == "decode" for known in ready if known is not role) and kind != "decode":
+            return [Say(f"{name} stays a decode worker: it is the last")]
+        role.state, role.deadline = RoleState.RESTARTING, now + self.drain_grace_s + STOP_MARGIN_S
+        text = f"{name} becomes a {kind} worker: it drains and is started as epoch {role.epoch + 1}"
+        return [Say(text), self._become(role, kind), Drain(name, role.epoch)]
+
+    def _become(self, role: _Role, kind: str) -> Become:
+        role.kind_before, role.kind = role.kind, kind
+        return Become(role.name, kind)
+
     def _on_stop(self, now: float) -> list[Action]:
         self._num_stops += 1
         if self._num_stops > 1:
@@ -308,6 +351,12 @@ class Supervisor:
         if not role.was_ready:
             role.state = RoleState.STOPPED
             return [*self._kill_all(), self._finish(1, f"{role.name} did not start: {cause}")]
+        if role.kind_before is not None:
+            failed, text = role.kind, f"is a {role.kind_before} worker again: {cause}"
+            become = self._become(role, role.kind_before)
+            actions: list[Action] = [Say(f"{role.name} cannot be a {failed} worker, and {text}"), become]
+            role.kind_before = None
+            return [*actions, self._start_next(role, now)]
         if role.ready_at is not None and now - role.ready_at >= HEALTHY_S:
             role.num_failures = 0
         role.num_failures += 1
