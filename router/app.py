@@ -298,8 +298,9 @@ def _add_status_routes(
         wish = read_shift(await read_body(request.scope, request.receive, MAX_SHIFT_BYTES))
         if roles is None:
             raise InvalidRequest(ROLES_FIXED)
-        roles.ask(wish.worker, wish.role, gateway.status.cluster().workers)
-        return _json(roles.picture(), 202)
+        workers = gateway.status.cluster().workers
+        roles.ask(wish.worker, wish.role, workers)
+        return _json(roles.picture(workers), 202)
 
     scraping = asyncio.Lock()
 

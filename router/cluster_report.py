@@ -47,7 +47,7 @@ def roles_json(roles: RoleWatch | None, snapshot: ClusterSnapshot) -> dict[str, 
             {"from": before.value, "to": after.value, "times": num}
             for (before, after), num in snapshot.role_shifts.items()
         ],
-        "under_way": None if roles is None else roles.picture(),
+        "under_way": None if roles is None else roles.picture(snapshot.workers),
         "planned": roles is not None,
     }
 

@@ -13,7 +13,7 @@ is found by bisection.
 
 Order: among equal predictions the split with the most workers that do both.
 
-When nothing fits (no kind can meet the target): all do both, predicted rate 0.
+When nothing fits (no kind can meet the target): all do both, predicted rate 0; `decide` changes nothing.
 
 Bounds: O(splits x kinds x 40); pure, no clock.
 """
@@ -61,6 +61,7 @@ class RolePlan:
 
 
 SHARE_SERVED = 0.9
+NO_RATE = 1e-6  # requests per second: none, for who searches by bisection
 
 
 def work_of(requests: Sequence[tuple[int, int]], kinds: Sequence[Kind]) -> tuple[KindWork, ...]:
@@ -181,7 +182,7 @@ class Planner:
         """The next state; its roles differ from the present ones only after `patience` decisions."""
         best, _ = best_roles(kinds, requests, targets, may_only_decode=self.may_only_decode)
         now = predicted_rate(kinds, state.roles, work_of(requests, kinds), targets)
-        if best.roles == state.roles or best.rate < now * (1 + self.gain):
+        if best.roles == state.roles or best.rate < max(NO_RATE, now * (1 + self.gain)):
             return PlannerState(state.roles)
         since = state.since + 1 if state.candidate == best.roles else 1
         if since >= self.patience:

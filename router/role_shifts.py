@@ -136,7 +136,7 @@ class RoleShifts:
 
     def question(self, members: Sequence[Member], now: float) -> Question | None:
         """See the module."""
-        self._look(members, now)
+        self.look(members, now)
         while self._answers and self._answers[0][0] < now - self.settings.window_s:
             self._answers.popleft()
         may_change = (
@@ -170,7 +170,7 @@ class RoleShifts:
         Raises:
             InvalidRequest: it cannot be done, or not now.
         """
-        self._look(members, now)
+        self.look(members, now)
         refusal = self._refusal(worker, role, members)
         if refusal is not None:
             raise InvalidRequest(refusal)
@@ -182,7 +182,7 @@ class RoleShifts:
         self.under_way, self._asked_at, self._state = shift, now, None
         return shift
 
-    def _look(self, members: Iterable[Member], now: float) -> None:
+    def look(self, members: Iterable[Member], now: float) -> None:
         """Is the shift under way over?"""
         shift = self.under_way
         if shift is None:

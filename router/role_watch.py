@@ -67,8 +67,9 @@ class RoleWatch:
         now = self._clock.now()
         self._ask_for(self._shifts.ask(WorkerId(worker), role, _members(workers), now))
 
-    def picture(self) -> dict[str, Any] | None:
+    def picture(self, workers: Iterable[WorkerStatus]) -> dict[str, Any] | None:
         """The shift under way, as `/cluster` shows it."""
+        self._shifts.look(_members(workers), self._clock.now())
         shift = self._shifts.under_way
         return None if shift is None else {"worker": shift.worker, "role": shift.role.value, "why": shift.why}
 
