@@ -68,7 +68,7 @@ def test_edges_made_beforehand_change_no_answer_and_every_rule_holds() -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_workers_that_change_roles_lose_nothing_and_every_rule_holds(alone: bool) -> None:
-    """Also among all other faults: they die while they drain, and the next epoch runs beside one that hung."""
+    """Also among all other faults: they die while they drain, or hang and the next epoch runs beside."""
     num_shifted, num_touched = 0, 0
     for seed in range(400, 420):
         scenario = replace(draw(seed, num_requests=60, faults=True), shifts_roles=True, num_prefill=2)
