@@ -28,6 +28,7 @@ from cluster.launch_supervisor import (
     Finish,
     Hung,
     Kill,
+    Prepared,
     Ready,
     RestartRequested,
     Say,
@@ -140,10 +141,16 @@ class Driver:
             self._place(name)
         return await prepared
 
-    def _place(self, name: str) -> None:
+    def _place(self, name: str) -> asyncio.Task[str]:
         """Its process, before it is to serve."""
         placed = self._placed[name] = self._session.place(self._specs[name])
-        self._loads[name] = asyncio.create_task(placed.load())
+        load = self._loads[name] = asyncio.create_task(placed.load())
+        return load
+
+    async def _await_prepared(self, name: str, load: asyncio.Task[str]) -> None:
+        """Its next process is up, or never will be."""
+        await asyncio.wait([load])
+        self._events.put_nowait(Prepared(name))
 
     async def _loop(self, group: asyncio.TaskGroup, model_dir: str) -> Finish:
         actions = self._supervisor.start(self._clock.now())
@@ -170,7 +177,7 @@ class Driver:
                 self._spawn(group, self._live(name, epoch, model_dir))
             case Become(name, kind):
                 self._specs[name] = self._specs[name].in_role(kind)
-                self._place(name)  # it imports its code while the one before drains
+                self._spawn(group, self._await_prepared(name, self._place(name)))
             case Drain(name, epoch):
                 if (placed := self._alive.get((name, epoch))) is not None:
                     self._spawn(group, placed.stop())

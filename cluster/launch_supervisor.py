@@ -16,7 +16,8 @@
    and a decode worker.
 4. A rolling restart drains the workers and starts their next epoch one after the other, each when the one
    before it serves: RESTARTING ──Exited──► STARTING (epoch + 1).
-5. A shift does the same with one worker, whose next epoch has the other role. One at a time, while everybody
+5. A shift does the same with one worker, whose next epoch has the other role; that process is placed first,
+   while the worker still serves: SHIFTING ──Prepared or due──► RESTARTING. One at a time, while everybody
    serves, and never of the last decode worker. One that does not come up in its new role goes back.
 6. A stop drains the router first, while the workers still serve it, then the workers; whoever outlives its
    deadline is killed. A second stop kills at once.
@@ -34,6 +35,9 @@ MAX_BACKOFF_S: Final = 10.0
 HEALTHY_S: Final = 60.0
 BRIEF_S: Final = 2.0  # a role that ends by itself this soon after it served has failed
 STOP_MARGIN_S: Final = 2.0  # beyond the drain grace
+PREPARE_S: Final = (
+    10.0  # where processes reserve their cores, the next is placed only when the one before ended
+)
 WORKER_STOP_S: Final = 5.0  # the router has drained: nothing of a client is left on them
 FORCED_EXIT_CODE: Final = 130
 
@@ -42,13 +46,15 @@ class RoleState(Enum):
     STARTING = auto()
     READY = auto()
     WAITING = auto()  # for its next start
+    SHIFTING = auto()  # serves while the process of its next role starts
     RESTARTING = auto()  # drains, to be started again
     STOPPING = auto()
     STOPPED = auto()
     GIVEN_UP = auto()
 
 
-_RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.RESTARTING, RoleState.STOPPING})
+_LEAVING: Final = frozenset({RoleState.SHIFTING, RoleState.RESTARTING})  # its end is no failure
+_RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.STOPPING} | _LEAVING)
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -93,6 +99,13 @@ class ShiftRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """The process of the role's next start is up, or cannot be."""
+
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """A signal: the first drains, the second kills."""
 
@@ -102,7 +115,7 @@ class Tick:
     """`next_deadline()` passed."""
 
 
-Event = Ready | Exited | Hung | RestartRequested | ShiftRequested | StopRequested | Tick
+Event = Ready | Exited | Hung | RestartRequested | ShiftRequested | Prepared | StopRequested | Tick
 
 
 # ---- actions -------------------------------------------------------------------------------------
@@ -116,7 +129,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Become:
-    """From its next start on the worker is of this kind; its process may be placed before."""
+    """From its next start on the worker is of this kind; its process is placed now."""
 
     role: str
     kind: str
@@ -207,6 +220,9 @@ class Supervisor:
                 return self._on_restart(now)
             case ShiftRequested(name, kind):
                 return self._on_shift(name, kind, now)
+            case Prepared(name):
+                role = self._roles[name]
+                return [self._leave(role, now)] if role.state is RoleState.SHIFTING else []
             case StopRequested():
                 return self._on_stop(now)
             case Tick():
@@ -244,7 +260,7 @@ class Supervisor:
             role.state, role.deadline = RoleState.STOPPED, None
             return self._continue_stop(now)
         served = role.state is RoleState.READY and role.ready_at is not None
-        if role.state is RoleState.RESTARTING:
+        if role.state in _LEAVING:
             return [self._start_next(role, now)]
         if event.by_itself and served and now - (role.ready_at or 0.0) >= BRIEF_S and not self._num_stops:
             text = f"{role.name} left and is restarted as epoch {role.epoch + 1}"
@@ -253,10 +269,10 @@ class Supervisor:
 
     def _on_hung(self, event: Hung, now: float) -> list[Action]:
         role = self._roles[event.role]
-        if role.epoch != event.epoch or role.state not in (RoleState.READY, RoleState.RESTARTING):
+        if role.epoch != event.epoch or role.state not in (RoleState.READY, *_LEAVING):
             return []
         kill = Kill(role.name, role.epoch)
-        if role.state is RoleState.RESTARTING:
+        if role.state in _LEAVING:
             return [Say(f"{role.name} hung while it drained: killed"), kill, self._start_next(role, now)]
         return [kill, *self._fail(role, "it hung and was killed", now)]
 
@@ -282,9 +298,7 @@ class Supervisor:
         while self._to_restart:
             role = self._roles[self._to_restart.pop(0)]
             if role.state is RoleState.READY:
-                limit_s = self.drain_grace_s + STOP_MARGIN_S
-                role.state, role.deadline = RoleState.RESTARTING, now + limit_s
-                return [Drain(role.name, role.epoch)]
+                return [self._leave(role, now)]
         self._is_rolling = False
         return [Say("rolling restart done")]
 
@@ -300,9 +314,13 @@ class Supervisor:
             return [Say(f"{name} stays a {role.kind} worker: it is given up")]
         if not any(known.kind == "decode" for known in ready if known is not role) and kind != "decode":
             return [Say(f"{name} stays a decode worker: it is the last")]
-        role.state, role.deadline = RoleState.RESTARTING, now + self.drain_grace_s + STOP_MARGIN_S
+        role.state, role.deadline = RoleState.SHIFTING, now + PREPARE_S
         text = f"{name} becomes a {kind} worker: it drains and is started as epoch {role.epoch + 1}"
-        return [Say(text), self._become(role, kind), Drain(name, role.epoch)]
+        return [Say(text), self._become(role, kind)]
+
+    def _leave(self, role: _Role, now: float) -> Drain:
+        role.state, role.deadline = RoleState.RESTARTING, now + self.drain_grace_s + STOP_MARGIN_S
+        return Drain(role.name, role.epoch)
 
     def _become(self, role: _Role, kind: str) -> Become:
         role.kind_before, role.kind = role.kind, kind
@@ -324,6 +342,8 @@ class Supervisor:
                 continue
             if role.state is RoleState.WAITING:
                 actions.append(self._start(role, now))
+            elif role.state is RoleState.SHIFTING:
+                actions.append(self._leave(role, now))
             elif role.state is RoleState.STOPPING:
                 role.state, role.deadline = RoleState.STOPPED, None
                 actions += [Say(f"{role.name} did not stop in time: killed"), Kill(role.name, role.epoch)]

@@ -14,6 +14,7 @@ from cluster.launch_supervisor import (
     HEALTHY_S,
     MAX_BACKOFF_S,
     MAX_RESTARTS,
+    PREPARE_S,
     STOP_MARGIN_S,
     WORKER_STOP_S,
     Action,
@@ -25,6 +26,7 @@ from cluster.launch_supervisor import (
     Finish,
     Hung,
     Kill,
+    Prepared,
     Ready,
     RestartRequested,
     RoleState,
@@ -364,7 +366,7 @@ def test_a_stop_in_the_middle_of_a_rolling_restart_ends_it() -> None:
 
 
 POOL = (*ROLES, ("decode-1", "decode"))
-STEPS = ("ready", "die", "leave", "hang", "tick", "stop", "restart", "stale", "sleep", "shift")
+STEPS = ("ready", "die", "leave", "hang", "tick", "stop", "restart", "stale", "sleep", "shift", "prepared")
 
 
 def pool() -> Cluster:
@@ -373,10 +375,17 @@ def pool() -> Cluster:
     return cluster
 
 
-def test_a_shifted_worker_drains_and_its_next_epoch_has_the_other_role() -> None:
+def shift(cluster: Cluster, name: str, kind: str) -> list[Action]:
+    """Ask for it; what its drain is begun with, once its next process is up."""
+    cluster.feed(ShiftRequested(name, kind))
+    return cluster.feed(Prepared(name))
+
+
+def test_a_shifted_worker_serves_until_its_next_process_is_up_which_has_the_other_role() -> None:
     cluster = pool()
-    actions = cluster.feed(ShiftRequested("decode-1", "prefill"))
-    assert actions[1:] == [Become("decode-1", "prefill"), Drain("decode-1", 1)]
+    assert cluster.feed(ShiftRequested("decode-1", "prefill"))[1:] == [Become("decode-1", "prefill")]
+    assert cluster.feed(Prepared("decode-1")) == [Drain("decode-1", 1)]
+    assert cluster.feed(Prepared("decode-1")) == []
     assert cluster.leave("decode-1") == [Start("decode-1", 2)]
     cluster.ready("decode-1")
     assert cluster.kinds["decode-1"] == "prefill"
@@ -384,42 +393,53 @@ def test_a_shifted_worker_drains_and_its_next_epoch_has_the_other_role() -> None
     cluster.die("decode-1")
     cluster.ready("decode-1")
     assert cluster.kinds["decode-1"] == "prefill", "it has that role for good"
-    assert cluster.feed(ShiftRequested("decode-1", "decode"))[1:] == [
-        Become("decode-1", "decode"),
-        Drain("decode-1", 3),
-    ]
+    assert shift(cluster, "decode-1", "decode") == [Drain("decode-1", 3)]
+
+
+def test_where_the_next_process_has_no_place_beside_it_a_worker_drains_first() -> None:
+    cluster = pool()
+    cluster.feed(ShiftRequested("decode-1", "prefill"))
+    assert cluster.tick() == [Drain("decode-1", 1)]
+    assert cluster.now == PREPARE_S
+    assert cluster.leave("decode-1") == [Start("decode-1", 2)]
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_one_that_ends_before_it_drains_comes_back_in_its_new_role(how: str) -> None:
+    cluster = pool()
+    cluster.feed(ShiftRequested("decode-1", "prefill"))
+    actions = cluster.die("decode-1") if how == "dies" else cluster.feed(Hung("decode-1", 1))
+    assert actions[-1] == Start("decode-1", 2)
+    assert cluster.kinds["decode-1"] == "prefill"
 
 
 def test_the_last_decode_worker_keeps_its_role_and_shifts_come_one_at_a_time() -> None:
-    cluster = Cluster()
-    cluster.ready()
-    assert cluster.feed(ShiftRequested("decode-0", "prefill")) == [
-        Say("decode-0 stays a decode worker: it is the last")
-    ]
+    last = [Say("decode-1 stays a decode worker: it is the last")]
     cluster = pool()
     for name, kind in (("router-0", "decode"), ("nobody", "decode"), ("decode-0", "decode")):
         assert cluster.feed(ShiftRequested(name, kind)) == []
     cluster.feed(ShiftRequested("decode-0", "prefill"))
     stays = [Say("decode-1 stays a decode worker: not everybody serves")]
     assert cluster.feed(ShiftRequested("decode-1", "prefill")) == stays
+    cluster.feed(Prepared("decode-0"))
+    assert cluster.feed(ShiftRequested("decode-1", "prefill")) == stays
     cluster.leave("decode-0")
     assert cluster.feed(ShiftRequested("decode-1", "prefill")) == stays
     cluster.ready("decode-0")
-    assert cluster.feed(ShiftRequested("decode-1", "prefill")) == [
-        Say("decode-1 stays a decode worker: it is the last")
-    ]
+    assert cluster.feed(ShiftRequested("decode-1", "prefill")) == last
 
 
 @pytest.mark.parametrize("how", ["dies", "not ready in time"])
 def test_a_worker_that_does_not_come_up_in_its_new_role_goes_back(how: str) -> None:
     cluster = pool()
-    cluster.feed(ShiftRequested("prefill-0", "decode"))
+    shift(cluster, "prefill-0", "decode")
     cluster.leave("prefill-0")
     if how == "dies":
         cluster.die("prefill-0", "KV memory is too small")
     else:
         cluster.tick()
     assert cluster.running["prefill-0"] == 3
+    cluster.feed(Prepared("prefill-0"))
     cluster.ready("prefill-0")
     assert cluster.kinds["prefill-0"] == "prefill"
     text = "prefill-0 cannot be a decode worker, and is a prefill worker again"
@@ -428,7 +448,7 @@ def test_a_worker_that_does_not_come_up_in_its_new_role_goes_back(how: str) -> N
 
 def test_a_worker_that_does_not_drain_in_time_is_killed_and_shifts() -> None:
     cluster = pool()
-    cluster.feed(ShiftRequested("decode-0", "prefill"))
+    shift(cluster, "decode-0", "prefill")
     assert cluster.tick()[1:] == [Kill("decode-0", 1), Start("decode-0", 2)]
     assert cluster.kinds["decode-0"] == "prefill"
 
@@ -436,7 +456,8 @@ def test_a_worker_that_does_not_drain_in_time_is_killed_and_shifts() -> None:
 def test_no_shift_in_the_middle_of_a_rolling_restart_or_a_stop() -> None:
     cluster = pool()
     cluster.feed(RestartRequested())
-    assert not any(isinstance(x, Drain) for x in cluster.feed(ShiftRequested("decode-1", "prefill")))
+    told = cluster.feed(ShiftRequested("decode-1", "prefill"))
+    assert told == [Say("decode-1 stays a decode worker: not everybody serves")]
     cluster = pool()
     cluster.feed(StopRequested())
     assert cluster.feed(ShiftRequested("decode-1", "prefill")) == []
@@ -470,6 +491,8 @@ def test_whatever_happens_nothing_runs_twice_and_the_end_is_an_end(steps: list[t
             case "shift":
                 kind = "prefill" if cluster.kinds[name] == "decode" else "decode"
                 cluster.feed(ShiftRequested(name, kind))
+            case "prepared":
+                cluster.feed(Prepared(name))
             case "tick" if cluster.supervisor.next_deadline() is not None:
                 cluster.tick()
             case "stop":
