@@ -35,6 +35,7 @@ from cluster.gpu_placement import visible_names
 from cluster.gpus import find_gpus, may_use_gpus
 from cluster.launch_choice import can_import_ray, choose_launcher
 from cluster.launch_driver import Driver, Report
+from cluster.launch_events import Finish
 from cluster.launch_guard import Guard
 from cluster.launch_local import LocalSession
 from cluster.launch_plan import (
@@ -48,7 +49,7 @@ from cluster.launch_plan import (
 from cluster.launch_prepare import start_preparation
 from cluster.launch_processes import become_subreaper, children, end_children
 from cluster.launch_session import Session
-from cluster.launch_supervisor import Finish, Supervisor
+from cluster.launch_supervisor import Supervisor
 from cluster.redis_server import EmbeddedRedis, needs_own_redis
 from cluster.runtime_dir import RuntimeDir
 

@@ -16,9 +16,7 @@ from typing import Any, Final, Protocol
 
 from cluster.clock import Clock
 from cluster.errors import BatonError
-from cluster.launch_plan import RoleSpec
-from cluster.launch_session import Placed, Session
-from cluster.launch_supervisor import (
+from cluster.launch_events import (
     Action,
     AllReady,
     Become,
@@ -35,9 +33,11 @@ from cluster.launch_supervisor import (
     ShiftRequested,
     Start,
     StopRequested,
-    Supervisor,
     Tick,
 )
+from cluster.launch_plan import RoleSpec
+from cluster.launch_session import Placed, Session
+from cluster.launch_supervisor import Supervisor
 from cluster.role_config import RouterConfig
 
 PROBE_INTERVAL_S: Final = 1.0

@@ -30,14 +30,32 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
+from cluster.launch_events import (
+    Action,
+    AllReady,
+    Become,
+    Drain,
+    Event,
+    Exited,
+    Finish,
+    Hung,
+    Kill,
+    Prepared,
+    Ready,
+    RestartRequested,
+    Say,
+    ShiftRequested,
+    Start,
+    StopRequested,
+    Tick,
+)
+
 MAX_RESTARTS: Final = 8
 MAX_BACKOFF_S: Final = 10.0
 HEALTHY_S: Final = 60.0
 BRIEF_S: Final = 2.0  # a role that ends by itself this soon after it served has failed
 STOP_MARGIN_S: Final = 2.0  # beyond the drain grace
-PREPARE_S: Final = (
-    10.0  # where processes reserve their cores, the next is placed only when the one before ended
-)
+PREPARE_S: Final = 10.0  # the next process may have no place before this one has ended
 WORKER_STOP_S: Final = 5.0  # the router has drained: nothing of a client is left on them
 FORCED_EXIT_CODE: Final = 130
 
@@ -55,121 +73,6 @@ class RoleState(Enum):
 
 _LEAVING: Final = frozenset({RoleState.SHIFTING, RoleState.RESTARTING})  # its end is no failure
 _RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.STOPPING} | _LEAVING)
-
-
-# ---- events --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The role's process is gone or its service returned. `cause` is one sentence; `by_itself`: the service
-    ended in order, as it does when its process is asked to."""
-
-    role: str
-    epoch: int
-    cause: str
-    by_itself: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Hung:
-    """The role's process lives and gives no sign of life."""
-
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestartRequested:
-    """All workers are to be replaced, one after the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShiftRequested:
-    """A worker is to have the other role: "prefill" | "decode"."""
-
-    role: str
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The process of the role's next start is up, or cannot be."""
-
-    role: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """A signal: the first drains, the second kills."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """`next_deadline()` passed."""
-
-
-Event = Ready | Exited | Hung | RestartRequested | ShiftRequested | Prepared | StopRequested | Tick
-
-
-# ---- actions -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Become:
-    """From its next start on the worker is of this kind; its process is placed now."""
-
-    role: str
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Ask the role to finish what runs and end."""
-
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Something a person should know."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class AllReady:
-    """Every role is ready, for the first time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Nothing runs any more (what had to be killed is in earlier actions)."""
-
-    exit_code: int
-    error: str | None
-
-
-Action = Start | Become | Drain | Kill | Say | AllReady | Finish
 
 
 @dataclass(slots=True)

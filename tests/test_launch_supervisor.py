@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.launch_supervisor import (
-    BRIEF_S,
-    FORCED_EXIT_CODE,
-    HEALTHY_S,
-    MAX_BACKOFF_S,
-    MAX_RESTARTS,
-    PREPARE_S,
-    STOP_MARGIN_S,
-    WORKER_STOP_S,
+from cluster.launch_events import (
     Action,
     AllReady,
     Become,
@@ -29,13 +21,23 @@ from cluster.launch_supervisor import (
     Prepared,
     Ready,
     RestartRequested,
-    RoleState,
     Say,
     ShiftRequested,
     Start,
     StopRequested,
-    Supervisor,
     Tick,
+)
+from cluster.launch_supervisor import (
+    BRIEF_S,
+    FORCED_EXIT_CODE,
+    HEALTHY_S,
+    MAX_BACKOFF_S,
+    MAX_RESTARTS,
+    PREPARE_S,
+    STOP_MARGIN_S,
+    WORKER_STOP_S,
+    RoleState,
+    Supervisor,
 )
 
 ROLES = (("router-0", "router"), ("prefill-0", "prefill"), ("decode-0", "decode"))
