@@ -103,8 +103,9 @@ def _workers(workers: list[dict[str, Any]]) -> RenderableType:
         waiting = plural(worker["waiting"], "request")
         if worker["queued_prefill_tokens"]:
             waiting += f", {worker['queued_prefill_tokens']} tokens"
+        says_role = worker["id"].startswith(worker["role"])
         table.add_row(
-            worker["id"],
+            worker["id"] if says_role else f"{worker['id']} ({worker['role']})",
             f"[{_STATE_STYLES.get(worker['state'], 'yellow')}]{worker['state']}[/]",
             str(worker["epoch"]),
             f"{worker['running']} of {worker['max_num_seqs']}",

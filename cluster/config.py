@@ -28,6 +28,7 @@ IdleCores = Literal["lend", "keep"]
 LauncherName = Literal["auto", "ray", "local"]
 LogFormat = Literal["text", "json"]
 PlacementName = Literal["elastic", "remote"]
+RolesName = Literal["fixed", "planned"]
 
 DEFAULT_GPU_MEMORY_SHARE: Final = 0.9
 DEFAULT_KV_BYTES: Final = {Role.PREFILL: 256 * MiB, Role.DECODE: 512 * MiB}  # in host memory
@@ -60,6 +61,13 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=0, le=256, description="prefill workers; 0: decode workers prefill for themselves")
     ] = 1
     decode: Annotated[int, Meta(ge=1, le=256, description="decode workers")] = 1
+    roles: Annotated[
+        RolesName,
+        Meta(
+            description="fixed: so many prefill and decode workers for good; planned: to begin with, then "
+            "workers change roles when that is predicted to serve more"
+        ),
+    ] = "fixed"
     threads_per_worker: Annotated[
         AtLeastOne | None, Meta(description="compute threads of each worker (default: share the cores)")
     ] = None

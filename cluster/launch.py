@@ -73,6 +73,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     preflight.check_allowed_hosts(config)
     preflight.check_redis(config)
     preflight.check_kv_edge(config)
+    preflight.check_roles(config)
     choose_launcher(config, can_import_ray())
     model_name = preflight.check_model(config.model)
     preflight.check_port(config.host, config.port)

@@ -8,6 +8,7 @@ process is a stop: the service drains.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 
@@ -17,7 +18,7 @@ from cluster.process_place import process_place
 from cluster.role_config import load_config
 from cluster.role_process import StopSwitch, load_entry, one_line, serve_role
 
-NUM_THREADS = 5  # run, wait_ready, responds, stop, and one to spare
+NUM_THREADS = 6  # run, wait_ready, responds, next_wish, stop, and one to spare
 
 
 class RoleActor:
@@ -27,6 +28,7 @@ class RoleActor:
         self._switch = StopSwitch()
         self._is_ready = threading.Event()
         self._has_ended = threading.Event()
+        self._wishes: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         signal.signal(signal.SIGTERM, lambda _number, _frame: self._switch.request())
 
     def process(self) -> tuple[str, int]:
@@ -45,7 +47,8 @@ class RoleActor:
     def run(self, entry: str, config_json: bytes) -> str:
         """Serve until stopped. Returns why it ended, "" after a stop."""
         try:
-            return serve_role(entry, load_config(config_json), self._switch, self._is_ready.set)
+            config = load_config(config_json)
+            return serve_role(entry, config, self._switch, self._is_ready.set, on_wish=self._wish)
         except ConfigError as error:  # this machine's code is another version
             return one_line(error)
         finally:
@@ -60,5 +63,15 @@ class RoleActor:
         """Whether the service's event loop turns."""
         return self._switch.responds(timeout_s)
 
+    def next_wish(self, timeout_s: float) -> tuple[str, str] | None:
+        """The next worker that this router wants in another role, and which; None: none in time."""
+        try:
+            return self._wishes.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
     def stop(self) -> None:
         self._switch.request()
+
+    def _wish(self, worker: str, role: str) -> None:
+        self._wishes.put((worker, role))

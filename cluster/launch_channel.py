@@ -2,7 +2,8 @@
 
 1. The role says `Loaded` once its code is imported; the launcher says `Serve` once the model is prepared.
 2. The role says `Serving` when it serves, `Alive` to each `Probe` that its event loop answered, and `Ended`.
-3. `Stop` asks it to drain. The end of the channel means that the other process is dead.
+3. A router that plans roles says `Wish`.
+4. `Stop` asks it to drain. The end of the channel means that the other process is dead.
 
 Both ends are one version of this code. The cluster's token travels in `Serve`, so it is in no file, argument
 or environment.
@@ -52,6 +53,13 @@ class Alive(_Message, frozen=True):
     number: int
 
 
+class Wish(_Message, frozen=True):
+    """This worker should have that role."""
+
+    worker: str
+    role: str
+
+
 class Ended(_Message, frozen=True):
     """The service is over: why, in one line, "" after a stop."""
 
@@ -59,7 +67,7 @@ class Ended(_Message, frozen=True):
 
 
 FromLauncher = Serve | Probe | Stop
-FromRole = Loaded | Serving | Alive | Ended
+FromRole = Loaded | Serving | Alive | Wish | Ended
 
 _FROM_LAUNCHER: Final = msgspec.json.Decoder(FromLauncher)
 _FROM_ROLE: Final = msgspec.json.Decoder(FromRole)

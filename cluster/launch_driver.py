@@ -19,15 +19,18 @@ from cluster.errors import BatonError
 from cluster.launch_events import (
     Action,
     AllReady,
+    Become,
     Drain,
     Event,
     Exited,
     Finish,
     Hung,
     Kill,
+    Prepared,
     Ready,
     RestartRequested,
     Say,
+    ShiftRequested,
     Start,
     StopRequested,
     Tick,
@@ -35,10 +38,12 @@ from cluster.launch_events import (
 from cluster.launch_plan import RoleSpec
 from cluster.launch_session import Placed, Session
 from cluster.launch_supervisor import Supervisor
+from cluster.role_config import RouterConfig
 
 PROBE_INTERVAL_S: Final = 1.0
 SILENCE_S: Final = 4.0
 SECOND_LOOK_S: Final = 1.0  # this process, too, may have stood still
+WISH_S: Final = 30.0  # that a router is asked at a time
 
 
 class Report(Protocol):
@@ -78,7 +83,7 @@ class Driver:
         self._report = report
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._placed: dict[str, Placed] = {}  # placed before their first start
+        self._placed: dict[str, Placed] = {}  # placed before they are to start
         self._loads: dict[str, asyncio.Task[str]] = {}  # theirs: "" or why it cannot serve
         self._alive: dict[tuple[str, int], Placed] = {}
         self._lives: set[asyncio.Task[None]] = set()
@@ -132,9 +137,20 @@ class Driver:
         Raises:
             BatonError: the model cannot be prepared.
         """
-        self._placed = {name: self._session.place(spec) for name, spec in self._specs.items()}
-        self._loads = {name: asyncio.create_task(placed.load()) for name, placed in self._placed.items()}
+        for name in self._specs:
+            self._place(name)
         return await prepared
+
+    def _place(self, name: str) -> asyncio.Task[str]:
+        """Its process, before it is to serve."""
+        placed = self._placed[name] = self._session.place(self._specs[name])
+        load = self._loads[name] = asyncio.create_task(placed.load())
+        return load
+
+    async def _await_prepared(self, name: str, load: asyncio.Task[str]) -> None:
+        """Its next process is up, or never will be."""
+        await asyncio.wait([load])
+        self._events.put_nowait(Prepared(name))
 
     async def _loop(self, group: asyncio.TaskGroup, model_dir: str) -> Finish:
         actions = self._supervisor.start(self._clock.now())
@@ -159,6 +175,9 @@ class Driver:
         match action:
             case Start(name, epoch):
                 self._spawn(group, self._live(name, epoch, model_dir))
+            case Become(name, kind):
+                self._specs[name] = self._specs[name].in_role(kind)
+                self._spawn(group, self._await_prepared(name, self._place(name)))
             case Drain(name, epoch):
                 if (placed := self._alive.get((name, epoch))) is not None:
                     self._spawn(group, placed.stop())
@@ -186,9 +205,12 @@ class Driver:
         cause = await load
         by_itself = False
         if not cause:
-            serving = asyncio.create_task(self._await_ready(placed, name, epoch))
+            beside = [asyncio.create_task(self._await_ready(placed, name, epoch))]
+            if isinstance(spec.config, RouterConfig) and spec.config.plans_roles:
+                beside.append(asyncio.create_task(self._follow_wishes(placed)))
             cause = await placed.run(spec)
-            serving.cancel()
+            for task in beside:
+                task.cancel()
             by_itself = not cause
         if by_itself:
             await placed.end()
@@ -204,6 +226,13 @@ class Driver:
         while await placed.responds(SILENCE_S) or await placed.responds(SECOND_LOOK_S):
             await asyncio.sleep(PROBE_INTERVAL_S)
         self._events.put_nowait(Hung(name, epoch))
+
+    async def _follow_wishes(self, placed: Placed) -> None:
+        """What a router asks for, until its process ends and this is cancelled."""
+        while True:
+            wish = await placed.next_wish(WISH_S)
+            if wish is not None:
+                self._events.put_nowait(ShiftRequested(*wish))
 
     def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
         task = group.create_task(work)

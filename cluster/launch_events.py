@@ -39,6 +39,21 @@ class RestartRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ShiftRequested:
+    """A worker is to have the other role: "prefill" | "decode"."""
+
+    role: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The process of the role's next start is up, or cannot be."""
+
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """A signal: the first drains, the second kills."""
 
@@ -48,7 +63,7 @@ class Tick:
     """`next_deadline()` passed."""
 
 
-Event = Ready | Exited | Hung | RestartRequested | StopRequested | Tick
+Event = Ready | Exited | Hung | RestartRequested | ShiftRequested | Prepared | StopRequested | Tick
 
 
 # ---- actions -------------------------------------------------------------------------------------
@@ -58,6 +73,14 @@ Event = Ready | Exited | Hung | RestartRequested | StopRequested | Tick
 class Start:
     role: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Become:
+    """From its next start on the worker is of this kind; its process is placed now."""
+
+    role: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +117,4 @@ class Finish:
     error: str | None
 
 
-Action = Start | Drain | Kill | Say | AllReady | Finish
+Action = Start | Become | Drain | Kill | Say | AllReady | Finish

@@ -36,6 +36,7 @@ from cluster.launch_channel import (
     Serve,
     Serving,
     Stop,
+    Wish,
     channel_pair,
     from_role,
     to_packet,
@@ -87,6 +88,7 @@ class LocalRole:
         self._exited: asyncio.Future[None] = loop.create_future()  # the process
         self._alive: asyncio.Future[None] = loop.create_future()  # to the latest probe
         self._num_probes = 0
+        self._wishes: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         try:
             self._process, self._pidfd, self._channel = _start(spec)
         except OSError as error:
@@ -129,6 +131,13 @@ class LocalRole:
             [self._alive, self._exited], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         return self._alive.done() or self._exited.done()
+
+    async def next_wish(self, timeout_s: float) -> tuple[str, str] | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._wishes.get()
+        except TimeoutError:
+            return None
 
     async def stop(self) -> None:
         self._send(Stop())
@@ -184,6 +193,8 @@ class LocalRole:
             case Alive(number):
                 if number == self._num_probes and not self._alive.done():
                     self._alive.set_result(None)
+            case Wish(worker, role):
+                self._wishes.put_nowait((worker, role))
             case Ended(cause):
                 self._ended.set_result(cause)
 

@@ -35,6 +35,8 @@ ENTRIES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
+_OTHER: Final = MappingProxyType({Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL})
+
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
@@ -46,6 +48,7 @@ class RoleSpec:
     num_cpus: float
     num_gpus: float
     env: Mapping[str, str]
+    alternative: RoleSpec | None = None  # the same worker in the other role, where roles change
 
     @property
     def is_router(self) -> bool:
@@ -54,6 +57,13 @@ class RoleSpec:
     @property
     def role(self) -> str:
         return "router" if isinstance(self.config, RouterConfig) else self.config.role.value
+
+    def in_role(self, role: str) -> RoleSpec:
+        """The same place in a role that it has or may have."""
+        if role == self.role:
+            return self
+        assert self.alternative is not None, f"{self.name} keeps its role"
+        return replace(self.alternative, alternative=replace(self, alternative=None))
 
     def started(self, epoch: int, model_dir: str) -> RoleSpec:
         """The role as it is started for the `epoch`-th time, once the model is prepared."""
@@ -128,8 +138,9 @@ def plan_roles(
     if site.core_board is not None:
         shares = share_cores(site.core_board, num_workers, num_threads, site.num_cores)
     gpus = _gpu_parts(config, site)
-    workers = tuple(
-        RoleSpec(
+
+    def worker(number: int, role: Role, name: str) -> RoleSpec:
+        return RoleSpec(
             name=name,
             entry=entries[role.value],
             config=worker_config(
@@ -146,8 +157,13 @@ def plan_roles(
             num_gpus=gpus[number].of_ray,
             env=process_environment(config, num_threads) | gpus[number].env,
         )
-        for number, (role, name) in enumerate(_workers(config))
-    )
+
+    workers = [worker(number, role, name) for number, (role, name) in enumerate(_workers(config))]
+    if config.roles == "planned":
+        workers = [
+            replace(spec, alternative=worker(number, _OTHER[Role(spec.role)], spec.name))
+            for number, spec in enumerate(workers)
+        ]
     return (*routers, *workers)
 
 
@@ -172,10 +188,13 @@ def _gpu_parts(config: ClusterConfig, site: Site) -> list[_GpuPart]:
         parts = [_GpuPart(num_sharers=one.num_sharers, env={VISIBLE: one.visible}) for one in places]
     else:
         parts = [_GpuPart()] * len(workers)
+    roles = [role.value for role, _ in workers]
+    if config.roles == "planned":  # any two may come to move KV
+        roles[0], roles[-1] = Role.PREFILL.value, Role.DECODE.value
     check_places(
         config.kv_edge,
         [name for _, name in workers],
-        [role.value for role, _ in workers],
+        roles,
         [part.num_sharers for part in parts],
     )
     return parts
@@ -232,6 +251,7 @@ def router_config(
         num_prefill=config.prefill,
         num_decode=config.decode,
         placement=config.placement,
+        plans_roles=config.roles == "planned" and number == 0,  # its share of the requests is like any other
         max_attempts=config.max_attempts,
         recovery_wait_s=config.recovery_wait_s,
         launcher_pid=site.launcher_pid,
@@ -241,7 +261,10 @@ def router_config(
 
 
 def _workers(config: ClusterConfig) -> list[tuple[Role, str]]:
-    """(role, name), in the order in which they are counted."""
+    """(role, name), in the order in which they are counted. A name says the role only if that is for good."""
+    if config.roles == "planned":
+        roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
+        return [(role, f"worker-{index}") for index, role in enumerate(roles)]
     numbers = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
     return [(role, f"{role.value}-{index}") for role, number in numbers for index in range(number)]
 

@@ -54,16 +54,19 @@ class RaySession:
 
     @classmethod
     def start_private(cls, session_dir: Path, specs: Sequence[RoleSpec], num_gpus: int | None) -> RaySession:
-        """Start Ray on this machine with room for `specs`, whatever the machine has; `num_gpus` None: Ray
-        looks for itself. A worker that asks for a GPU, or a part of one, sees that one alone: Ray's doing.
+        """Start Ray on this machine with room for `specs`, whatever the machine has, and where roles change
+        for one process more, the next one of a worker. `num_gpus` None: Ray looks for itself. A worker
+        that asks for a GPU, or a part of one, sees that one alone: Ray's doing.
 
         Raises:
             ConfigError: Ray does not start.
         """
+        num_cpus = sum(spec.num_cpus for spec in specs)
+        num_cpus += max((spec.num_cpus for spec in specs if spec.alternative is not None), default=0)
         try:
             ray.init(
                 address="local",
-                num_cpus=max(1, math.ceil(sum(spec.num_cpus for spec in specs))),
+                num_cpus=max(1, math.ceil(num_cpus)),
                 num_gpus=num_gpus,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -146,6 +149,13 @@ class PlacedRole:
                 return await _answer(self._actor.responds.remote(timeout_s), if_dead=True)
         except TimeoutError:
             return False
+
+    async def next_wish(self, timeout_s: float) -> tuple[str, str] | None:
+        wish: tuple[str, str] | None = await _answer(self._actor.next_wish.remote(timeout_s), if_dead=None)
+        if wish is None:
+            return None
+        worker, role = wish
+        return worker, role
 
     async def stop(self) -> None:
         await _answer(self._actor.stop.remote(), if_dead=None)

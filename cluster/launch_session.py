@@ -34,6 +34,10 @@ class Placed(Protocol):
         """Whether the role's event loop gives a sign of life in time. A dead process does not hang."""
         ...
 
+    async def next_wish(self, timeout_s: float) -> tuple[str, str] | None:
+        """The next worker that a router wants in another role, and which; None: none within `timeout_s`."""
+        ...
+
     async def stop(self) -> None:
         """Ask the service to drain and end."""
         ...

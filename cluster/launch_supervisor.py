@@ -16,7 +16,10 @@
    and a decode worker.
 4. A rolling restart drains the workers and starts their next epoch one after the other, each when the one
    before it serves: RESTARTING ──Exited──► STARTING (epoch + 1).
-5. A stop drains the router first, while the workers still serve it, then the workers; whoever outlives its
+5. A shift does the same with one worker, whose next epoch has the other role; that process is placed first,
+   while the worker still serves: SHIFTING ──Prepared or due──► RESTARTING. One at a time, while everybody
+   serves, and never of the last decode worker. One that does not come up in its new role goes back.
+6. A stop drains the router first, while the workers still serve it, then the workers; whoever outlives its
    deadline is killed. A second stop kills at once.
 """
 
@@ -30,15 +33,18 @@ from typing import Final
 from cluster.launch_events import (
     Action,
     AllReady,
+    Become,
     Drain,
     Event,
     Exited,
     Finish,
     Hung,
     Kill,
+    Prepared,
     Ready,
     RestartRequested,
     Say,
+    ShiftRequested,
     Start,
     StopRequested,
     Tick,
@@ -49,6 +55,7 @@ MAX_BACKOFF_S: Final = 10.0
 HEALTHY_S: Final = 60.0
 BRIEF_S: Final = 2.0  # a role that ends by itself this soon after it served has failed
 STOP_MARGIN_S: Final = 2.0  # beyond the drain grace
+PREPARE_S: Final = 10.0  # the next process may have no place before this one has ended
 WORKER_STOP_S: Final = 5.0  # the router has drained: nothing of a client is left on them
 FORCED_EXIT_CODE: Final = 130
 
@@ -57,19 +64,22 @@ class RoleState(Enum):
     STARTING = auto()
     READY = auto()
     WAITING = auto()  # for its next start
+    SHIFTING = auto()  # serves while the process of its next role starts
     RESTARTING = auto()  # drains, to be started again
     STOPPING = auto()
     STOPPED = auto()
     GIVEN_UP = auto()
 
 
-_RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.RESTARTING, RoleState.STOPPING})
+_LEAVING: Final = frozenset({RoleState.SHIFTING, RoleState.RESTARTING})  # its end is no failure
+_RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.STOPPING} | _LEAVING)
 
 
 @dataclass(slots=True)
 class _Role:
     name: str
     kind: str  # "router" | "prefill" | "decode"
+    kind_before: str | None = None  # shifted, and not ready since
     state: RoleState = RoleState.STARTING
     epoch: int = 1
     deadline: float | None = None  # of the state
@@ -111,6 +121,11 @@ class Supervisor:
                 return self._on_hung(event, now)
             case RestartRequested():
                 return self._on_restart(now)
+            case ShiftRequested(name, kind):
+                return self._on_shift(name, kind, now)
+            case Prepared(name):
+                role = self._roles[name]
+                return [self._leave(role, now)] if role.state is RoleState.SHIFTING else []
             case StopRequested():
                 return self._on_stop(now)
             case Tick():
@@ -131,8 +146,10 @@ class Supervisor:
             return []
         role.state, role.deadline, role.ready_at = RoleState.READY, None, now
         was_ready, role.was_ready = role.was_ready, True
+        kind_before, role.kind_before = role.kind_before, None
         if was_ready:
-            return [Say(f"{role.name} serves again (epoch {role.epoch})"), *self._continue_restart(now)]
+            how = "again" if kind_before is None else f"as a {role.kind} worker"
+            return [Say(f"{role.name} serves {how} (epoch {role.epoch})"), *self._continue_restart(now)]
         if not self._announced and all(known.was_ready for known in self._roles.values()):
             self._announced = True
             return [AllReady()]
@@ -146,7 +163,7 @@ class Supervisor:
             role.state, role.deadline = RoleState.STOPPED, None
             return self._continue_stop(now)
         served = role.state is RoleState.READY and role.ready_at is not None
-        if role.state is RoleState.RESTARTING:
+        if role.state in _LEAVING:
             return [self._start_next(role, now)]
         if event.by_itself and served and now - (role.ready_at or 0.0) >= BRIEF_S and not self._num_stops:
             text = f"{role.name} left and is restarted as epoch {role.epoch + 1}"
@@ -155,10 +172,10 @@ class Supervisor:
 
     def _on_hung(self, event: Hung, now: float) -> list[Action]:
         role = self._roles[event.role]
-        if role.epoch != event.epoch or role.state not in (RoleState.READY, RoleState.RESTARTING):
+        if role.epoch != event.epoch or role.state not in (RoleState.READY, *_LEAVING):
             return []
         kill = Kill(role.name, role.epoch)
-        if role.state is RoleState.RESTARTING:
+        if role.state in _LEAVING:
             return [Say(f"{role.name} hung while it drained: killed"), kill, self._start_next(role, now)]
         return [kill, *self._fail(role, "it hung and was killed", now)]
 
@@ -184,11 +201,33 @@ class Supervisor:
         while self._to_restart:
             role = self._roles[self._to_restart.pop(0)]
             if role.state is RoleState.READY:
-                limit_s = self.drain_grace_s + STOP_MARGIN_S
-                role.state, role.deadline = RoleState.RESTARTING, now + limit_s
-                return [Drain(role.name, role.epoch)]
+                return [self._leave(role, now)]
         self._is_rolling = False
         return [Say("rolling restart done")]
+
+    def _on_shift(self, name: str, kind: str, now: float) -> list[Action]:
+        role = self._roles.get(name)
+        if self._num_stops or role is None or role.kind == kind or "router" in (role.kind, kind):
+            return []
+        settled = (RoleState.READY, RoleState.GIVEN_UP)
+        if self._is_rolling or any(known.state not in settled for known in self._roles.values()):
+            return [Say(f"{name} stays a {role.kind} worker: not everybody serves")]
+        ready = [known for known in self._roles.values() if known.state is RoleState.READY]
+        if role not in ready:
+            return [Say(f"{name} stays a {role.kind} worker: it is given up")]
+        if not any(known.kind == "decode" for known in ready if known is not role) and kind != "decode":
+            return [Say(f"{name} stays a decode worker: it is the last")]
+        role.state, role.deadline = RoleState.SHIFTING, now + PREPARE_S
+        text = f"{name} becomes a {kind} worker: it drains and is started as epoch {role.epoch + 1}"
+        return [Say(text), self._become(role, kind)]
+
+    def _leave(self, role: _Role, now: float) -> Drain:
+        role.state, role.deadline = RoleState.RESTARTING, now + self.drain_grace_s + STOP_MARGIN_S
+        return Drain(role.name, role.epoch)
+
+    def _become(self, role: _Role, kind: str) -> Become:
+        role.kind_before, role.kind = role.kind, kind
+        return Become(role.name, kind)
 
     def _on_stop(self, now: float) -> list[Action]:
         self._num_stops += 1
@@ -206,6 +245,8 @@ class Supervisor:
                 continue
             if role.state is RoleState.WAITING:
                 actions.append(self._start(role, now))
+            elif role.state is RoleState.SHIFTING:
+                actions.append(self._leave(role, now))
             elif role.state is RoleState.STOPPING:
                 role.state, role.deadline = RoleState.STOPPED, None
                 actions += [Say(f"{role.name} did not stop in time: killed"), Kill(role.name, role.epoch)]
@@ -233,6 +274,12 @@ class Supervisor:
         if not role.was_ready:
             role.state = RoleState.STOPPED
             return [*self._kill_all(), self._finish(1, f"{role.name} did not start: {cause}")]
+        if role.kind_before is not None:
+            failed, text = role.kind, f"is a {role.kind_before} worker again: {cause}"
+            become = self._become(role, role.kind_before)
+            actions: list[Action] = [Say(f"{role.name} cannot be a {failed} worker, and {text}"), become]
+            role.kind_before = None
+            return [*actions, self._start_next(role, now)]
         if role.ready_at is not None and now - role.ready_at >= HEALTHY_S:
             role.num_failures = 0
         role.num_failures += 1

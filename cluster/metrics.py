@@ -155,6 +155,10 @@ class Metrics:
             "router_stale_messages", "Messages of workers that the router dropped", ("reason",)
         )
         self._seen_stale: dict[str, int] = {}
+        self._role_shifts = counter(
+            "role_shifts", "Workers that came back in another role", ("from_role", "to_role")
+        )
+        self._seen_shifts: dict[tuple[str, str], int] = {}
         for outcome in Outcome:
             self._requests.labels(outcome.value)
         for slo in ("ttft", "tpot", "both"):
@@ -247,6 +251,12 @@ class Metrics:
         for reason, total in totals.items():
             self._router_stale.labels(reason).inc(total - self._seen_stale.get(reason, 0))
         self._seen_stale = dict(totals)
+
+    def observe_role_shifts(self, totals: Mapping[tuple[str, str], int]) -> None:
+        """Workers that came back in another role so far, by (from, to)."""
+        for roles, total in totals.items():
+            self._role_shifts.labels(*roles).inc(total - self._seen_shifts.get(roles, 0))
+        self._seen_shifts = dict(totals)
 
     def observe_worker(self, worker: WorkerId, role: Role, state: str, load: WorkerLoad) -> None:
         """A worker as of now."""

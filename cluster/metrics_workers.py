@@ -49,8 +49,11 @@ class WorkerMetrics:
         self._stale = counter("stale_messages", "Late or duplicate messages dropped")
 
     def observe(self, worker: WorkerId, role: Role, state: str, load: WorkerLoad) -> None:
-        """A worker as of now."""
-        _, before = self._seen.get(worker, (role, WorkerLoad()))
+        """A worker as of now. One that has another role by now begins anew."""
+        seen_role, before = self._seen.get(worker, (role, WorkerLoad()))
+        if seen_role is not role:
+            self.forget(worker)
+            before = WorkerLoad()
         self._show_cache(worker, load, before if worker in self._seen else None)
         self._seen[worker] = (role, load)
         for name in WORKER_STATES:

@@ -157,6 +157,17 @@ def check_redis(config: ClusterConfig) -> None:
         check_address(config.redis)
 
 
+def check_roles(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: roles are to be planned, and prompts to be computed on prefill workers alone.
+    """
+    if config.roles == "planned" and config.placement == "remote":
+        raise ConfigError(
+            "--roles planned may leave no prefill worker, and --placement remote wants one: drop either"
+        )
+
+
 def check_kv_edge(config: ClusterConfig) -> None:
     """Of workers on this machine; those of a cluster that is joined look for themselves.
 

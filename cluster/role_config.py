@@ -79,6 +79,7 @@ class RouterConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     num_prefill: int  # workers to expect: ready once one of each expected role serves
     num_decode: int
     placement: PlacementName = "elastic"
+    plans_roles: bool = False  # and asks its launcher for workers in other roles
     max_attempts: int = 3
     recovery_wait_s: float = 20.0
     launcher_pid: int | None = None  # on this machine, for `/cluster`

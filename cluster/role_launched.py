@@ -26,6 +26,7 @@ from cluster.launch_channel import (
     Serve,
     Serving,
     Stop,
+    Wish,
     from_launcher,
     to_packet,
 )
@@ -84,7 +85,13 @@ def run_launched(entry: str, descriptor: int) -> int:
     if error:
         return 1
     config = channel.config.result()  # however long the model takes; the launcher has the deadline
-    cause = serve_role(entry, config, switch, lambda: channel.say(Serving()))
+    cause = serve_role(
+        entry,
+        config,
+        switch,
+        lambda: channel.say(Serving()),
+        on_wish=lambda worker, role: channel.say(Wish(worker, role)),
+    )
     channel.say(Ended(cause))
     return 1 if cause else 0
 

@@ -1,6 +1,7 @@
 """One role in one process: from its configuration to the end of its service.
 
-1. `load_entry` imports the role's service: a coroutine function `run(config, *, stop, on_ready)`.
+1. `load_entry` imports the role's service: a coroutine function `run(config, *, stop, on_ready)`. That of a
+   router that plans roles takes `on_wish`, too: how it asks for a worker in another role.
 2. `run_service` runs it in an event loop of its own until it returns; setting `stop` asks it to drain and
    return. `on_ready` is called once: a worker has loaded its model and dials the routers, a router's
    `/ready` turned 200.
@@ -30,11 +31,14 @@ FORCED_EXIT_CODE = 130
 logger = logging.getLogger(__name__)
 
 
+OnWish = Callable[[str, str], None]  # (worker, role)
+
+
 class ServiceEntry(Protocol):
     """What a role's `service` module exports as `run`."""
 
     def __call__(
-        self, config: Any, *, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+        self, config: Any, *, stop: asyncio.Event, on_ready: Callable[[], None] | None = None, **more: OnWish
     ) -> Coroutine[Any, Any, None]: ...
 
 
@@ -88,11 +92,16 @@ def run_service(
     config: RouterConfig | WorkerConfig,
     switch: StopSwitch,
     on_ready: Callable[[], None] | None = None,
+    on_wish: OnWish | None = None,
 ) -> None:
     """Run the service in this thread until it returns; its exceptions pass through."""
 
+    more: dict[str, OnWish] = {}
+    if isinstance(config, RouterConfig) and config.plans_roles and on_wish is not None:
+        more["on_wish"] = on_wish
+
     async def serve() -> None:
-        await service(config, stop=switch.bind(), on_ready=on_ready)
+        await service(config, stop=switch.bind(), on_ready=on_ready, **more)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve())
@@ -111,6 +120,7 @@ def serve_role(
     config: RouterConfig | WorkerConfig,
     switch: StopSwitch,
     on_ready: Callable[[], None],
+    on_wish: OnWish | None = None,
 ) -> str:
     """What every process of a role does, whoever started it: log as configured and serve until the end.
 
@@ -124,7 +134,7 @@ def serve_role(
 
     try:
         configure_logging(config.log, name)
-        run_service(load_entry(entry), config, switch, ready)
+        run_service(load_entry(entry), config, switch, ready, on_wish)
     except BatonError as error:
         logger.error("%s", error)
         return one_line(error)

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from cluster.allowed_origins import parse_origins
 from cluster.clock import Clock, MonotonicClock
-from cluster.errors import RequestError, ServingError
+from cluster.errors import InvalidRequest, RequestError, ServingError
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.tokenizer import Tokenizer
 from router.api_keys import KeyCheck, KeyRing
@@ -31,9 +31,11 @@ from router.asgi import (
     BodyTooLarge,
     ClientLeft,
     UnsupportedMediaType,
+    read_body,
+    require_json,
 )
 from router.bodies import Bodies
-from router.cluster_report import observe_cluster, worker_json
+from router.cluster_report import observe_cluster, roles_json, worker_json
 from router.delivery import ClusterStatus, RequestIntake
 from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
 from router.envelope import Envelope, LastAnswer
@@ -47,9 +49,11 @@ from router.openapi import describe
 from router.origins import AllowedOrigins
 from router.page import PageSource, page_routes
 from router.page_feed import PageFeed
-from router.public_side import PrivateRoutes
+from router.public_side import SHIFT_PATH, PrivateRoutes
 from router.quotas.gate import QuotaGate
 from router.quotas.sharing import Sharing
+from router.role_request import MAX_SHIFT_BYTES, ROLES_FIXED, read_shift
+from router.role_watch import RoleWatch
 from router.tokenize import TextAnswer, detokenize, tokenize, within_limits
 from router.tool_formats import FORMATS, format_of
 from router.vocabulary import GrammarsAhead
@@ -72,6 +76,7 @@ def create_app(
     feed: PageFeed | None = None,
     sharing: Sharing | None = None,
     hosts: SideHosts | None = None,
+    roles: RoleWatch | None = None,
 ) -> FastAPI:
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains.
 
@@ -114,7 +119,7 @@ def create_app(
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_model_routes(app, gateway)
     _add_text_routes(app, gateway)
-    _add_status_routes(app, gateway, version, launcher_pid)
+    _add_status_routes(app, gateway, version, launcher_pid, roles)
     _add_error_handlers(app, gateway)
     app.add_middleware(PrivateRoutes)
     if limits.api_keys_file is not None:
@@ -185,7 +190,9 @@ def _add_text_routes(app: FastAPI, gateway: Gateway) -> None:
         return _told(gateway, await within_limits(gateway, request.scope, request.receive, detokenize))
 
 
-def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pid: int | None) -> None:
+def _add_status_routes(
+    app: FastAPI, gateway: Gateway, version: str, launcher_pid: int | None, roles: RoleWatch | None
+) -> None:
     @app.api_route("/health", methods=_GET)
     async def health() -> Response:
         return _json({"status": "ok"})
@@ -224,9 +231,20 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, version: str, launcher_pi
                 "router_pid": os.getpid(),
                 "launcher_pid": launcher_pid,
                 "stale_messages": {reason.value: num for reason, num in snapshot.stale_messages.items()},
+                "role_shifts": roles_json(roles, snapshot),
                 "workers": [worker_json(worker) for worker in snapshot.workers],
             }
         )
+
+    @app.post(SHIFT_PATH)
+    async def shift_role(request: Request) -> Response:
+        require_json(request.scope)
+        wish = read_shift(await read_body(request.scope, request.receive, MAX_SHIFT_BYTES))
+        if roles is None:
+            raise InvalidRequest(ROLES_FIXED)
+        workers = gateway.status.cluster().workers
+        roles.ask(wish.worker, wish.role, workers)
+        return _json(roles.picture(workers), 202)
 
     scraping = asyncio.Lock()
 

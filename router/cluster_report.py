@@ -9,6 +9,7 @@ import msgspec
 from cluster.metrics import Metrics
 from router.delivery import ClusterSnapshot, ClusterStatus, WorkerStatus
 from router.generation import InFlight
+from router.role_watch import RoleWatch
 
 
 def observe_cluster(
@@ -21,6 +22,9 @@ def observe_cluster(
         queued=snapshot.queued,
     )
     metrics.observe_stale({reason.value: num for reason, num in snapshot.stale_messages.items()})
+    metrics.observe_role_shifts(
+        {(before.value, after.value): num for (before, after), num in snapshot.role_shifts.items()}
+    )
     placement = snapshot.placement
     metrics.placement.observe(
         placement.placements,
@@ -34,6 +38,18 @@ def observe_cluster(
         metrics.forget_worker(worker)
     for item in snapshot.workers:
         metrics.observe_worker(item.worker, item.role, item.state, item.load)
+
+
+def roles_json(roles: RoleWatch | None, snapshot: ClusterSnapshot) -> dict[str, Any]:
+    """Workers that came back in another role, and the one that is about to; as `/cluster` shows it."""
+    return {
+        "done": [
+            {"from": before.value, "to": after.value, "times": num}
+            for (before, after), num in snapshot.role_shifts.items()
+        ],
+        "under_way": None if roles is None else roles.picture(snapshot.workers),
+        "planned": roles is not None,
+    }
 
 
 def worker_json(worker: WorkerStatus) -> dict[str, Any]:

@@ -136,6 +136,7 @@ class ClusterSnapshot:
     workers: tuple[WorkerStatus, ...]
     stale_messages: Mapping[StaleReason, int]
     placement: PlacementStats = field(default_factory=PlacementStats)  # goes on growing: read it at once
+    role_shifts: Mapping[tuple[Role, Role], int] = field(default_factory=dict)  # (from, to) → workers
 
 
 class ClusterStatus(Protocol):

@@ -113,6 +113,7 @@ class ConductorDriver:
             workers=tuple(self._status(worker) for worker in sorted(self._conductor.workers.ids())),
             stale_messages=self._conductor.stale_messages(),
             placement=self._conductor.placement_stats,
+            role_shifts=self._conductor.workers.role_shifts(),
         )
 
     def max_model_len(self) -> int | None:

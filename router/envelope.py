@@ -12,12 +12,14 @@ from router.asgi import Message, Receive, Scope, Send, header, send_bytes
 from router.gateway import REQUEST_ID
 from router.openai_errors import error_body, error_headers, public_error
 from router.page import PAGE_PATHS
+from router.public_side import SHIFT_PATH
 
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _ROUTES = frozenset(
     {
         *("/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
         *("/health", "/ready", "/ping", "/version", "/metrics", "/cluster", "/openapi.json"),
+        SHIFT_PATH,
         *PAGE_PATHS,
     }
 )

@@ -13,7 +13,7 @@ is found by bisection.
 
 Order: among equal predictions the split with the most workers that do both.
 
-When nothing fits (no kind can meet the target): all do both, predicted rate 0.
+When nothing fits (no kind can meet the target): all do both, predicted rate 0; `decide` changes nothing.
 
 Bounds: O(splits x kinds x 40); pure, no clock.
 """
@@ -61,6 +61,7 @@ class RolePlan:
 
 
 SHARE_SERVED = 0.9
+NO_RATE = 1e-6  # requests per second: none, for who searches by bisection
 
 
 def work_of(requests: Sequence[tuple[int, int]], kinds: Sequence[Kind]) -> tuple[KindWork, ...]:
@@ -132,23 +133,28 @@ def _is_feasible(
 
 
 def best_roles(
-    kinds: Sequence[Kind], requests: Sequence[tuple[int, int]], targets: Targets
+    kinds: Sequence[Kind],
+    requests: Sequence[tuple[int, int]],
+    targets: Targets,
+    *,
+    may_only_decode: bool = True,
 ) -> tuple[RolePlan, RolePlan]:
     """(the best, all doing both)."""
     works = work_of(requests, kinds)
     both = tuple(Roles(0, 0, kind.count) for kind in kinds)
     found = plain = RolePlan(both, predicted_rate(kinds, both, works, targets))
-    for roles in product(*(_splits(kind.count) for kind in kinds)):
+    for roles in product(*(_splits(kind.count, may_only_decode) for kind in kinds)):
         rate = predicted_rate(kinds, roles, works, targets)
         if rate > found.rate * (1 + 1e-6):
             found = RolePlan(roles, rate)
     return found, plain
 
 
-def _splits(count: int) -> list[Roles]:
+def _splits(count: int, may_only_decode: bool) -> list[Roles]:
     """From all doing both down, in at most nine steps per role."""
     steps = sorted({round(count * share / 8) for share in range(9)})
-    return [Roles(p, d, count - p - d) for p in steps for d in steps if p + d <= count]
+    decode = steps if may_only_decode else [0]
+    return [Roles(p, d, count - p - d) for p in steps for d in decode if p + d <= count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,7 @@ class PlannerState:
 class Planner:
     gain: float = 0.05  # predicted, for a change to pay
     patience: int = 3
+    may_only_decode: bool = True  # else workers that decode may prefill, too
 
     def decide(
         self,
@@ -173,9 +180,9 @@ class Planner:
         targets: Targets,
     ) -> PlannerState:
         """The next state; its roles differ from the present ones only after `patience` decisions."""
-        best, _ = best_roles(kinds, requests, targets)
+        best, _ = best_roles(kinds, requests, targets, may_only_decode=self.may_only_decode)
         now = predicted_rate(kinds, state.roles, work_of(requests, kinds), targets)
-        if best.roles == state.roles or best.rate < now * (1 + self.gain):
+        if best.roles == state.roles or best.rate < max(NO_RATE, now * (1 + self.gain)):
             return PlannerState(state.roles)
         since = state.since + 1 if state.candidate == best.roles else 1
         if since >= self.patience:

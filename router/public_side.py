@@ -13,7 +13,8 @@ from router.asgi import Receive, Scope, Send, send_bytes
 from router.openai_errors import error_body, error_headers, http_error
 from router.page import FEED_PATHS
 
-PRIVATE_PATHS = frozenset({"/metrics", "/cluster", *FEED_PATHS})
+SHIFT_PATH = "/cluster/roles"
+PRIVATE_PATHS = frozenset({"/metrics", "/cluster", SHIFT_PATH, *FEED_PATHS})
 _SIDE = "baton.side"  # key of the scope, where there are two listeners
 
 

@@ -15,7 +15,7 @@ def refusal(
 
     `present` are the workers here now, `last_epoch` is the latest seen of this worker's name. Workers with
     unequal fingerprints would give different tokens for one request, ones with unequal blocks could not hand
-    over KV, and an older epoch is a process that was already replaced.
+    over KV, and an older epoch is a process that was already replaced. A newer one may have another role.
     """
     if last_epoch is not None and register.epoch < last_epoch:
         return f"epoch {register.epoch} of {register.worker} is stale: epoch {last_epoch} has been here"
@@ -33,7 +33,7 @@ def refusal(
                 "be equal; start all workers with the same `--dtype` and `--kv-dtype`"
             )
         if other.worker == register.worker:
-            if other.role is not register.role:
+            if other.role is not register.role and register.epoch <= other.epoch:
                 return f"{register.worker} is a {other.role.value} worker here, not {register.role.value}"
         elif other.fingerprint != register.fingerprint:
             return (

@@ -45,6 +45,8 @@ from router.model_info import ModelInfo, read_sampling_defaults
 from router.page_feed import PageFeed
 from router.quotas.sharing import Sharing
 from router.readiness import ReadinessJudge
+from router.role_shifts import RoleShifts
+from router.role_watch import RoleWatch
 from router.server import serve_http
 from router.traces import RequestTraces, otlp_exporter
 
@@ -55,9 +57,14 @@ SHARED_DEADLINE_S = 0.05  # of a call; a request waits for one at most
 
 
 async def run(
-    config: RouterConfig, *, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+    config: RouterConfig,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] | None = None,
+    on_wish: Callable[[str, str], None] | None = None,
 ) -> None:
-    """Serve until `stop` is set and the requests in flight are over.
+    """Serve until `stop` is set and the requests in flight are over. `on_wish` asks the launcher for a worker
+    (first) in another role; without it roles stay as they are.
 
     Raises:
         ConfigError: the HTTP address cannot be used.
@@ -70,6 +77,8 @@ async def run(
     targets = LatencyTargets(config.slo_ttft_s, config.slo_tpot_s)
     feed = PageFeed(targets, conductor.summary, clock.now())
     traces = _traces(config, clock, conductor)
+    roles = _roles(config, clock, on_wish)
+    watchers = [one.observe for one in (feed, traces, roles) if one is not None]
     driver = ConductorDriver(
         config.router,
         conductor,
@@ -77,7 +86,7 @@ async def run(
         clock,
         block_size=config.block_size,
         heartbeat_interval_s=config.heartbeat_interval_s,
-        watchers=[feed.observe] if traces is None else [feed.observe, traces.observe],
+        watchers=watchers,
     )
     listener = await listen(config.control_address, config.token, DiallerSays, driver.links.on_stream)
     logger.info("workers dial %s", listener.address)
@@ -100,6 +109,8 @@ async def run(
     sharing = _sharing(config, clock, metrics)
     if sharing is not None:
         watches.append(asyncio.create_task(sharing.run()))
+    if roles is not None:
+        watches.append(asyncio.create_task(roles.run(lambda: driver.cluster().workers)))
     try:
         tokenizer = await asyncio.to_thread(_load_tokenizer, Path(config.model_dir))
         model = _model_info(config, tokenizer)
@@ -117,6 +128,7 @@ async def run(
             feed=feed,
             sharing=sharing,
             hosts=_hosts(config),
+            roles=roles,
         )
 
         sys.setswitchinterval(SWITCH_S)
@@ -172,14 +184,13 @@ async def _announce(needed: Iterable[asyncio.Event], on_ready: Callable[[], None
 
 
 def _conductor_config(config: RouterConfig) -> ConductorConfig:
-    gap_s = math.inf if config.slo_gap_s is None else config.slo_gap_s
     return ConductorConfig(
         max_attempts=config.max_attempts,
         lease_ttl_s=config.lease_ttl_s,
         recovery_wait_s=config.recovery_wait_s,
         max_queued=config.requests.max_queued,
         policy=PolicyConfig(always_remote=config.placement == "remote"),
-        slo=Targets(config.slo_ttft_s, config.slo_tpot_s, gap_s),
+        slo=_targets(config),
     )
 
 
@@ -206,6 +217,20 @@ def _sharing(config: RouterConfig, clock: Clock, metrics: Metrics) -> Sharing | 
     name = RouterId(f"{config.router}-{uuid.uuid4().hex[:12]}")
     state = RedisState(config.redis, name, ttl_s=SHARED_TTL_S, deadline_s=SHARED_DEADLINE_S)
     return Sharing(state, clock, metrics)
+
+
+def _roles(
+    config: RouterConfig, clock: Clock, on_wish: Callable[[str, str], None] | None
+) -> RoleWatch | None:
+    if not config.plans_roles or on_wish is None:
+        return None
+    shifts = RoleShifts(_targets(config), config.num_prefill + config.num_decode)
+    return RoleWatch(shifts, on_wish, clock)
+
+
+def _targets(config: RouterConfig) -> Targets:
+    gap_s = math.inf if config.slo_gap_s is None else config.slo_gap_s
+    return Targets(config.slo_ttft_s, config.slo_tpot_s, gap_s)
 
 
 def _version() -> str:

@@ -13,7 +13,7 @@ not a candidate until it steps again.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -77,6 +77,8 @@ class WorkerBook:
         self._stall_timeout_s = stall_timeout_s
         self._workers: dict[WorkerId, _Worker] = {}
         self._num_placed = 0
+        self._roles: dict[WorkerId, Role] = {}  # the last of every name
+        self._role_shifts: Counter[tuple[Role, Role]] = Counter()
         self._view = ClusterView()
         self._edges = EdgeCosts(self._view.fleet, self._config.elastic.handoff_s, self._config.cold_edge_s)
 
@@ -85,6 +87,10 @@ class WorkerBook:
     def join(self, register: Register, now: float) -> None:
         """Enter a worker. A known one must have left before."""
         assert register.worker not in self._workers, register.worker
+        role = self._roles.get(register.worker, register.role)
+        if role is not register.role:
+            self._role_shifts[role, register.role] += 1
+        self._roles[register.worker] = register.role
         view, geometry = self._view, register.geometry
         row = view.take_row(register.worker)
         view.block_size, view.kv_bytes_per_token = geometry.block_size, kv_bytes_per_token(geometry)
@@ -115,6 +121,10 @@ class WorkerBook:
 
     def register(self, worker: WorkerId) -> Register:
         return self._workers[worker].register
+
+    def role_shifts(self) -> dict[tuple[Role, Role], int]:
+        """How often a worker came back in another role: (from, to) → times."""
+        return dict(self._role_shifts)
 
     def ids(self) -> list[WorkerId]:
         return list(self._workers)

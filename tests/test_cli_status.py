@@ -37,6 +37,7 @@ def cluster_picture() -> dict[str, Any]:
         worker(
             "decode-0", Role.DECODE, epoch=2, load=WorkerLoad(running=3, blocks_used=5, decode_step_s=0.011)
         ),
+        worker("worker-7", Role.DECODE),
         worker("prefill-0", Role.PREFILL, load=WorkerLoad(waiting=1, queued_prefill_tokens=700)),
     )
     return picture(feed, ClusterSnapshot("ready", 4, workers, {}), "smol", "2026.11", 60.0)
@@ -55,7 +56,8 @@ def test_status_shows_the_cluster() -> None:
         "Baton 2026.11  smol  ready",
         "0 in flight, 4 queued",
         "1 finished, 0 failed, 0.0 % met both targets",
-        "decode-0",
+        "decode-0 ",
+        "worker-7 (decode)",
         "5 held, 0 cached, 0 free",
         "11 ms per step",
         "1 request, 700 tokens",

@@ -179,6 +179,22 @@ def test_start_restart_and_clean_stop(launch: Launchers) -> None:
     assert sorted(order) == ["decode-0", "prefill-0", "router-0"]
 
 
+def test_a_router_wishes_a_worker_into_another_role(launch: Launchers) -> None:
+    """Through the channel or the actor; the next process is up before the one before drains."""
+    settings = ("roles=planned", "prefill=0", "decode=2", "threads_per_worker=1")
+    launcher = launch(*settings, router_0="wish worker-1 prefill")
+    launcher.wait_ready()
+    launcher.wait_seen("worker-1 serves as a prefill worker (epoch 2)")
+    events = [(name, epoch, event) for name, epoch, event, _ in launcher.events() if name == "worker-1"]
+    assert [one for one in events if one[2] in ("prefill", "decode", "stopped")] == [
+        ("worker-1", 1, "decode"),
+        ("worker-1", 1, "stopped"),
+        ("worker-1", 2, "prefill"),
+    ]
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end() == (0, "")
+
+
 def test_failing_start_reports_its_cause_and_ends(launch: Launchers) -> None:
     launcher = launch("decode=2", "threads_per_worker=3", decode_1="fail")
     status, errors = launcher.end(START_TIMEOUT_S)

@@ -47,6 +47,39 @@ def test_one_of_each_on_two_cores() -> None:
     assert (router.num_cpus, prefill.num_cpus, decode.num_cpus) == (0, 1, 1)
 
 
+def test_where_roles_change_a_worker_has_a_place_whatever_its_role() -> None:
+    config = ClusterConfig(
+        roles="planned", prefill=1, decode=2, routers=2, prefill_kv_bytes=7, decode_kv_bytes=9
+    )
+    specs = plan_roles(config, SITE)
+    assert [(spec.name, spec.role) for spec in specs[2:]] == [
+        ("worker-0", "prefill"),
+        ("worker-1", "decode"),
+        ("worker-2", "decode"),
+    ]
+    planning = [spec.config.plans_roles for spec in specs if isinstance(spec.config, RouterConfig)]
+    assert planning == [True, False]
+    for spec in specs[2:]:
+        other = spec.in_role("decode" if spec.role == "prefill" else "prefill")
+        assert spec.in_role(spec.role) is spec
+        assert other.in_role(spec.role) == spec
+        assert other.alternative is not None
+        changed = {"role", "kv_bytes", "kv_address"}
+        before, after = (dataclasses.replace(one, alternative=None) for one in (spec, other))
+        assert dataclasses.replace(after, config=before.config, entry=before.entry) == before
+        assert isinstance(before.config, WorkerConfig)
+        assert isinstance(after.config, WorkerConfig)
+        differ = {
+            name
+            for name in WorkerConfig.__struct_fields__
+            if getattr(before.config, name) != getattr(after.config, name)
+        }
+        assert differ == changed
+        assert other.started(3, "/m").alternative is not None
+    fixed = plan_roles(ClusterConfig(), SITE)
+    assert [spec.alternative for spec in fixed] == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("backend", "edge"), [("cpu", "shm"), ("reference", "shm"), ("triton", "auto"), ("auto", "auto")]
 )
@@ -240,3 +273,6 @@ def test_nccl_is_refused_before_anything_starts_where_workers_share_a_gpu() -> N
         plan_roles(ClusterConfig(backend="triton", kv_edge="nccl"), site)
     plan_roles(ClusterConfig(backend="triton", kv_edge="cuda_ipc"), site)
     plan_roles(ClusterConfig(backend="triton", kv_edge="nccl", prefill=0), site)
+    planned = ClusterConfig(backend="triton", kv_edge="nccl", prefill=0, decode=2, roles="planned")
+    with pytest.raises(ConfigError, match="worker-0, worker-1 share"):
+        plan_roles(planned, site)  # one of them may come to be a prefill worker

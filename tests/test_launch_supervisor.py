@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 from cluster.launch_events import (
     Action,
     AllReady,
+    Become,
     Drain,
     Event,
     Exited,
     Finish,
     Hung,
     Kill,
+    Prepared,
     Ready,
     RestartRequested,
     Say,
+    ShiftRequested,
     Start,
     StopRequested,
     Tick,
@@ -30,6 +33,7 @@ from cluster.launch_supervisor import (
     HEALTHY_S,
     MAX_BACKOFF_S,
     MAX_RESTARTS,
+    PREPARE_S,
     STOP_MARGIN_S,
     WORKER_STOP_S,
     RoleState,
@@ -51,8 +55,11 @@ class Cluster:
     finish: Finish | None = None
     all_ready: int = 0
     said: list[str] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)  # as of the latest start
+    next_kinds: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.next_kinds = dict(self.roles)
         self.supervisor = Supervisor(self.roles, start_timeout_s=100.0, drain_grace_s=20.0)
         self.apply(self.supervisor.start(self.now))
 
@@ -66,6 +73,9 @@ class Cluster:
                     assert epoch == len(earlier) + 1, "epochs grow by one"
                     earlier.append(epoch)
                     self.running[name] = epoch
+                    self.kinds[name] = self.next_kinds[name]
+                case Become(name, kind):
+                    self.next_kinds[name] = kind
                 case Kill(name, epoch):
                     if self.running.get(name) == epoch:
                         del self.running[name]
@@ -357,18 +367,117 @@ def test_a_stop_in_the_middle_of_a_rolling_restart_ends_it() -> None:
     assert cluster.finish == Finish(0, None)
 
 
+POOL = (*ROLES, ("decode-1", "decode"))
+STEPS = ("ready", "die", "leave", "hang", "tick", "stop", "restart", "stale", "sleep", "shift", "prepared")
+
+
+def pool() -> Cluster:
+    cluster = Cluster(POOL)
+    cluster.ready(*(name for name, _ in POOL))
+    return cluster
+
+
+def shift(cluster: Cluster, name: str, kind: str) -> list[Action]:
+    """Ask for it; what its drain is begun with, once its next process is up."""
+    cluster.feed(ShiftRequested(name, kind))
+    return cluster.feed(Prepared(name))
+
+
+def test_a_shifted_worker_serves_until_its_next_process_is_up_which_has_the_other_role() -> None:
+    cluster = pool()
+    assert cluster.feed(ShiftRequested("decode-1", "prefill"))[1:] == [Become("decode-1", "prefill")]
+    assert cluster.feed(Prepared("decode-1")) == [Drain("decode-1", 1)]
+    assert cluster.feed(Prepared("decode-1")) == []
+    assert cluster.leave("decode-1") == [Start("decode-1", 2)]
+    cluster.ready("decode-1")
+    assert cluster.kinds["decode-1"] == "prefill"
+    assert "decode-1 serves as a prefill worker (epoch 2)" in cluster.said
+    cluster.die("decode-1")
+    cluster.ready("decode-1")
+    assert cluster.kinds["decode-1"] == "prefill", "it has that role for good"
+    assert shift(cluster, "decode-1", "decode") == [Drain("decode-1", 3)]
+
+
+def test_where_the_next_process_has_no_place_beside_it_a_worker_drains_first() -> None:
+    cluster = pool()
+    cluster.feed(ShiftRequested("decode-1", "prefill"))
+    assert cluster.tick() == [Drain("decode-1", 1)]
+    assert cluster.now == PREPARE_S
+    assert cluster.leave("decode-1") == [Start("decode-1", 2)]
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_one_that_ends_before_it_drains_comes_back_in_its_new_role(how: str) -> None:
+    cluster = pool()
+    cluster.feed(ShiftRequested("decode-1", "prefill"))
+    actions = cluster.die("decode-1") if how == "dies" else cluster.feed(Hung("decode-1", 1))
+    assert actions[-1] == Start("decode-1", 2)
+    assert cluster.kinds["decode-1"] == "prefill"
+
+
+def test_the_last_decode_worker_keeps_its_role_and_shifts_come_one_at_a_time() -> None:
+    last = [Say("decode-1 stays a decode worker: it is the last")]
+    cluster = pool()
+    for name, kind in (("router-0", "decode"), ("nobody", "decode"), ("decode-0", "decode")):
+        assert cluster.feed(ShiftRequested(name, kind)) == []
+    cluster.feed(ShiftRequested("decode-0", "prefill"))
+    stays = [Say("decode-1 stays a decode worker: not everybody serves")]
+    assert cluster.feed(ShiftRequested("decode-1", "prefill")) == stays
+    cluster.feed(Prepared("decode-0"))
+    assert cluster.feed(ShiftRequested("decode-1", "prefill")) == stays
+    cluster.leave("decode-0")
+    assert cluster.feed(ShiftRequested("decode-1", "prefill")) == stays
+    cluster.ready("decode-0")
+    assert cluster.feed(ShiftRequested("decode-1", "prefill")) == last
+
+
+@pytest.mark.parametrize("how", ["dies", "not ready in time"])
+def test_a_worker_that_does_not_come_up_in_its_new_role_goes_back(how: str) -> None:
+    cluster = pool()
+    shift(cluster, "prefill-0", "decode")
+    cluster.leave("prefill-0")
+    if how == "dies":
+        cluster.die("prefill-0", "KV memory is too small")
+    else:
+        cluster.tick()
+    assert cluster.running["prefill-0"] == 3
+    cluster.feed(Prepared("prefill-0"))
+    cluster.ready("prefill-0")
+    assert cluster.kinds["prefill-0"] == "prefill"
+    text = "prefill-0 cannot be a decode worker, and is a prefill worker again"
+    assert any(said.startswith(text) for said in cluster.said)
+
+
+def test_a_worker_that_does_not_drain_in_time_is_killed_and_shifts() -> None:
+    cluster = pool()
+    shift(cluster, "decode-0", "prefill")
+    assert cluster.tick()[1:] == [Kill("decode-0", 1), Start("decode-0", 2)]
+    assert cluster.kinds["decode-0"] == "prefill"
+
+
+def test_no_shift_in_the_middle_of_a_rolling_restart_or_a_stop() -> None:
+    cluster = pool()
+    cluster.feed(RestartRequested())
+    told = cluster.feed(ShiftRequested("decode-1", "prefill"))
+    assert told == [Say("decode-1 stays a decode worker: not everybody serves")]
+    cluster = pool()
+    cluster.feed(StopRequested())
+    assert cluster.feed(ShiftRequested("decode-1", "prefill")) == []
+
+
 @settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["ready", "die", "leave", "hang", "tick", "stop", "restart", "stale", "sleep"]),
-            st.sampled_from(NAMES),
+            st.sampled_from(STEPS),
+            st.sampled_from([name for name, _ in POOL]),
         )
     )
 )
 def test_whatever_happens_nothing_runs_twice_and_the_end_is_an_end(steps: list[tuple[str, str]]) -> None:
-    """`Cluster` checks on the way: epochs grow by one, at most one life per role, nothing after Finish."""
-    cluster = Cluster()
+    """`Cluster` checks on the way: epochs grow by one, at most one life per role, nothing after Finish. Roles
+    change, and there is always one that may decode."""
+    cluster = Cluster(POOL)
     for step, name in steps:
         match step:
             case "ready" if name in cluster.running:
@@ -381,6 +490,11 @@ def test_whatever_happens_nothing_runs_twice_and_the_end_is_an_end(steps: list[t
                 cluster.feed(Hung(name, cluster.running[name]))
             case "restart":
                 cluster.feed(RestartRequested())
+            case "shift":
+                kind = "prefill" if cluster.kinds[name] == "decode" else "decode"
+                cluster.feed(ShiftRequested(name, kind))
+            case "prepared":
+                cluster.feed(Prepared(name))
             case "tick" if cluster.supervisor.next_deadline() is not None:
                 cluster.tick()
             case "stop":
@@ -389,12 +503,13 @@ def test_whatever_happens_nothing_runs_twice_and_the_end_is_an_end(steps: list[t
                 cluster.feed(Exited(name, 0, "stale"))
             case "sleep":
                 cluster.now += 61.0
+        assert "decode" in cluster.next_kinds.values()
     if cluster.finish is not None:
         assert cluster.running == {}
         assert cluster.supervisor.next_deadline() is None
         return
     cluster.feed(StopRequested())  # from any state a stop comes to its end by itself
-    for _ in range(2 * len(NAMES)):
+    for _ in range(2 * len(POOL)):
         if cluster.finish is None:
             cluster.tick()
     assert cluster.finish is not None

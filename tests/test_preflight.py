@@ -92,6 +92,13 @@ def test_model_paths_that_cannot_work_are_named(tmp_path: Path) -> None:
         preflight.check_model(str(tmp_path))
 
 
+def test_roles_that_change_want_prompts_to_go_anywhere() -> None:
+    preflight.check_roles(ClusterConfig(roles="planned"))
+    preflight.check_roles(ClusterConfig(placement="remote"))
+    with pytest.raises(ConfigError, match="--placement remote"):
+        preflight.check_roles(ClusterConfig(roles="planned", placement="remote"))
+
+
 def test_limits_without_keys_are_refused() -> None:
     preflight.check_key_limits(ClusterConfig(api_keys_file="keys", key_concurrent=3))
     with pytest.raises(ConfigError, match="--key-tokens-per-min"):

@@ -20,7 +20,7 @@ from cluster.role_by_hand import ROUTER, ROUTER_ADDRESS, SETTINGS, ByHand, confi
 from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig, load_config
 from tests.support.processes import ROOT
 
-LAUNCHERS_OWN = {"routers", "idle_cores", "gpus_per_worker", "launcher", "address", "runtime_dir"}
+LAUNCHERS_OWN = {"routers", "idle_cores", "gpus_per_worker", "launcher", "roles", "address", "runtime_dir"}
 ROLES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
 TOKEN = "t" * 32
 

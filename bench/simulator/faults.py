@@ -63,6 +63,8 @@ class Injector:
             "clock jump": (lambda: [*workers(), *routers()], self._jump),
             "client abort": (self._clients, lambda client: client.leave()),
         }
+        if simulation.scenario.shifts_roles:
+            self.kinds["shift role"] = (self._movable, self._shift)
         if simulation.site.redis is not None:
             self.kinds["Redis gone"] = (self._shared_state, self._lose_redis)
 
@@ -121,6 +123,10 @@ class Injector:
         return [
             worker for worker in self._site.alive() if not worker.is_stopped and role in (None, worker.role)
         ]
+
+    def _movable(self) -> list[WorkerProcess]:
+        """Workers that may take the other role: one that decodes is left."""
+        return [worker for worker in self._workers() if self._simulation.may_shift(worker)]
 
     def _writers(self) -> list[WorkerProcess]:
         """The prefill workers in the middle of sending a piece, or all if there is none."""
@@ -274,6 +280,10 @@ class Injector:
 
     def _drain(self, worker: WorkerProcess) -> None:
         worker.terminate(self._rng.choice([0.05, self._site.scenario.drain_grace_s]))
+
+    def _shift(self, worker: WorkerProcess) -> None:
+        self._simulation.shift(worker)
+        self._drain(worker)
 
     def _fail_step(self, worker: WorkerProcess) -> None:
         worker.fails_next_step = True

@@ -134,7 +134,7 @@ class PrefillProcess(WorkerProcess):
 
     def _edge_dialled(self, edge: PrefillEdge, address: WorkerId) -> None:
         listener = self.site.workers[address]
-        if not listener.is_alive:
+        if not listener.is_alive or listener.role is not Role.DECODE:
             self.end_edge(edge, "connection refused")
             return
         edge.endpoint, far = self.site.network.kv_stream(self, listener)

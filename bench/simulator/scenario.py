@@ -47,6 +47,7 @@ class Scenario:
     token_s: float = 0.0002
     restart_s: float = 0.3  # from a worker's death to its next epoch
     fault_every: int | None = None
+    shifts_roles: bool = False  # among the faults: a worker drains and comes back in the other role
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 -- frozen; of each of the tenants
 
 

@@ -61,6 +61,7 @@ class Simulation:
     ) -> None:
         self.num_events_at_end: int | None = None  # when the last request had ended
         self._num_checks = 0
+        self._roles: dict[WorkerId, Role] = {}  # of the next epoch of every worker
         self.scenario = scenario
         self.site = Site(scenario, write)
         self.site.on_exit = self._exited
@@ -162,6 +163,7 @@ class Simulation:
             if role is Role.PREFILL
             else DecodeProcess(self.site, worker, epoch)
         )
+        self._roles[worker] = role
         self.site.add(process)
         process.start()
 
@@ -181,7 +183,21 @@ class Simulation:
     def succeed(self, process: WorkerProcess) -> None:
         """The next epoch of this worker, if none was started yet."""
         if self.site.workers[process.worker] is process:
-            self._start(process.worker, process.role, Epoch(process.epoch + 1))
+            role = self._roles[process.worker]
+            self.site.counters["shifted"] += role is not process.role
+            self._start(process.worker, role, Epoch(process.epoch + 1))
+
+    def may_shift(self, worker: WorkerProcess) -> bool:
+        """Whether a worker would be left that decodes, as far as the launcher knows."""
+        others = [other for other in self.site.workers.values() if other.worker != worker.worker]
+        return self._roles[worker.worker] is Role.PREFILL or any(
+            other.is_alive and other.role is self._roles[other.worker] is Role.DECODE for other in others
+        )
+
+    def shift(self, worker: WorkerProcess) -> None:
+        """Its next epoch has the other role, however this one ends."""
+        is_decode = self._roles[worker.worker] is Role.DECODE
+        self._roles[worker.worker] = Role.PREFILL if is_decode else Role.DECODE
 
     def crash_router(self, router: RouterProcess) -> None:
         """Its requests are lost with it; another is started in its place."""

@@ -86,10 +86,11 @@ export class Workers {
 
 function newCard(worker) {
   const element = make("li", `worker ${worker.role}`);
-  const title = make("h4", "", worker.id);
+  const title = make("h4");
+  const name = make("span");
   const state = make("span", "state");
   state.append(make("span", "dot"), make("span"));
-  title.append(state);
+  title.append(name, state);
   const list = make("dl");
   const fact = (label) => {
     const value = make("dd");
@@ -104,13 +105,15 @@ function newCard(worker) {
     list.append(holder);
     return inner;
   };
-  const card = { element, state, batch: fact("batch"), cells: graphic("cells"), queue: fact("queue"), kv: fact("KV blocks"), share: graphic("share"), speed: fact("speed") };
+  const card = { element, name, state, batch: fact("batch"), cells: graphic("cells"), queue: fact("queue"), kv: fact("KV blocks"), share: graphic("share"), speed: fact("speed") };
   card.share.append(make("i", "used"), make("i", "cached"));
   element.append(title, list);
   return card;
 }
 
 function fillCard(card, worker) {
+  card.element.className = `worker ${worker.role}`; // it may change
+  write(card.name, worker.id.startsWith(worker.role) ? worker.id : `${worker.id} ${worker.role}`);
   card.state.dataset.state = worker.state;
   write(card.state.lastChild, worker.state);
   const { used, cached, free } = worker.kv;

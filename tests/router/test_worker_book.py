@@ -49,6 +49,23 @@ def beat(made: WorkerBook, worker: WorkerId, now: float, **load: object) -> bool
     return made.heartbeat(worker, WorkerState.READY, WorkerLoad(step_model=CPU, **load), now)  # type: ignore[arg-type]
 
 
+# ---- roles
+
+
+def test_a_worker_that_comes_back_in_another_role_may_do_what_that_may_and_is_counted() -> None:
+    made = book()
+    beat(made, D0, 0.0)
+    for epoch, role in ((2, Role.DECODE), (3, Role.PREFILL), (4, Role.PREFILL), (5, Role.DECODE)):
+        made.leave(D0)
+        made.join(make_register("d0", role, epoch), 0.0)
+        beat(made, D0, 0.0)
+        view, is_decode = made.view(), role is Role.DECODE
+        assert view.has(Role.DECODE) == view.has_ready(Role.DECODE) == is_decode
+        assert bool(view.fleet.can_decode[at(made, D0)]) == is_decode
+        assert bool(view.fleet.can_send[at(made, D0)]) != is_decode
+    assert made.role_shifts() == {(Role.DECODE, Role.PREFILL): 1, (Role.PREFILL, Role.DECODE): 1}
+
+
 # ---- readiness
 
 

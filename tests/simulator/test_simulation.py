@@ -66,6 +66,24 @@ def test_edges_made_beforehand_change_no_answer_and_every_rule_holds() -> None:
     assert counters["warm dials"] > 20
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_workers_that_change_roles_lose_nothing_and_every_rule_holds(alone: bool) -> None:
+    """Also among all other faults: they die while they drain, or hang and the next epoch runs beside."""
+    num_shifted, num_touched = 0, 0
+    for seed in range(400, 420):
+        scenario = replace(draw(seed, num_requests=60, faults=True), shifts_roles=True, num_prefill=2)
+        simulation = Simulation(scenario)
+        if alone:
+            simulation.injector.kinds = {"shift role": simulation.injector.kinds["shift role"]}
+        report = simulation.run()
+        assert report.violation is None, f"seed {seed}: {report.violation}"
+        assert sum(report.outcomes.values()) == 60
+        num_shifted += report.counters.get("shifted", 0)
+        num_touched += sum(report.touched.get("shift role", {}).values())
+    assert num_shifted > (20 if alone else 0)
+    assert num_touched > num_shifted
+
+
 def test_the_rare_things_happen() -> None:
     outcomes, faults, counters = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(14):

@@ -3,12 +3,14 @@ configuration's `model` (workers) or `model_dir` (routers) names, one behaviour 
 
     {"decode-0": "fail", "prefill-0": "crash-once", "router-0": "slow-stop"}
 
+A router with "wish WORKER ROLE" repeats that to its launcher, which takes it once all serve.
 Every role appends "NAME EPOCH EVENT PID" lines to `<file>.log`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -21,7 +23,11 @@ from cluster.role_config import RouterConfig, WorkerConfig
 
 
 async def run(
-    config: RouterConfig | WorkerConfig, *, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+    config: RouterConfig | WorkerConfig,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] | None = None,
+    on_wish: Callable[[str, str], None] | None = None,
 ) -> None:
     if isinstance(config, RouterConfig):
         name, epoch, script = str(config.router), 0, Path(config.model_dir)
@@ -34,6 +40,8 @@ async def run(
             log.write(f"{name} {epoch} {event} {os.getpid()}\n")
 
     note("start")
+    if isinstance(config, WorkerConfig):
+        note(config.role.value)
     if behaviour == "fail":
         raise ModelError(f"{script}: the weights are truncated")
     if behaviour == "die":
@@ -46,6 +54,10 @@ async def run(
         on_ready()
     if behaviour == "crash-once" and epoch == 1:
         threading.Timer(0.3, os._exit, (9,)).start()
+    while behaviour.startswith("wish ") and on_wish is not None and not stop.is_set():
+        on_wish(*behaviour.split()[1:])
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 0.3)
     await stop.wait()
     note("stopping")
     if behaviour == "ignore-stop":
