@@ -141,11 +141,10 @@ class _Decision:
 
     def choose_decode(self, prefill: int, wait_s: float) -> int:
         pool, ask, of, settings, decodes = self._pool, self._ask, self._of, self._settings, self._decodes
-        at = pool.worker(prefill)
-        if not at.can_send:
+        if not self._fleet.can_send[prefill]:
             return prefill
         self._staying = of.staying(wait_s)
-        if decodes[prefill] and self._is_best_where_computed(at):
+        if decodes[prefill] and self._is_best_where_computed(pool.worker(prefill)):
             return prefill
         if (alone := pool.only(decodes)) not in (NONE, prefill):
             return alone
