@@ -52,13 +52,13 @@ from router.reckoning import ElasticSettings as ElasticSettings
 from router.reckoning import Formulas
 
 
-class Place(msgspec.Struct, frozen=True):
+class Place(msgspec.Struct, frozen=True, gc=False):
     prefill: int
     decode: int
     ttft_s: float
 
 
-class TurnAway(msgspec.Struct, frozen=True):
+class TurnAway(msgspec.Struct, frozen=True, gc=False):
     """`retry_after_s` None: never; it is too large for every worker."""
 
     retry_after_s: float | None

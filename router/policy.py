@@ -24,7 +24,7 @@ from router.fleet import Column, Flags
 from router.view import ClusterView
 
 
-class PlacementRequest(msgspec.Struct, frozen=True):
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """What placement needs to know of a request."""
 
     num_tokens: int  # to prefill: the prompt and, on a later attempt, the tokens already delivered
@@ -44,7 +44,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
         return self.num_prompt_tokens + self.max_tokens - 1
 
 
-class Placement(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """`prefill` is None when the decode worker prefills itself. `predicted_ttft_s` is from now."""
 
     prefill: WorkerId | None
@@ -64,7 +64,7 @@ class RejectReason(Enum):
     QUEUE_TOO_SLOW = "queue_too_slow"  # those that wait for room would not have gone in time
 
 
-class Reject(msgspec.Struct, frozen=True):
+class Reject(msgspec.Struct, frozen=True, gc=False):
     """`limit_tokens` is set with TOO_LARGE: the most prompt + output tokens that anyone could take;
     `retry_after_s` with BACKLOG and QUEUE_TOO_SLOW: when enough of it will be done."""
 

@@ -35,7 +35,7 @@ class ElasticSettings:
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """What placement knows of a request. `cached[w]`: tokens of its prefix on worker w; None: nowhere.
 
     `may_prefill` and `may_decode` narrow the workers for this request; None: as the fleet says.
@@ -53,7 +53,7 @@ class Ask(msgspec.Struct, frozen=True):
     near_decode: int = NONE
 
 
-class Waits(msgspec.Struct, frozen=True):
+class Waits(msgspec.Struct, frozen=True, gc=False):
     """Seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a prompt that is
     in time there, infinite where it may not be computed; `lacks_kv`: the prompt's KV has no room yet."""
 
