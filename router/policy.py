@@ -144,7 +144,9 @@ class Elastic:
         cached = None
         if cached_blocks is not None:
             cached = cached_blocks * view.block_size
-            if len(request.hashes) * view.block_size >= request.num_tokens:  # the last token is always computed
+            if (
+                len(request.hashes) * view.block_size >= request.num_tokens
+            ):  # the last token is always computed
                 np.minimum(cached, request.num_tokens - 1, out=cached)
         life_s = view.mean_life_s()
         if life_s is None:
