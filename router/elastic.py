@@ -153,10 +153,11 @@ class _Decision:
         num_bytes = moving * ask.kv_bytes_per_token
         moving_s = pool.column(self._fleet.exposed_s(prefill, num_bytes, settings.handoff_s))
         can = pool.map(of.can_decode, pool.workers, decodes, step_s, moving_s)
-        can[prefill] = decodes[prefill] and step_s[prefill] <= gap_s  # it has the prompt's KV already
         spread_s = pool.map(of.spread_s, step_s, moving_s)
         good = pool.map(of.has_room, can, spread_s)
-        good[prefill] = can[prefill] and step_s[prefill] <= of.limit_s * settings.local_bonus
+        if decodes[prefill]:  # it has the prompt's KV already
+            can[prefill] = step_s[prefill] <= gap_s
+            good[prefill] = can[prefill] and step_s[prefill] <= of.limit_s * settings.local_bonus
         if not pool.any(good):
             can = can if pool.any(can) else decodes
             over_s = pool.map(of.masked, step_s, can)
@@ -164,7 +165,7 @@ class _Decision:
             is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
             return prefill if is_near else best
         cost = pool.map(of.decode_cost, pool.workers, good, self._decode_of_each())
-        if cost[prefill] <= pool.lowest(cost) * (1 + settings.near):
+        if decodes[prefill] and cost[prefill] <= pool.lowest(cost) * (1 + settings.near):
             return prefill
         taken_s = pool.map(of.with_kv_taken, pool.workers, spread_s, pool.column(ask.cached))
         return pool.oldest_of(pool.near(cost, settings.near), taken_s, settings.tie, ask.near_decode)
