@@ -241,8 +241,7 @@ class PrefillCore:
             case Welcome():
                 return []
             case Partners():
-                self._warming.told(router, message)
-                return []
+                return [] if self._warming.told(router, message) else self._stale()
             case _:
                 return self._stale()
 

@@ -1,6 +1,6 @@
 """Edges made before a request needs them: the first request of a pair then finds its edge up. Pure.
 
-1. Each router tells who is in both pools (`Partners`), again whenever that changes.
+1. Each router tells who is in both pools (`Partners`), and what has changed whenever something has.
 2. `chosen` says which decode workers this prefill worker has an edge to without being asked: all, if no
    worker would come to hold more than it may (`--max-kv-edges`); otherwise so many that half of what each may
    hold is left to what requests want. All prefill workers choose by the same rule.
@@ -30,6 +30,25 @@ class _Tries:
     next_s: float = 0.0
 
 
+class Pools:
+    """Who is here, by one router's word."""
+
+    def __init__(self) -> None:
+        self.prefill: set[WorkerId] = set()
+        self.decode: dict[WorkerId, DecodePartner] = {}
+
+    def hear(self, news: Partners) -> None:
+        """All of it, or what has changed: a worker may have come back in the other role."""
+        if news.begins:
+            self.prefill, self.decode = set(), {}
+        partners = {partner.worker: partner for partner in news.decode}
+        for name in (*news.gone, *news.prefill, *partners):
+            self.prefill.discard(name)
+            self.decode.pop(name, None)
+        self.prefill.update(news.prefill)
+        self.decode.update(partners)
+
+
 class Warming:
     """Owns what routers say of the pools, and when a dial may be tried again."""
 
@@ -37,13 +56,17 @@ class Warming:
         """`max_edges` 0: none is made beforehand."""
         self._me = me
         self._max_edges = max_edges
-        self._told: dict[RouterId, Partners] = {}
+        self._told: dict[RouterId, Pools] = {}
         self._wanted: list[tuple[Peer, str]] = []
         self._tries: dict[Peer, _Tries] = {}
 
-    def told(self, router: RouterId, partners: Partners) -> None:
-        self._told[router] = partners
+    def told(self, router: RouterId, news: Partners) -> bool:
+        """False: a change of what this router has not said (it is gone), so it says nothing."""
+        if not news.begins and router not in self._told:
+            return False
+        self._told.setdefault(router, Pools()).hear(news)
         self._choose()
+        return True
 
     def router_lost(self, router: RouterId) -> None:
         if self._told.pop(router, None) is not None:
@@ -77,7 +100,7 @@ class Warming:
         """From what all routers say: of a worker's epochs the latest is the one that lives."""
         prefill = {name for told in self._told.values() for name in told.prefill}
         decode: dict[WorkerId, DecodePartner] = {}
-        for partner in (partner for told in self._told.values() for partner in told.decode):
+        for partner in (partner for told in self._told.values() for partner in told.decode.values()):
             known = decode.get(partner.worker)
             if known is None or partner.epoch > known.epoch:
                 decode[partner.worker] = partner

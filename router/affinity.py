@@ -18,7 +18,7 @@ from cluster.ids import WorkerId
 MAX_SESSIONS = 10_000
 
 
-class Near(msgspec.Struct, frozen=True):
+class Near(msgspec.Struct, frozen=True, gc=False):
     """Workers of the session's last request."""
 
     prefill: WorkerId

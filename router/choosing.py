@@ -75,6 +75,11 @@ class Few:
         return other if flag else figure
 
     @staticmethod
+    def unless(figure: Figure, flag: Figure, other: Figure) -> Figure:
+        """`other` where `flag` is not set."""
+        return figure if flag else other
+
+    @staticmethod
     def is_out(flag: Figure) -> bool:
         """Nothing needs to be worked out where `flag` is not set."""
         return not flag
@@ -150,6 +155,10 @@ class Many:
     @staticmethod
     def instead(figure: Figure, flags: Figure, other: Figure) -> Figure:
         return np.where(flags, other, figure) if is_any(flags) else figure
+
+    @staticmethod
+    def unless(figure: Figure, flags: Figure, other: Figure) -> Figure:
+        return figure if are_all(flags) else np.where(flags, figure, other)
 
     @staticmethod
     def is_out(flags: Figure) -> bool:

@@ -27,7 +27,7 @@ class Phase(Enum):
     HELD = auto()  # computed here, KV still held for the hand-off
 
 
-class Claim(msgspec.Struct, frozen=True):
+class Claim(msgspec.Struct, frozen=True, gc=False):
     """One attempt's claim on one worker. Immutable: a change of phase is another claim."""
 
     phase: Phase

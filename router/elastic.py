@@ -52,13 +52,13 @@ from router.reckoning import ElasticSettings as ElasticSettings
 from router.reckoning import Formulas
 
 
-class Place(msgspec.Struct, frozen=True):
+class Place(msgspec.Struct, frozen=True, gc=False):
     prefill: int
     decode: int
     ttft_s: float
 
 
-class TurnAway(msgspec.Struct, frozen=True):
+class TurnAway(msgspec.Struct, frozen=True, gc=False):
     """`retry_after_s` None: never; it is too large for every worker."""
 
     retry_after_s: float | None
@@ -141,11 +141,10 @@ class _Decision:
 
     def choose_decode(self, prefill: int, wait_s: float) -> int:
         pool, ask, of, settings, decodes = self._pool, self._ask, self._of, self._settings, self._decodes
-        at = pool.worker(prefill)
-        if not at.can_send:
+        if not self._fleet.can_send[prefill]:
             return prefill
         self._staying = of.staying(wait_s)
-        if decodes[prefill] and self._is_best_where_computed(at):
+        if decodes[prefill] and self._is_best_where_computed(pool.worker(prefill)):
             return prefill
         if (alone := pool.only(decodes)) not in (NONE, prefill):
             return alone
@@ -154,10 +153,11 @@ class _Decision:
         num_bytes = moving * ask.kv_bytes_per_token
         moving_s = pool.column(self._fleet.exposed_s(prefill, num_bytes, settings.handoff_s))
         can = pool.map(of.can_decode, pool.workers, decodes, step_s, moving_s)
-        can[prefill] = decodes[prefill] and step_s[prefill] <= gap_s  # it has the prompt's KV already
         spread_s = pool.map(of.spread_s, step_s, moving_s)
         good = pool.map(of.has_room, can, spread_s)
-        good[prefill] = can[prefill] and step_s[prefill] <= of.limit_s * settings.local_bonus
+        if decodes[prefill]:  # it has the prompt's KV already
+            can[prefill] = step_s[prefill] <= gap_s
+            good[prefill] = can[prefill] and step_s[prefill] <= of.limit_s * settings.local_bonus
         if not pool.any(good):
             can = can if pool.any(can) else decodes
             over_s = pool.map(of.masked, step_s, can)
@@ -165,7 +165,7 @@ class _Decision:
             is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
             return prefill if is_near else best
         cost = pool.map(of.decode_cost, pool.workers, good, self._decode_of_each())
-        if cost[prefill] <= pool.lowest(cost) * (1 + settings.near):
+        if decodes[prefill] and cost[prefill] <= pool.lowest(cost) * (1 + settings.near):
             return prefill
         taken_s = pool.map(of.with_kv_taken, pool.workers, spread_s, pool.column(ask.cached))
         return pool.oldest_of(pool.near(cost, settings.near), taken_s, settings.tie, ask.near_decode)

@@ -24,7 +24,7 @@ from router.fleet import Column, Flags
 from router.view import ClusterView
 
 
-class PlacementRequest(msgspec.Struct, frozen=True):
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """What placement needs to know of a request."""
 
     num_tokens: int  # to prefill: the prompt and, on a later attempt, the tokens already delivered
@@ -44,7 +44,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
         return self.num_prompt_tokens + self.max_tokens - 1
 
 
-class Placement(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """`prefill` is None when the decode worker prefills itself. `predicted_ttft_s` is from now."""
 
     prefill: WorkerId | None
@@ -64,7 +64,7 @@ class RejectReason(Enum):
     QUEUE_TOO_SLOW = "queue_too_slow"  # those that wait for room would not have gone in time
 
 
-class Reject(msgspec.Struct, frozen=True):
+class Reject(msgspec.Struct, frozen=True, gc=False):
     """`limit_tokens` is set with TOO_LARGE: the most prompt + output tokens that anyone could take;
     `retry_after_s` with BACKLOG and QUEUE_TOO_SLOW: when enough of it will be done."""
 
@@ -143,11 +143,17 @@ class Elastic:
     ) -> Ask:
         cached = None
         if cached_blocks is not None:
-            cached = np.minimum(cached_blocks * view.block_size, request.num_tokens - 1)
+            cached = cached_blocks * view.block_size
+            if (
+                len(request.hashes) * view.block_size >= request.num_tokens
+            ):  # the last token is always computed
+                np.minimum(cached, request.num_tokens - 1, out=cached)
         life_s = view.mean_life_s()
         if life_s is None:
             life_s = request.expected_output * self.defaults.tpot_s
-        is_known = math.isfinite(request.max_wait_s) and not any(prefills[row] for row in view.guessed)
+        is_known = math.isfinite(request.max_wait_s)
+        if view.guessed and is_known:
+            is_known = not any(prefills[row] for row in view.guessed)
         near = request.near if cached_blocks is None else None
         return Ask(
             num_tokens=request.num_tokens,
@@ -175,10 +181,10 @@ class Elastic:
         num_blocks = -(-max(tokens, request.num_tokens) // view.block_size)
         if cached_blocks is None:
             return float(max(1, num_blocks))
-        most_cached = (request.num_tokens - 1) // view.block_size  # the last token is always computed
-        needed: Column = np.minimum(cached_blocks, min(most_cached, num_blocks - 1))
-        np.subtract(num_blocks, needed, out=needed)
-        return needed
+        most_cached = min((request.num_tokens - 1) // view.block_size, num_blocks - 1)
+        if len(request.hashes) > most_cached:
+            cached_blocks = np.minimum(cached_blocks, most_cached)
+        return num_blocks - cached_blocks
 
     def _placement(
         self,

@@ -84,8 +84,10 @@ class PrefixIndex:
         expected = self._expected.setdefault(row, {})
         holders, bit = self._holders, self._bit(row)
         for block_hash in hashes:
-            expected[block_hash] = expected.get(block_hash, 0) + 1
-            holders[block_hash] = holders.get(block_hash, 0) | bit
+            num_requests = expected.get(block_hash, 0)
+            expected[block_hash] = num_requests + 1
+            if not num_requests:
+                holders[block_hash] = holders.get(block_hash, 0) | bit
 
     def unexpect(self, row: int, hashes: Sequence[BlockHash]) -> None:
         """Undo one `expect` of the same hashes. Fine after `leave`."""
@@ -94,8 +96,10 @@ class PrefixIndex:
             return
         stored = self._stored.get(row, ())
         for block_hash in hashes:
-            expected[block_hash] -= 1
-            if not expected[block_hash]:
+            num_requests = expected[block_hash] - 1
+            if num_requests:
+                expected[block_hash] = num_requests
+            else:
                 del expected[block_hash]
                 if block_hash not in stored:
                     self._drop(row, block_hash)
@@ -172,7 +176,8 @@ class PrefixIndex:
         return self._bits[row]
 
     def _drop(self, row: int, block_hash: BlockHash) -> None:
-        rest = self._holders[block_hash] & ~self._bits[row]
+        """This row, which is a holder, is none any more."""
+        rest = self._holders[block_hash] ^ self._bits[row]
         if rest:
             self._holders[block_hash] = rest
         else:

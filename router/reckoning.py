@@ -35,7 +35,7 @@ class ElasticSettings:
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """What placement knows of a request. `cached[w]`: tokens of its prefix on worker w; None: nowhere.
 
     `may_prefill` and `may_decode` narrow the workers for this request; None: as the fleet says.
@@ -53,7 +53,7 @@ class Ask(msgspec.Struct, frozen=True):
     near_decode: int = NONE
 
 
-class Waits(msgspec.Struct, frozen=True):
+class Waits(msgspec.Struct, frozen=True, gc=False):
     """Seconds from now until the first token. `own_s`: of its uncached tokens; `ttft_s`: of a prompt that is
     in time there, infinite where it may not be computed; `lacks_kv`: the prompt's KV has no room yet."""
 
@@ -89,22 +89,27 @@ class Formulas:
         own_s = self.own_s(worker, cached)
         mine_s = worker.work_s + own_s
         is_idle = worker.rows + worker.queued_load_s == 0
-        share = pool.at_least(0.95 * worker.on_time_share, self.settings.min_share)
-        start_s = worker.fixed_s + worker.floor_s
-        if not pool.is_every(is_idle):
-            share = pool.instead(self._share(worker, mine_s), is_idle, share)
-            start_s = pool.instead(self.limit_s / 2, is_idle, start_s)
+        if not pool.is_some(is_idle):
+            share, start_s = self._share(worker, mine_s), self.limit_s / 2
+        else:
+            share = pool.at_least(0.95 * worker.on_time_share, self.settings.min_share)
+            start_s = worker.fixed_s + worker.floor_s
+            if not pool.is_every(is_idle):
+                share = pool.unless(share, is_idle, self._share(worker, mine_s))
+                start_s = pool.unless(start_s, is_idle, self.limit_s / 2)
         held = worker.kv_used + worker.kv_promised
         lacking = held - worker.kv_tokens
         lacks_kv: Figure = lacking > -(ask.num_tokens + 1)
-        if pool.is_some(lacks_kv):  # what is held goes within the life of a row, or with the prompts before
+        if not pool.is_some(lacks_kv):
+            lacks_kv = False
+        else:  # what is held goes within the life of a row, or with the prompts before
             lacks_kv = lacks_kv & (held > 0)
             lacking += ask.num_tokens + 1
             hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
             start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
         ttft_s = mine_s / share
         ttft_s += start_s
-        return Waits(own_s, pool.instead(ttft_s, able ^ True, math.inf), lacks_kv, mine_s, start_s)
+        return Waits(own_s, pool.unless(ttft_s, able, math.inf), lacks_kv, mine_s, start_s)
 
     def _share(self, worker: Figure, mine_s: Figure) -> Figure:
         """Of a step, what decode leaves to prompts on time, once all that is queued decodes."""
@@ -166,7 +171,7 @@ class Formulas:
         rate = pool.instead(rate, worker.late_rate > 0, (rate + lately) / 2)
         rate = pool.at_least(pool.at_least(rate, worker.late_rate), AGED_SHARE)
         seconds = (waits.mine_s + worker.late_s) / rate + waits.start_s
-        return pool.instead(pool.at_least(seconds, self.targets.ttft_s), able ^ True, math.inf)
+        return pool.unless(pool.at_least(seconds, self.targets.ttft_s), able, math.inf)
 
     def staying(self, wait_s: float) -> float:
         """Share of the rows that will still decode after so long."""
@@ -197,7 +202,8 @@ class Formulas:
         return seconds
 
     def is_in_time(self, waits: Figure) -> Figure:
-        return (waits.ttft_s <= self.settings.early * self.targets.ttft_s) & (waits.lacks_kv ^ True)
+        in_time = waits.ttft_s <= self.settings.early * self.targets.ttft_s
+        return in_time if waits.lacks_kv is False else in_time & (waits.lacks_kv ^ True)
 
     def is_good(self, worker: Figure, in_time: Figure, step_s: Figure) -> Figure:
         """It may decode what it computes, or need not."""
@@ -206,8 +212,8 @@ class Formulas:
 
     def prefill_cost(self, worker: Figure, in_time: Figure, waits: Figure, decode_s: Figure) -> Figure:
         cost = waits.own_s / decode_s
-        cost = self.pool.instead(cost, worker.can_decode ^ True, cost * self.settings.prefill_only_worth)
-        return self.pool.instead(cost, in_time ^ True, math.inf)
+        cost = self.pool.unless(cost, worker.can_decode, cost * self.settings.prefill_only_worth)
+        return self.pool.unless(cost, in_time, math.inf)
 
     def can_decode(self, worker: Figure, decodes: Figure, step_s: Figure, moving_s: Figure) -> Figure:
         """It has room for the KV, and the hand-off fits into a gap."""
@@ -237,4 +243,4 @@ class Formulas:
 
     def masked(self, figure: Figure, flag: Figure) -> Figure:
         """Where the flag is not set: never the least."""
-        return self.pool.instead(figure, flag ^ True, math.inf)
+        return self.pool.unless(figure, flag, math.inf)

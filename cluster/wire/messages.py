@@ -162,10 +162,13 @@ class DecodePartner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class Partners(Message, frozen=True, kw_only=True):
-    """Router → P: everybody who is here, prefill workers by name. What was said before is void."""
+    """Router → P: who is here, prefill workers by name. `begins`: all of them, and what was said before is
+    void; otherwise who has come since, perhaps in another role or epoch than before, and who has gone."""
 
+    begins: bool
     prefill: list[WorkerId]
     decode: list[DecodePartner]
+    gone: list[WorkerId]
 
 
 class Refused(Message, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ def core() -> PrefillCore:
 
 def partners(*peers: Peer) -> FromRouter:
     decode = [DecodePartner(peer.worker, peer.epoch, f"unix:/{peer.worker}") for peer in peers]
-    return FromRouter(ROUTER, Partners(prefill=[ME], decode=decode))
+    return FromRouter(ROUTER, Partners(begins=True, prefill=[ME], decode=decode, gone=[]))
 
 
 def of(actions: list[Action], kind: type[T]) -> list[T]:

@@ -63,11 +63,35 @@ def warm_core(**config: int) -> PrefillCore:
 
 def partners(*peers: Peer, router: RouterId = ROUTER) -> FromRouter:
     decode = [DecodePartner(peer.worker, peer.epoch, f"unix:/{peer.worker}") for peer in peers]
-    return FromRouter(router, Partners(prefill=[ME], decode=decode))
+    return FromRouter(router, Partners(begins=True, prefill=[ME], decode=decode, gone=[]))
+
+
+def news(*, come: tuple[Peer, ...] = (), gone: tuple[Peer, ...] = ()) -> FromRouter:
+    decode = [DecodePartner(peer.worker, peer.epoch, f"unix:/{peer.worker}") for peer in come]
+    told = Partners(begins=False, prefill=[], decode=decode, gone=[peer.worker for peer in gone])
+    return FromRouter(ROUTER, told)
 
 
 def dials(actions: list[Action]) -> list[OpenEdge]:
     return [action for action in actions if isinstance(action, OpenEdge)]
+
+
+def test_changes_are_added_to_what_was_said_and_mean_nothing_without_it() -> None:
+    one = warm_core()
+    assert one.handle(news(come=(D1,)), 0.0) == []
+    assert one.load().stale_messages == 1
+    assert dials(one.handle(partners(D1), 0.0)) == [OpenEdge(D1, "unix:/decode-1", warm=True)]
+    one.handle(EdgeUp(D1, False), 0.0)
+    later = Peer(D2.worker, Epoch(2))
+    assert dials(one.handle(news(come=(D2,)), 0.0)) == [OpenEdge(D2, "unix:/decode-2", warm=True)]
+    one.handle(EdgeDown(D2, "it is gone"), 0.0)
+    assert dials(one.handle(news(come=(later,)), 0.0)) == [OpenEdge(later, "unix:/decode-2", warm=True)]
+    one.handle(EdgeDown(later, "it is gone"), 0.0)
+    assert dials(one.handle(news(gone=(later,)), 99.0)) == []
+    assert dials(one.handle(Tick(), 200.0)) == []
+    one.handle(RouterLost(ROUTER), 201.0)
+    one.handle(news(come=(D2,)), 201.0)
+    assert dials(one.handle(Tick(), 300.0)) == []
 
 
 def test_pairs_are_dialled_one_at_a_time_as_soon_as_both_are_there() -> None:

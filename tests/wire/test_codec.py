@@ -96,6 +96,8 @@ ROUTER_TO_WORKER: list[msgspec.Struct] = [
     m.Abort(request=R, attempt=A, reason="gone"),
     m.Drain(grace_s=3.0),
     m.Partners(
+        begins=False,
+        gone=[WorkerId("decode-1")],
         prefill=[WorkerId("prefill-0")],
         decode=[m.DecodePartner(WorkerId("decode-0"), Epoch(3), "tcp:10.0.0.9:4711")],
     ),
