@@ -56,7 +56,7 @@ COMPANIONS = [
 ]
 GROWERS = [
     _body(prompt=_prompt(200 + index, 4 + index), max_tokens=72, temperature=index % 2, seed=index)
-    for index in range(4)
+    for index in range(3)
 ]
 
 
