@@ -27,10 +27,9 @@ $(STAMP): pyproject.toml
 serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
-# Tests that time whole clusters want the machine for themselves. The others share it, three at a time on two cores,
-# as every third moment of theirs is a wait: those of starts and ends, which wait most, test by test; the rest file by
-# file, slow files first.
-SHARING := -n 3 --dist loadfile --no-loadscope-reorder
+# Tests that time whole clusters want the machine for themselves; those of starts and ends, which mostly wait, go
+# three at a time, test by test; the others share the cores file by file, slow files first.
+SHARING := -n 2 --dist loadfile --no-loadscope-reorder
 START_SHARING := -n 3 --dist worksteal
 START_TESTS := $(addprefix tests/e2e/test_,serve.py without_ray.py) tests/test_launch.py
 TIMED_TESTS := $(addprefix tests/e2e/test_,chaos.py faults.py)
