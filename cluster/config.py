@@ -21,8 +21,7 @@ DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "triton", "auto", "reference"]
 CpuIsaName = Literal["auto", "simd", "amx"]
 QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
-WorkerEdgeKind = Literal["shm", "gloo", "cuda_ipc", "nccl"]  # as `cluster.kv.edges` spells them
-EdgeKind = Literal["auto", WorkerEdgeKind]
+EdgeKind = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]  # as `cluster.kv.edges` spells them
 KvDtypeName = Literal["auto", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 IdleCores = Literal["lend", "keep"]
@@ -139,8 +138,8 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
         EdgeKind,
         Meta(
             description="how KV moves from prefill to decode; auto: shm on one host with KV in its memory, "
-            "else gloo; cuda_ipc: between GPUs of one host, nccl or gloo where one cannot reach the other's "
-            "memory; nccl: of any hosts"
+            "else gloo, and between GPUs cuda_ipc on one host, else nccl, else gloo; cuda_ipc: as auto does "
+            "between GPUs; nccl: between GPUs of any hosts"
         ),
     ] = "auto"
     max_kv_edges: Annotated[

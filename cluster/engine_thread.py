@@ -7,6 +7,7 @@
 5. With leave given before (`allow`), the thread goes on to the next step at once, if it is the same rows'
    (`cluster.engine.following`): what follows a step on the loop, and its message, then cost no time between
    steps. Its tokens are sampled when the loop has dealt with the step before: histories are complete then.
+   What it waits for that is no time that it computed (`StepOutput.compute_s`).
 6. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
 7. `close` returns when the thread has ended, and with it the model. The interpreter ends a thread that still
@@ -19,8 +20,11 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
+
+import msgspec
 
 from cluster.engine.batch import Runner, StepPlan
 from cluster.engine.following import following_plan
@@ -49,14 +53,17 @@ class EngineThread:
         on_stuck: Callable[[str], None],
         step_timeout_s: float,
         min_step_timeout_s: float = MIN_S,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`make_runner` loads the model and `calibrate` says how long its steps take; both run on the engine
-        thread, which thereby owns every thread-local compute setting."""
+        thread, which thereby owns every thread-local compute setting. `clock`: as runners measure."""
         self._make_runner = make_runner
         self._calibrate = calibrate
         self._on_outcome = on_outcome
         self._on_stuck = on_stuck
         self._judge = StepWatchdog(step_timeout_s, min_step_timeout_s)
+        self._clock = clock
+        self._waited_s = 0.0  # for histories, within the step that runs
         self._loop = asyncio.get_running_loop()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watchdog: asyncio.TimerHandle | None = None
@@ -141,7 +148,12 @@ class EngineThread:
         outcome: StepDone | StepFailed
         lost: str | None = None
         try:
+            self._waited_s = 0.0
             output = runner.run(plan, await_history)
+            if self._waited_s:
+                output = msgspec.structs.replace(
+                    output, compute_s=max(0.0, output.compute_s - self._waited_s)
+                )
             if self._may_go_on:
                 self._may_go_on = False
                 following = following_plan(plan, output)
@@ -163,8 +175,12 @@ class EngineThread:
     def _await_history(self) -> None:
         """Until the loop has dealt with the step before; it does as long as it lives, and the process ends
         with it."""
+        if self._untold.acquire(blocking=False):  # as nearly always
+            self._untold.release()
+            return
+        since_s = self._clock()
         with self._untold:
-            pass
+            self._waited_s += self._clock() - since_s
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         try:

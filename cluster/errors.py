@@ -23,6 +23,7 @@
     ├── DeviceLost             the device computes no more for this process: the worker ends
     └── EdgeError              a KV transfer failed; the attempt fails closed
         ├── EdgeUnfit            this kind of edge cannot join these two workers; another kind may
+        ├── EdgeCrowded          this worker holds as many edges of this kind as it may
         └── EdgeDeviceLost       as `DeviceLost`, found by an edge: the worker ends
 """
 
@@ -160,6 +161,10 @@ class EdgeError(BatonError):
 
 class EdgeUnfit(EdgeError):
     """A KV edge of this kind cannot join these two workers, whatever is tried again; another kind may."""
+
+
+class EdgeCrowded(EdgeError):
+    """This worker holds as many edges of this kind as it may; one that is closed makes room."""
 
 
 class EdgeDeviceLost(EdgeError):

@@ -6,7 +6,8 @@
    launcher sets that, Ray does, and by hand `--device cuda:K` (`own_device`). In a process that saw all of
    them every thread would begin on GPU 0, and one forgotten call takes half a GiB there. An edge over
    `cuda_ipc` needs no more: it maps the peer's memory on its own GPU (`cluster.kv.pool_device`).
-3. With Ray, who shares which GPU is Ray's choice: each worker asks for the same fraction (`ray_share`).
+3. With Ray, who shares which GPU is Ray's choice: each worker asks for the same fraction (`ray_share`). Of a
+   cluster that was joined only what nobody else holds is asked for (`free_ray_gpus`).
 """
 
 from __future__ import annotations
@@ -59,6 +60,45 @@ def ray_share(num_workers: int, num_gpus: int) -> tuple[float, int]:
     however Ray packs them; unequal ones may not."""
     most_sharers = -(-num_workers // num_gpus)
     return (_RAY_STEPS // most_sharers) / _RAY_STEPS, most_sharers
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """One node of a Ray cluster: all that it has, and what nobody holds now."""
+
+    address: str
+    num_cpus: float
+    free_cpus: float
+    num_gpus: float
+    free_gpus: float
+
+
+def free_ray_gpus(backend: str, nodes: Sequence[RayNode]) -> tuple[int, str | None]:
+    """(whole GPUs that workers may ask for, what a person should know of that). Parts of GPUs that are left
+    over are nobody's: they may lie on different ones.
+
+    Raises:
+        ConfigError: there are GPUs, workers have to have one, and others hold them all.
+    """
+    num_gpus, num_free = sum(node.num_gpus for node in nodes), sum(int(node.free_gpus) for node in nodes)
+    if num_free >= num_gpus:
+        return num_free, None
+    held = f"others hold GPUs of this Ray cluster: {describe_free_gpus(nodes)}"
+    if num_free:
+        return num_free, f"{held}; workers take {num_free}"
+    if backend == "auto":
+        return 0, f"{held}; workers compute on CPUs (`ray list actors` says who holds them)"
+    raise ConfigError(
+        f"{held}: wait or end who holds them (`ray list actors` says who), or use `--backend cpu`"
+    )
+
+
+def describe_free_gpus(nodes: Sequence[RayNode]) -> str:
+    """Node by node, for a person."""
+    told = [
+        f"{node.address} has {node.free_gpus:g} of {node.num_gpus:g} free" for node in nodes if node.num_gpus
+    ]
+    return ", ".join(told) or "no node has any"
 
 
 def own_device(device: str, backend: str, gpus: Gpus, environment: Mapping[str, str]) -> str:

@@ -28,7 +28,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidRequest, ModelError
-from cluster.grammar_size import check_lark, check_pattern, check_schema
+from cluster.grammar_size import BOUNDS, GrammarBounds, check_lark, check_pattern, check_schema
 from cluster.schema_parts import followable
 
 _LIMITS = LLParserLimits(
@@ -50,29 +50,31 @@ _QUIET = 0
 # They raise ValueError for what cannot be written as a grammar at all; the rest is for `Grammars.check`.
 
 
-def json_grammar(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
+def json_grammar(
+    schema: Mapping[str, Any] | bool, bounds: GrammarBounds = BOUNDS, *, lenient: bool = False
+) -> str:
     """JSON that fits a schema. `lenient`: what cannot be enforced is left out instead of refused."""
-    check_schema(schema)
+    check_schema(schema, bounds)
     grammar: str = LLMatcher.grammar_from_json_schema(
         dumps(_as_object(schema, lenient)), overrides=_options(lenient)
     )
     return grammar
 
 
-def regex_grammar(pattern: str) -> str:
-    check_pattern(pattern)
+def regex_grammar(pattern: str, bounds: GrammarBounds = BOUNDS) -> str:
+    check_pattern(pattern, bounds)
     grammar: str = LLMatcher.grammar_from_regex(pattern)
     return grammar
 
 
-def lark_grammar(text: str) -> str:
+def lark_grammar(text: str, bounds: GrammarBounds = BOUNDS) -> str:
     """A grammar in Lark's notation with llguidance's additions, like `%json {…}`."""
-    check_lark(text)
+    check_lark(text, bounds)
     grammar: str = LLMatcher.grammar_from_lark(text)
     return grammar
 
 
-def foreign_grammar(text: str) -> str:
+def foreign_grammar(text: str, bounds: GrammarBounds = BOUNDS) -> str:
     """A grammar as people write it: in Lark's notation, or in GBNF (`root ::= …`)."""
     try:
         lark = any_to_lark(text)
@@ -82,7 +84,7 @@ def foreign_grammar(text: str) -> str:
         if type(error) is not Exception:
             raise
         raise ValueError(str(error)) from error
-    return lark_grammar(lark)
+    return lark_grammar(lark, bounds)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -94,17 +96,21 @@ def choice_rule(choices: Sequence[str]) -> str:
     return " | ".join(literal(choice) for choice in choices)
 
 
-def json_rule(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
+def json_rule(
+    schema: Mapping[str, Any] | bool, bounds: GrammarBounds = BOUNDS, *, lenient: bool = False
+) -> str:
     """`json_grammar` as part of a grammar in Lark's notation."""
-    return f"%json {dumps(inline_schema(schema, lenient=lenient))}"
+    return f"%json {dumps(inline_schema(schema, bounds, lenient=lenient))}"
 
 
-def regex_rule(pattern: str) -> str:
-    check_pattern(pattern)
+def regex_rule(pattern: str, bounds: GrammarBounds = BOUNDS) -> str:
+    check_pattern(pattern, bounds)
     return f"/{regex_to_lark(pattern)}/"
 
 
-def tag_grammar(tags: Sequence[tuple[str, str, Mapping[str, Any], str]]) -> str:
+def tag_grammar(
+    tags: Sequence[tuple[str, str, Mapping[str, Any], str]], bounds: GrammarBounds = BOUNDS
+) -> str:
     """Free text in which `trigger` must go on as (trigger, begin, schema of what follows, end).
 
     Raises:
@@ -118,11 +124,12 @@ def tag_grammar(tags: Sequence[tuple[str, str, Mapping[str, Any], str]]) -> str:
     return lark_grammar(
         StructTag.to_grammar(
             [
-                StructTag(trigger=trigger, begin=begin, grammar=dict(inline_schema(schema)), end=end)
+                StructTag(trigger=trigger, begin=begin, grammar=dict(inline_schema(schema, bounds)), end=end)
                 for trigger, begin, schema, end in tags
             ],
             assume_special=False,
-        )
+        ),
+        bounds,
     )
 
 
@@ -131,9 +138,11 @@ def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def inline_schema(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> Mapping[str, Any]:
+def inline_schema(
+    schema: Mapping[str, Any] | bool, bounds: GrammarBounds = BOUNDS, *, lenient: bool = False
+) -> Mapping[str, Any]:
     """A schema as `%json` takes it within a grammar."""
-    check_schema(schema)
+    check_schema(schema, bounds)
     return {**_as_object(schema, lenient), "x-guidance": _options(lenient)}
 
 

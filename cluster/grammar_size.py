@@ -11,10 +11,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-MAX_PATTERN_SIZE: Final = 10_000
-MAX_PROPERTIES: Final = 1_000  # of a schema, in all: compiling takes a time that grows with their square
+
+@dataclass(frozen=True, slots=True)
+class GrammarBounds:
+    """The operator's to choose; llguidance's own counts (`cluster.grammar`) hold beside them."""
+
+    max_pattern_size: int = 10_000
+    max_properties: int = 1_000  # of a schema, in all: compiling takes a time that grows with their square
+
+
+BOUNDS: Final = GrammarBounds()
 
 _COUNT: Final = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _NAMED: Final = re.compile(r"\\[pPxu]\{[^}]*\}")
@@ -62,45 +71,43 @@ def _end_of_atom(pattern: str, at: int) -> int:
     return at
 
 
-def check_pattern(pattern: str) -> None:
+def check_pattern(pattern: str, bounds: GrammarBounds = BOUNDS) -> None:
     """Raises ValueError: it repeats too much."""
     size = pattern_size(pattern)
-    if size > MAX_PATTERN_SIZE:
-        raise ValueError(
-            f"a pattern repeats up to {size:,} characters; at most {MAX_PATTERN_SIZE:,} can be followed"
-        )
+    if size > bounds.max_pattern_size:
+        most = bounds.max_pattern_size
+        raise ValueError(f"a pattern repeats up to {size:,} characters; at most {most:,} can be followed")
 
 
-def check_lark(text: str) -> None:
+def check_lark(text: str, bounds: GrammarBounds = BOUNDS) -> None:
     """Raises ValueError: a pattern in it repeats too much."""
     for found in _LARK_PATTERN.finditer(text):
         if found[1] is not None:
-            check_pattern(found[1])
+            check_pattern(found[1], bounds)
 
 
-def check_schema(schema: object) -> None:
+def check_schema(schema: object, bounds: GrammarBounds = BOUNDS) -> None:
     """Raises ValueError: a pattern in it repeats too much, or it has too many properties."""
     num_properties = 0
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, Mapping):
-            num_properties += _check_object(part)
+            num_properties += _check_object(part, bounds)
             waiting.extend(part.values())
         elif isinstance(part, list):
             waiting.extend(part)
-    if num_properties > MAX_PROPERTIES:
-        raise ValueError(
-            f"a schema has {num_properties:,} properties; at most {MAX_PROPERTIES:,} can be followed"
-        )
+    if num_properties > bounds.max_properties:
+        most = bounds.max_properties
+        raise ValueError(f"a schema has {num_properties:,} properties; at most {most:,} can be followed")
 
 
-def _check_object(part: Mapping[str, Any]) -> int:
+def _check_object(part: Mapping[str, Any], bounds: GrammarBounds) -> int:
     """How many properties it has."""
     if isinstance(pattern := part.get("pattern"), str):
-        check_pattern(pattern)
+        check_pattern(pattern, bounds)
     patterns = part.get("patternProperties")
     for pattern in patterns if isinstance(patterns, Mapping) else ():
-        check_pattern(pattern)
+        check_pattern(pattern, bounds)
     properties = part.get("properties")
     return len(properties) if isinstance(properties, Mapping) else 0

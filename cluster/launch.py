@@ -31,10 +31,11 @@ from cluster.cluster_token import exposure, resolve_cluster_token, write_private
 from cluster.config import ClusterConfig, num_available_cores
 from cluster.core_board import BoardFile, can_share
 from cluster.errors import BatonError, ConfigError
-from cluster.gpu_placement import visible_names
+from cluster.gpu_placement import RayNode, free_ray_gpus, visible_names
 from cluster.gpus import find_gpus, may_use_gpus
 from cluster.launch_choice import can_import_ray, choose_launcher
 from cluster.launch_driver import Driver, Report
+from cluster.launch_events import Finish
 from cluster.launch_guard import Guard
 from cluster.launch_local import LocalSession
 from cluster.launch_plan import (
@@ -48,7 +49,7 @@ from cluster.launch_plan import (
 from cluster.launch_prepare import start_preparation
 from cluster.launch_processes import become_subreaper, children, end_children
 from cluster.launch_session import Session
-from cluster.launch_supervisor import Finish, Supervisor
+from cluster.launch_supervisor import Supervisor
 from cluster.redis_server import EmbeddedRedis, needs_own_redis
 from cluster.runtime_dir import RuntimeDir
 
@@ -67,7 +68,9 @@ def check(config: ClusterConfig) -> ClusterConfig:
     preflight.check_own_packages()
     preflight.check_key_limits(config)
     preflight.check_api_keys(config)
+    preflight.check_request_limits(config)
     preflight.check_allowed_origins(config)
+    preflight.check_allowed_hosts(config)
     preflight.check_redis(config)
     preflight.check_kv_edge(config)
     choose_launcher(config, can_import_ray())
@@ -153,7 +156,7 @@ def _run(
         session: Session
         if choice.launcher == "ray":
             try:
-                session, site = _start_ray(config, site, runtime_dir, entries)
+                session, site = _start_ray(config, site, runtime_dir, entries, report.say)
             except BatonError:
                 if directory.done():
                     directory.result()  # a model that cannot be loaded is told before what else is wrong
@@ -217,12 +220,16 @@ def _visible_gpus(config: ClusterConfig) -> tuple[str, ...]:
 
 
 def _start_ray(
-    config: ClusterConfig, site: Site, runtime_dir: RuntimeDir, entries: Mapping[str, str]
+    config: ClusterConfig,
+    site: Site,
+    runtime_dir: RuntimeDir,
+    entries: Mapping[str, str],
+    say: Callable[[str], object],
 ) -> tuple[Session, Site]:
     """A private Ray, or the one at `address`; and the site as it is there.
 
     Raises:
-        ConfigError: Ray cannot be imported, started or joined.
+        ConfigError: Ray cannot be imported, started or joined; or others hold all its GPUs, and it takes one.
     """
     for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
@@ -231,7 +238,7 @@ def _start_ray(
         write_private(auth_token, secrets.token_hex(32).encode())
         os.environ.update(private_ray_environment(auth_token))
     try:
-        from cluster.launch_ray import RaySession  # reads that environment when it is imported
+        from cluster.launch_ray import RaySession, living_nodes  # reads that environment when it is imported
     except ImportError as error:
         raise ConfigError(
             f"Ray is installed and cannot be imported ({error}): install it again, or use --launcher local"
@@ -242,15 +249,34 @@ def _start_ray(
         specs = plan_roles(config, site, entries)
         return RaySession.start_private(runtime_dir.path / "r", specs, site.ray_gpus or None), site
     session = RaySession.join(config.address)
-    joined = replace(
+    try:
+        return session, joined_site(config, site, living_nodes(), session.host, say)
+    except BatonError:
+        session.close()
+        raise
+
+
+def joined_site(
+    config: ClusterConfig, site: Site, nodes: Sequence[RayNode], host: str, say: Callable[[str], object]
+) -> Site:
+    """The site in a cluster of these nodes: what others hold is not there. `host`: of this machine.
+
+    Raises:
+        ConfigError: see `free_ray_gpus`.
+    """
+    num_gpus = 0
+    if may_use_gpus(config) and config.gpus_per_worker == 0:
+        num_gpus, notice = free_ray_gpus(config.backend, nodes)
+        if notice is not None:
+            say(notice)
+    return replace(
         site,
-        ray_cpus=session.num_cpus,
-        ray_gpus=session.num_gpus if may_use_gpus(config) else 0,
-        router_host=session.host,
-        router_control_ports=tuple(_free_port(session.host) for _ in range(config.routers)),
+        ray_cpus=sum(node.free_cpus for node in nodes),
+        ray_gpus=num_gpus,
+        router_host=host,
+        router_control_ports=tuple(_free_port(host) for _ in range(config.routers)),
         core_board=None,  # which workers share a machine is Ray's choice
     )
-    return session, joined
 
 
 class _Signals:

@@ -12,8 +12,8 @@ import signal
 import threading
 
 from cluster.errors import ConfigError
-from cluster.launch_processes import process_place
 from cluster.preflight import check_own_packages
+from cluster.process_place import process_place
 from cluster.role_config import load_config
 from cluster.role_process import StopSwitch, load_entry, one_line, serve_role
 

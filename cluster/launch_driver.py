@@ -16,9 +16,7 @@ from typing import Any, Final, Protocol
 
 from cluster.clock import Clock
 from cluster.errors import BatonError
-from cluster.launch_plan import RoleSpec
-from cluster.launch_session import Placed, Session
-from cluster.launch_supervisor import (
+from cluster.launch_events import (
     Action,
     AllReady,
     Drain,
@@ -32,9 +30,11 @@ from cluster.launch_supervisor import (
     Say,
     Start,
     StopRequested,
-    Supervisor,
     Tick,
 )
+from cluster.launch_plan import RoleSpec
+from cluster.launch_session import Placed, Session
+from cluster.launch_supervisor import Supervisor
 
 PROBE_INTERVAL_S: Final = 1.0
 SILENCE_S: Final = 4.0

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from cluster.admin_address import admin_address
-from cluster.config import DEFAULT_GPU_MEMORY_SHARE, ClusterConfig, WorkerEdgeKind, threads_per_worker
+from cluster.config import DEFAULT_GPU_MEMORY_SHARE, ClusterConfig, EdgeKind, threads_per_worker
 from cluster.core_board import CoreShare, share_cores
 from cluster.gpu_placement import (
     VISIBLE,
@@ -21,6 +21,7 @@ from cluster.gpu_placement import (
     describe_ray_share,
     ray_share,
 )
+from cluster.gpus import may_use_gpus
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.request_config import RequestConfig
 from cluster.role_config import KV_ADDRESS_BY_ROUTE, LogConfig, RouterConfig, WorkerConfig
@@ -72,8 +73,8 @@ class Site:
     num_cores: int  # of this machine
     core_board: str | None = None  # None: workers keep to their own threads
     gpus: tuple[str, ...] = ()  # that workers here are dealt out over, as `CUDA_VISIBLE_DEVICES` calls them
-    ray_gpus: int = 0  # that Ray deals out instead
-    ray_cpus: float | None = None  # CPUs of a Ray cluster that was joined; None: a Ray of our own
+    ray_gpus: int = 0  # that Ray deals out instead; of a cluster that was joined: those that nobody holds
+    ray_cpus: float | None = None  # that nobody holds of a Ray cluster that was joined; None: one of our own
     router_host: str | None = None  # this machine's address in a joined cluster
     router_control_ports: tuple[int, ...] = (0,)  # of each router there
     launcher_pid: int | None = None
@@ -100,8 +101,8 @@ def plan_roles(
     """The routers first, then prefill, then decode workers.
 
     On one machine processes meet at unix sockets in the runtime directory, in a joined cluster over TCP.
-    Workers that want more CPUs than a joined cluster has get equal fractions: slower, but placed. GPUs, see
-    `cluster.gpu_placement`; what was asked for with `gpus_per_worker` is asked of Ray.
+    Workers that want more CPUs than a joined cluster has free get equal fractions: slower, but placed. GPUs,
+    see `cluster.gpu_placement`; what was asked for with `gpus_per_worker` is asked of Ray.
 
     Raises:
         ConfigError: KV cannot move as asked between workers that share GPUs.
@@ -297,12 +298,12 @@ def worker_config(
     )
 
 
-def choose_edge(config: ClusterConfig, is_one_host: bool) -> WorkerEdgeKind:
-    """How KV moves: as asked; otherwise in a way that needs no device, through shared memory where both ends
-    are sure to keep it there."""
-    if config.kv_edge != "auto":
+def choose_edge(config: ClusterConfig, is_one_host: bool) -> EdgeKind:
+    """How KV moves: as asked; through shared memory where both ends are sure to keep it there. Workers whose
+    KV may lie on a GPU find out for themselves (`cluster.kv.edge_fallback`)."""
+    if config.kv_edge != "auto" or may_use_gpus(config):
         return config.kv_edge
-    return "shm" if is_one_host and config.backend in ("cpu", "reference") else "gloo"
+    return "shm" if is_one_host else "gloo"
 
 
 def _seconds(milliseconds: float | None) -> float | None:

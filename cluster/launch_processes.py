@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from cluster.process_place import process_place
+
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -46,15 +48,6 @@ def children(pid: int | None = None) -> frozenset[int]:
         except FileNotFoundError:
             continue  # the thread has ended since
     return frozenset(found)
-
-
-def process_place() -> str:
-    """Where this process's pid means it: machine and pid namespace. "" where that cannot be told."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 def open_visible(place: str, pid: int) -> int | None:

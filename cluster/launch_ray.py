@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.errors import ConfigError
+from cluster.gpu_placement import RayNode, describe_free_gpus
 from cluster.launch_actors import NUM_THREADS, RoleActor
 from cluster.launch_plan import RoleSpec
 from cluster.launch_processes import kill_process, open_visible, wait_ended
@@ -46,9 +48,6 @@ class RaySession:
 
     def __init__(self, *, is_private: bool) -> None:
         self.is_private = is_private
-        resources = ray.cluster_resources()
-        self.num_cpus = float(resources.get("CPU", 0.0))
-        self.num_gpus = int(resources.get("GPU", 0.0))
         context = ray.get_runtime_context()
         self._node_id = context.get_node_id()
         self.host: str = ray.util.get_node_ip_address()
@@ -132,7 +131,7 @@ class PlacedRole:
                 return cause
         except TimeoutError:
             wanted = f"{self._spec.num_cpus:g} CPU and {self._spec.num_gpus:g} GPU"
-            return f"Ray found no place with {wanted} within {PLACE_TIMEOUT_S:g} s"
+            return f"Ray found no place with {wanted} within {PLACE_TIMEOUT_S:g} s: {_describe_free()}"
 
     def run(self, spec: RoleSpec) -> Awaitable[str]:
         reference = self._actor.run.remote(spec.entry, dump_config(spec.config))
@@ -164,6 +163,28 @@ class PlacedRole:
         pidfd, self._pidfd = self._pidfd, None
         if pidfd is not None:
             kill_process(pidfd)
+
+
+def living_nodes() -> tuple[RayNode, ...]:
+    """Of the cluster that this process has joined or started."""
+    left = available_resources_per_node()  # what is all held is not in it
+    return tuple(
+        RayNode(
+            node["NodeManagerAddress"],
+            num_cpus=float(node["Resources"].get("CPU", 0.0)),
+            free_cpus=float(left.get(node["NodeID"], {}).get("CPU", 0.0)),
+            num_gpus=float(node["Resources"].get("GPU", 0.0)),
+            free_gpus=float(left.get(node["NodeID"], {}).get("GPU", 0.0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
+
+def _describe_free() -> str:
+    nodes = living_nodes()
+    cpus = sum(node.free_cpus for node in nodes), sum(node.num_cpus for node in nodes)
+    return f"{cpus[0]:g} of {cpus[1]:g} CPUs are free; GPUs: {describe_free_gpus(nodes)}"
 
 
 _DIED: Final = "its process died"

@@ -27,6 +27,23 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
+from cluster.launch_events import (
+    Action,
+    AllReady,
+    Drain,
+    Event,
+    Exited,
+    Finish,
+    Hung,
+    Kill,
+    Ready,
+    RestartRequested,
+    Say,
+    Start,
+    StopRequested,
+    Tick,
+)
+
 MAX_RESTARTS: Final = 8
 MAX_BACKOFF_S: Final = 10.0
 HEALTHY_S: Final = 60.0
@@ -47,98 +64,6 @@ class RoleState(Enum):
 
 
 _RUNNING: Final = frozenset({RoleState.STARTING, RoleState.READY, RoleState.RESTARTING, RoleState.STOPPING})
-
-
-# ---- events --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The role's process is gone or its service returned. `cause` is one sentence; `by_itself`: the service
-    ended in order, as it does when its process is asked to."""
-
-    role: str
-    epoch: int
-    cause: str
-    by_itself: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Hung:
-    """The role's process lives and gives no sign of life."""
-
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestartRequested:
-    """All workers are to be replaced, one after the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """A signal: the first drains, the second kills."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """`next_deadline()` passed."""
-
-
-Event = Ready | Exited | Hung | RestartRequested | StopRequested | Tick
-
-
-# ---- actions -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Ask the role to finish what runs and end."""
-
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    role: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Something a person should know."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class AllReady:
-    """Every role is ready, for the first time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Nothing runs any more (what had to be killed is in earlier actions)."""
-
-    exit_code: int
-    error: str | None
-
-
-Action = Start | Drain | Kill | Say | AllReady | Finish
 
 
 @dataclass(slots=True)

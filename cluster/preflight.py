@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import cluster
+from cluster.allowed_hosts import parse_hosts
 from cluster.allowed_origins import parse_origins
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
@@ -92,6 +93,18 @@ def check_key_limits(config: ClusterConfig) -> None:
             )
 
 
+def check_request_limits(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: two of them exclude each other.
+    """
+    if config.max_bodies_bytes is not None and config.max_bodies_bytes < config.max_body_bytes:
+        raise ConfigError(
+            f"`--max-bodies` ({config.max_bodies_bytes} bytes) is less than one body may have (`--max-body`, "
+            f"{config.max_body_bytes} bytes), which could never arrive: raise the one or lower the other"
+        )
+
+
 def check_allowed_origins(config: ClusterConfig) -> None:
     """
     Raises:
@@ -99,6 +112,15 @@ def check_allowed_origins(config: ClusterConfig) -> None:
     """
     if config.allowed_origins is not None:
         parse_origins(config.allowed_origins)
+
+
+def check_allowed_hosts(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: one of the allowed hosts is none.
+    """
+    if config.allowed_hosts is not None:
+        parse_hosts(config.allowed_hosts)
 
 
 def check_api_keys(config: ClusterConfig) -> None:

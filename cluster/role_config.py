@@ -12,13 +12,13 @@ import msgspec
 from cluster.config import (
     BackendName,
     DtypeName,
+    EdgeKind,
     KvDtypeName,
     LogFormat,
     LogLevel,
     MetricNames,
     PlacementName,
     QuantizationName,
-    WorkerEdgeKind,
 )
 from cluster.core_board import CoreShare
 from cluster.errors import ConfigError
@@ -110,7 +110,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     kv_bytes: int | None = None  # None: by role on a CPU, by `gpu_memory_share` on a GPU
     gpu_memory_share: float = 0.9  # of what weights and steps leave free
     gpu_sharers: int = 1  # workers that have its GPU's memory in equal parts; what is free is of such a part
-    kv_edge: WorkerEdgeKind = "shm"
+    kv_edge: EdgeKind = "shm"  # auto: by the device that KV lies on, and where the peer is
     max_kv_edges: int = 16
     step_timeout_s: float = 60.0  # a step that takes longer is stuck: the process ends and is restarted
     join_timeout_s: float | None = None  # without any router for so long at first, it ends; None: it waits

@@ -51,20 +51,26 @@ class FromPeer(msgspec.Struct, frozen=True):
 
 
 class EdgeUp(msgspec.Struct, frozen=True):
-    """The handshake with this peer is done. `in_place`: see `cluster.kv.edge`."""
+    """The handshake with this peer is done. `in_place`: see `cluster.kv.edge`. P only: `better_after_s`, when
+    an edge of a better kind may be tried instead; None: there is none. `is_capped`: it is one of those of
+    which a worker holds only so many."""
 
     peer: Peer
     in_place: bool
+    better_after_s: float | None = None
+    is_capped: bool = False
 
 
 class EdgeDown(msgspec.Struct, frozen=True):
     """The KV stream or the edge itself broke, or could not be built; nothing more comes from it.
 
     On P it also says that `SendPiece`s in flight are over: the driver reports it after `KVSender.close`.
+    `is_crowded`: a dial of P's failed because P holds as many capped edges as it may.
     """
 
     peer: Peer
     reason: str
+    is_crowded: bool = False
 
 
 class WriterGone(msgspec.Struct, frozen=True):
@@ -174,15 +180,19 @@ class RunStep(msgspec.Struct, frozen=True):
 
 class OpenEdge(msgspec.Struct, frozen=True):
     """P only: dial this decode worker, unless a dial or an edge is up. Answered by `EdgeUp`/`EdgeDown`.
-    The same peer may be dialled again after `EdgeDown`. `warm`: no request needs it yet."""
+    The same peer may be dialled again after `EdgeDown`. `warm`: no request needs it yet; `timeout_s`: for all
+    of it, None: the driver's own; `uncapped`: as another kind than those that are capped, if it can be."""
 
     peer: Peer
     address: str
     warm: bool = False
+    timeout_s: float | None = None
+    uncapped: bool = False
 
 
 class CloseEdge(msgspec.Struct, frozen=True):
-    """P only: this decode worker does not answer; tear the edge down. Answered by `EdgeDown`."""
+    """P only: tear the edge down; the decode worker does not answer, or nobody uses it. Answered by
+    `EdgeDown`."""
 
     peer: Peer
     reason: str

@@ -16,12 +16,10 @@ While sequences wait that were preempted, new reserves are refused: what is here
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.clock import soonest
 from cluster.engine.batch import StepOutput
-from cluster.engine.rate_meter import RateMeter
 from cluster.engine.sequence import Sequence
 from cluster.ids import Attempt, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
@@ -75,11 +73,10 @@ from cluster.worker_io import (
     WriterGone,
 )
 from decode_worker.admission import IntakeConfig, attempt_failed, nack
+from decode_worker.gauges import Gauges
 from decode_worker.intake import Intake
 from decode_worker.lease_table import LeaseTable
 from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Generated
-
-SMOOTHING = 0.2  # weight of the newest step in the smoothed step time
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +91,6 @@ class DecodeConfig:
     max_ttl_s: float = 60.0
     retry_after_s: float = 0.25
     targets: Targets = DEFAULT_TARGETS
-
-
-@dataclass(slots=True)
-class _Gauges:
-    steps: int = 0
-    borrowed_pieces: int = 0
-    stale_messages: int = 0
-    prefill_rate: RateMeter = field(default_factory=RateMeter)
-    decode_step_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -131,7 +119,7 @@ class DecodeCore:
             DecodeSchedulerConfig(config.max_chunk_tokens, config.growth_blocks, config.targets), blocks
         )
         self._routers: set[RouterId] = set()
-        self._gauges = _Gauges()
+        self._gauges = Gauges(blocks, self._leases, self._intake, self._scheduler)
         self._drain: _Drain | None = None
 
     # ---- the WorkerCore interface
@@ -159,33 +147,7 @@ class DecodeCore:
         return self._scheduler.may_go_on()
 
     def load(self) -> WorkerLoad:
-        counts, scheduler = self._blocks.counts(), self._scheduler
-        coming = self._leases.sequences()
-        yielding_rows, yielding_context = scheduler.yielding()
-        load = WorkerLoad(
-            running=scheduler.num_running,
-            waiting=scheduler.num_preempted + self._leases.num_live,
-            queued_prefill_tokens=scheduler.num_queued_tokens,
-            blocks_used=counts.used,
-            blocks_cached=counts.cached,
-            blocks_free=counts.free,
-            steps=self._gauges.steps,
-            borrowed_pieces=self._gauges.borrowed_pieces,
-            preemptions=scheduler.num_preemptions,
-            leases=len(self._leases),
-            stale_messages=self._gauges.stale_messages + self._intake.num_stale,
-            prefill_tokens_per_s=self._gauges.prefill_rate.tokens_per_s,
-            decode_step_s=self._gauges.decode_step_s,
-            kv_bytes_received=self._intake.num_bytes,
-            decode_rows=scheduler.num_decoding,
-            decode_context=scheduler.decode_context,
-            yielding_rows=yielding_rows,
-            yielding_context=yielding_context,
-            coming_rows=len(coming),
-            coming_context=sum(sequence.num_tokens for sequence in coming),
-            row_life_s=0.0 if math.isinf(scheduler.lives.mean_s) else scheduler.lives.mean_s,
-        )
-        return scheduler.pacer.gauges(load)
+        return self._gauges.load()
 
     def state(self) -> WorkerState:
         return WorkerState.READY if self._drain is None else WorkerState.DRAINING
@@ -199,6 +161,10 @@ class DecodeCore:
             and self._leases.num_live == 0
             and not self._scheduler.busy
         )
+
+    def receives_from(self, peer: Peer) -> bool:
+        """Whether a lease is here that this prefill worker has opened."""
+        return bool(self._leases.written_by(peer))
 
     def quiet(self) -> bool:
         """Nothing is held, awaited or in flight."""
@@ -217,7 +183,7 @@ class DecodeCore:
             case StepDone(output, went_on):
                 return self._step_done(output, now, went_on)
             case StepFailed(message):
-                self._gauges.steps += 1
+                self._gauges.step_failed()
                 text = f"the step that computed this request failed: {message}"
                 failed = self._scheduler.fail_step()
                 return [attempt_failed(x.router, x, "step_failed", text) for x in failed]
@@ -299,7 +265,7 @@ class DecodeCore:
         )
 
     def _step_done(self, output: StepOutput, now: float, went_on: bool) -> list[Action]:
-        self._measure(output)
+        self._gauges.step_done(output)
         actions: list[Action] = []
         rows: dict[RouterId, list[TokenRow]] = {}
         for new in self._scheduler.account(output, now, went_on=went_on):
@@ -382,23 +348,6 @@ class DecodeCore:
         drain.announced = True
         return [ToRouter(router, Drained()) for router in sorted(self._routers)]
 
-    # ---- gauges
-
-    def _measure(self, output: StepOutput) -> None:
-        gauges = self._gauges
-        gauges.steps += 1
-        gauges.borrowed_pieces += output.num_borrowed
-        if output.compute_s <= 0:
-            return
-        if self._scheduler.step_is_pure_decode:
-            gauges.decode_step_s = _smooth(gauges.decode_step_s, output.compute_s)
-        else:
-            gauges.prefill_rate.add(self._scheduler.num_step_tokens, output.compute_s)
-
     def _stale(self) -> list[Action]:
-        self._gauges.stale_messages += 1
+        self._gauges.stale()
         return []
-
-
-def _smooth(old: float, new: float) -> float:
-    return old + SMOOTHING * (new - old) if old else new

@@ -1,11 +1,13 @@
 """D's live KV side: it listens; prefill workers dial in, one stream and one receiver per peer.
 
-1. `EdgeHello`: for this epoch, same model bits, fitting layout, same edge kind, or `Refused` with the reason.
-   Then the receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears `EdgeUp`. One that no
-   request needs yet is refused while this worker is busy: setting it up would hold up what is here.
+1. `EdgeHello`: for this epoch, same model bits, fitting layout, an edge kind that both speak, or `Refused`
+   with the reason. Then the receiver is ready, `EdgeWelcome` carries its endpoint, and the core hears
+   `EdgeUp`. One that no request needs yet is refused while this worker is busy: setting it up would hold up
+   what is here.
 2. Messages become `FromPeer`. `PostReceive`, `Scatter` and `Discard` go to the receiver; what they
    lead to comes back as `ReceivePosted`, `PieceStaged`, `PieceScattered`.
-3. The stream or the receiver breaks, even before it is ready: `EdgeDown`, once. For an in-place edge the peer
+3. Where this worker holds as many edges as it may, it asks for the one that was idle longest (`KvMakeRoom`).
+4. The stream or the receiver breaks, even before it is ready: `EdgeDown`, once. For an in-place edge the peer
    may still write, so its process is watched and `WriterGone` follows when it is dead, or when the same
    process dials again (it closes its old sender before it does, see `prefill_worker.live_edges`).
 """
@@ -15,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.errors import EdgeDeviceLost, EdgeError, ProtocolError, WireError
+from cluster.errors import EdgeCrowded, EdgeDeviceLost, EdgeError, ProtocolError, WireError
 from cluster.kv.edge import KVReceiver
 from cluster.kv.process_watch import process_exit
-from cluster.wire.kv_messages import EdgeHello, EdgeWelcome, PrefillToDecode
+from cluster.wire.kv_messages import EdgeHello, EdgeWelcome, KvMakeRoom, PrefillToDecode
 from cluster.wire.messages import Refused
 from cluster.wire.stream import Listener, Stream, listen
 from cluster.worker_io import (
@@ -44,9 +47,10 @@ from cluster.worker_io import (
 
 logger = logging.getLogger(__name__)
 
-MakeReceiver = Callable[[EdgeHello], KVReceiver]
+Answer = Callable[[EdgeHello, bool], tuple[KVReceiver, EdgeWelcome]]
 
 HANDSHAKE_TIMEOUT_S = 10.0
+ROOM_TIMEOUT_S = 1.0  # for a prefill worker to close an idle edge
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class _Edge:
     receives: set[asyncio.Task[None]] = field(default_factory=set)
     scatters: set[asyncio.Task[None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    used_s: float = 0.0  # by the loop's clock
 
 
 class DecodeEdges:
@@ -68,21 +73,23 @@ class DecodeEdges:
         self,
         *,
         me: Peer,
-        make_welcome: Callable[[KVReceiver], EdgeWelcome],
         check_hello: Callable[[EdgeHello], str | None],
-        make_receiver: MakeReceiver,
+        answer: Answer,
         token: bytes,
         dispatch: Callable[[Event], None],
         is_busy: Callable[[], bool] = lambda: False,
+        may_close: Callable[[Peer], bool] = lambda _: False,
         on_device_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`me`: this worker and its epoch; `check_hello` returns why a peer is refused, or None."""
+        """`me`: this worker and its epoch; `check_hello` returns why a peer is refused, or None; `answer`
+        chooses the kind of edge, and if that is allowed one that is not the best, where there is no room for
+        it; `may_close`: an edge that is idle, and would make room."""
+        self._may_close = may_close
         self._on_device_lost = on_device_lost
         self._is_busy = is_busy
         self._me = me
-        self._make_welcome = make_welcome
         self._check_hello = check_hello
-        self._make_receiver = make_receiver
+        self._answer = answer
         self._token = token
         self._dispatch = dispatch
         self._edges: dict[Peer, _Edge] = {}
@@ -150,16 +157,17 @@ class DecodeEdges:
             return
         await self._end_older(peer)
         try:
-            receiver = self._make_receiver(hello)
+            receiver, welcome = await self._receiver(hello, peer)
         except EdgeError as error:  # there are too many already, or no memory or address for it
             logger.warning("refused a KV edge from `%s`: %s", hello.worker, error)
             await stream.send(Refused(reason=str(error)))
             return
-        edge = _Edge(stream, receiver, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        edge = _Edge(stream, receiver, loop.create_future(), used_s=loop.time())
         self._edges[peer] = edge
         reason = "closed by the prefill worker"
         try:
-            stream.post(self._make_welcome(receiver))
+            stream.post(welcome)
             first = asyncio.ensure_future(anext(aiter(stream), None))
             try:
                 await _ready(edge, first)
@@ -174,10 +182,32 @@ class DecodeEdges:
         finally:
             await self._end(peer, edge, hello.pid, reason)
 
+    async def _receiver(self, hello: EdgeHello, peer: Peer) -> tuple[KVReceiver, EdgeWelcome]:
+        """For a request, the prefill worker of the edge that was idle longest is asked to make room first.
+
+        Raises:
+            EdgeError: there is no room all the same, or no memory or address.
+        """
+        try:
+            return self._answer(hello, hello.warm)
+        except EdgeCrowded:
+            if hello.warm:
+                raise
+        idle = [name for name in self._edges if name != peer and self._may_close(name)]
+        if idle:
+            oldest = self._edges[min(idle, key=lambda name: self._edges[name].used_s)]
+            oldest.stream.post(KvMakeRoom())
+            with suppress(TimeoutError):  # it is in use, as only its prefill worker knows
+                async with asyncio.timeout(ROOM_TIMEOUT_S):
+                    await oldest.ended.wait()
+            await self._end_older(peer)  # one that was dialled meanwhile
+        return self._answer(hello, True)
+
     async def _serve(self, peer: Peer, edge: _Edge, first: asyncio.Future[PrefillToDecode | None]) -> None:
         async def read() -> None:
             message = await first
             while message is not None:
+                edge.used_s = asyncio.get_running_loop().time()
                 self._dispatch(FromPeer(peer, message))
                 message = await anext(aiter(edge.stream), None)
 

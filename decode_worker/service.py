@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.engine.pacing import default_targets
-from cluster.engine.worker_engine import open_engine
-from cluster.errors import ConfigError, EdgeError
+from cluster.engine.worker_engine import WorkerEngine, open_engine
+from cluster.errors import ConfigError, EdgeCrowded, EdgeError
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVReceiver
-from cluster.kv.edge_fallback import accepted
+from cluster.kv.edge_backends import why_no_nccl
+from cluster.kv.edge_fallback import AUTO, kinds_of, possible
 from cluster.kv.edge_limit import EdgeLimit
-from cluster.kv.edges import check_kind, check_memory, edge_kind, make_receiver
+from cluster.kv.edges import EdgeKind, check_kind, edge_kind, make_receiver
 from cluster.kv.layout import single_edge
+from cluster.kv.pool import KVPool
+from cluster.process_place import process_place
 from cluster.role_config import KV_ADDRESS_BY_ROUTE, WorkerConfig
 from cluster.wire.address import TcpAddress, own_host_towards, parse_address
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
@@ -24,6 +29,8 @@ from cluster.worker_driver import WorkerDriver
 from cluster.worker_io import Peer
 from decode_worker.core import DecodeConfig, DecodeCore
 from decode_worker.live_edges import DecodeEdges
+
+logger = logging.getLogger(__name__)
 
 
 async def run(
@@ -36,14 +43,15 @@ async def run(
     """
     if config.kv_address is None:
         raise ConfigError(f"decode worker `{config.worker}` was given no KV address")
-    kind, limit = edge_kind(config.kv_edge), EdgeLimit(config.max_kv_edges)
-    check_kind(kind)
+    limit = EdgeLimit(config.max_kv_edges)
+    if config.kv_edge != AUTO:
+        check_kind(edge_kind(config.kv_edge))
     engine = await asyncio.to_thread(open_engine, config)
-    check_memory(kind, engine.backend.device.type)
+    kinds = kinds_of(config.kv_edge, engine.backend.device.type, why_no_nccl(os.environ))
     fingerprint = engine.fingerprint
     geometry = engine.layout.to_geometry()
-    pool = engine.make_pool(shared=kind.in_ds_pool)
-    mover = await asyncio.to_thread(engine.make_mover, pool.whole) if kind.on_gpu else None
+    pool, kinds = _make_pool(engine, kinds, may_do_without=config.kv_edge == AUTO)
+    mover = await asyncio.to_thread(engine.make_mover, pool.whole) if kinds[0].on_gpu else None
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
     core = DecodeCore(
         DecodeConfig(
@@ -67,7 +75,10 @@ async def run(
         join_timeout_s=config.join_timeout_s,
     )
 
-    kinds = [one.value for one in accepted(kind)]
+    place = process_place()
+
+    def kinds_with(hello: EdgeHello) -> list[EdgeKind]:
+        return possible(hello.kinds, kinds, is_one_host=place != "" and hello.place == place)
 
     def check_hello(hello: EdgeHello) -> str | None:
         if hello.geometry.dtype != geometry.dtype:
@@ -77,18 +88,14 @@ async def run(
             )
         if hello.fingerprint != fingerprint:
             return "it runs another model, dtype, backend or instruction set: bits would differ"
-        if hello.kind not in kinds:
-            return f"it speaks the KV edge `{hello.kind}`, this worker `{config.kv_edge}`"
+        if not kinds_with(hello):
+            theirs, own = ", ".join(hello.kinds), ", ".join(kind.value for kind in kinds)
+            return f"it speaks the KV edge {theirs}, this worker {own}"
         try:
             single_edge(hello.geometry, geometry)
         except EdgeError as error:
             return str(error)
         return None
-
-    def make_welcome(receiver: KVReceiver) -> EdgeWelcome:
-        return EdgeWelcome(
-            worker=config.worker, epoch=config.epoch, geometry=geometry, endpoint=receiver.endpoint()
-        )
 
     kv_address = config.kv_address
     if kv_address == KV_ADDRESS_BY_ROUTE:
@@ -97,18 +104,31 @@ async def run(
     address = parse_address(kv_address)
     edge_host = address.host if isinstance(address, TcpAddress) else "127.0.0.1"
 
-    def receiver_for(hello: EdgeHello) -> KVReceiver:
+    def may_close(peer: Peer) -> bool:
+        return limit.holds(EdgeName(*peer, config.worker, config.epoch)) and not core.receives_from(peer)
+
+    def answer(hello: EdgeHello, may_be_worse: bool) -> tuple[KVReceiver, EdgeWelcome]:
         name = EdgeName(hello.worker, hello.epoch, config.worker, config.epoch)
-        spoken = edge_kind(hello.kind)
-        return make_receiver(
-            spoken, pool, name=name, peer=hello.geometry, host=edge_host, limit=limit, mover=mover
+        able = kinds_with(hello)
+        build = partial(
+            make_receiver, pool=pool, name=name, peer=hello.geometry, host=edge_host, limit=limit, mover=mover
         )
+        kind, receiver = first_that_can(able, build, may_be_worse=may_be_worse)
+        welcome = EdgeWelcome(
+            worker=config.worker,
+            epoch=config.epoch,
+            kind=kind.value,
+            possible=[one.value for one in able],
+            geometry=geometry,
+            endpoint=receiver.endpoint(),
+        )
+        return receiver, welcome
 
     edges = DecodeEdges(
-        make_welcome=make_welcome,
         me=Peer(config.worker, config.epoch),
         check_hello=check_hello,
-        make_receiver=receiver_for,
+        answer=answer,
+        may_close=may_close,
         token=config.token,
         dispatch=driver.dispatch,
         is_busy=lambda: not core.idle,
@@ -134,3 +154,41 @@ async def run(
     finally:
         await edges.close()
         pool.close()
+
+
+def _make_pool(
+    engine: WorkerEngine, kinds: tuple[EdgeKind, ...], *, may_do_without: bool
+) -> tuple[KVPool, tuple[EdgeKind, ...]]:
+    """The pool, and the kinds that can be with it. `may_do_without`: memory that prefill workers write into.
+
+    Raises:
+        ConfigError: there is not so much memory, or it cannot be shared and has to be.
+    """
+    try:
+        return engine.make_pool(shared=kinds[0].in_ds_pool), kinds
+    except ConfigError as error:
+        others = tuple(kind for kind in kinds if not kind.in_ds_pool)
+        if not may_do_without or len(others) == len(kinds):
+            raise
+        logger.warning("no KV edge will be `%s`: %s", kinds[0].value, error)
+        return engine.make_pool(shared=False), others
+
+
+def first_that_can(
+    kinds: Sequence[EdgeKind], build: Callable[[EdgeKind], KVReceiver], *, may_be_worse: bool
+) -> tuple[EdgeKind, KVReceiver]:
+    """The first kind of which a receiver can be built now.
+
+    Raises:
+        EdgeCrowded: there is no room for the best one; only without `may_be_worse`.
+        EdgeError: none; what the last one says.
+    """
+    *others, last = kinds
+    for kind in others:
+        try:
+            return kind, build(kind)
+        except EdgeError as error:
+            if isinstance(error, EdgeCrowded) and not may_be_worse:
+                raise
+            logger.warning("a KV edge is no `%s` edge: %s", kind.value, error)
+    return last, build(last)

@@ -137,7 +137,7 @@ class PrefillCore:
         return actions
 
     def next_deadline(self) -> float | None:
-        due = self._work_due()
+        due = soonest(self._work_due(), self._transfers.next_better())
         return soonest(due, self._transfers.next_warm_up()) if self._is_idle else due
 
     def _work_due(self) -> float | None:
@@ -207,10 +207,10 @@ class PrefillCore:
                 ]
             case PieceSent(peer, piece, num_bytes):
                 return self._transfers.sent(peer, piece, num_bytes, now)
-            case EdgeUp(peer, in_place):
-                return self._transfers.edge_up(peer, in_place, now)
-            case EdgeDown(peer, reason):
-                return self._transfers.edge_down(peer, reason, now)
+            case EdgeUp():
+                return self._transfers.edge_up(event, now)
+            case EdgeDown():
+                return self._transfers.edge_down(event, now)
             case RouterLost(router):
                 self._routers.discard(router)
                 self._warming.router_lost(router)

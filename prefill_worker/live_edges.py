@@ -2,6 +2,7 @@
 
 1. `OpenEdge`: dial D's KV address, `EdgeHello`, `EdgeWelcome`; build the sender from its endpoint; `EdgeUp`.
    If no edge of that kind can join the two, it is dialled again at once, and the hello names another kind.
+   All of it has one deadline: whoever waits for the edge waits for one dial.
 2. `ToPeer` posts a control message; `SendPiece` moves bytes, one send at a time per edge, then `PieceSent`.
 3. Whatever breaks (stream, sender, handshake) ends the edge once: the sender is closed first, so that
    nothing of it writes any more, then `EdgeDown`. A later `OpenEdge` builds a new one.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.errors import EdgeDeviceLost, EdgeError, EdgeUnfit, ProtocolError, WireError
+from cluster.errors import EdgeCrowded, EdgeDeviceLost, EdgeError, EdgeUnfit, ProtocolError, WireError
 from cluster.kv.edge import KVSender
 from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome
 from cluster.wire.messages import Refused
@@ -41,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 MakeSender = Callable[[EdgeWelcome], Awaitable[KVSender]]
 
-HANDSHAKE_TIMEOUT_S = 10.0
-_TOO_LATE = f"the edge did not come up within {HANDSHAKE_TIMEOUT_S:g} s"
+DIAL_TIMEOUT_S = 10.0
+_TOO_LATE = "the edge did not come up in time"
 
 
 class _NotNow(EdgeError):
@@ -56,6 +57,8 @@ class _Edge:
     sends: asyncio.Queue[SendPiece]
     broken: asyncio.Future[None]
     is_warm: bool  # no request needs it yet
+    uncapped: bool
+    due_s: float  # until when it is to be up, by the loop's clock
     task: asyncio.Task[None] | None = None
     stream: Stream[DecodeToPrefill] | None = None
 
@@ -66,14 +69,18 @@ class PrefillEdges:
     def __init__(
         self,
         *,
-        make_hello: Callable[[Peer], EdgeHello],
+        make_hello: Callable[[Peer, bool], EdgeHello],
         token: bytes,
         make_sender: MakeSender,
         dispatch: Callable[[Event], None],
         judge: Callable[[Peer, EdgeError], EdgeError] = lambda _, error: error,
+        describe: Callable[[Peer, KVSender], EdgeUp] = lambda peer, sender: EdgeUp(peer, sender.in_place),
         on_device_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`judge` says what a failed handshake means: `EdgeUnfit` if it is to be tried again at once."""
+        """`make_hello` takes whether the edge is to be of a kind that is not capped; `judge` says what a
+        failed handshake means: `EdgeUnfit` if it is to be tried again at once; `describe`: an
+        edge that came up, for the core."""
+        self._describe = describe
         self._judge, self._on_device_lost = judge, on_device_lost
         self._make_hello = make_hello
         self._token = token
@@ -86,9 +93,11 @@ class PrefillEdges:
     def carry(self, action: Action) -> None:
         """Start what the core decided; the outcome comes back as an event, never synchronously."""
         match action:
-            case OpenEdge(peer, address, warm):
+            case OpenEdge(peer, address, warm, timeout_s, uncapped):
                 if peer not in self._edges and not self._closing:
-                    edge = _Edge(asyncio.Queue(), asyncio.get_running_loop().create_future(), warm)
+                    loop = asyncio.get_running_loop()
+                    due_s = loop.time() + (DIAL_TIMEOUT_S if timeout_s is None else timeout_s)
+                    edge = _Edge(asyncio.Queue(), loop.create_future(), warm, uncapped, due_s)
                     self._edges[peer] = edge
                     edge.task = asyncio.create_task(self._live(peer, address, edge))
             case CloseEdge(peer, reason):
@@ -121,14 +130,18 @@ class PrefillEdges:
     async def _live(self, peer: Peer, address: str, edge: _Edge) -> None:
         """The edge from dialing to its end."""
         reason: str | None = None
+        is_crowded = False
         while reason is None:
             try:
                 await self._dial(peer, address, edge)
                 reason = "closed by the decode worker"
             except EdgeUnfit as error:  # the next dial is another kind, and there are only so many
                 logger.warning("KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, error)
+                if asyncio.get_running_loop().time() >= edge.due_s:
+                    reason = f"{error}; there was no time left for that"
             except (EdgeError, WireError, OSError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
+                is_crowded = isinstance(error, EdgeCrowded)
                 level = logging.INFO if edge.is_warm else logging.WARNING
                 level = logging.DEBUG if isinstance(error, _NotNow) else level  # once a minute, for ever
                 logger.log(level, "KV edge to `%s` epoch %d: %s", peer.worker, peer.epoch, reason)
@@ -136,7 +149,7 @@ class PrefillEdges:
                     self._on_device_lost(reason)
         del self._edges[peer]
         if not self._closing:
-            self._dispatch(EdgeDown(peer, reason))
+            self._dispatch(EdgeDown(peer, reason, is_crowded))
 
     async def _dial(self, peer: Peer, address: str, edge: _Edge) -> None:
         """The edge as one kind; returns when D closes it.
@@ -147,10 +160,13 @@ class PrefillEdges:
         """
         if peer in self._unstopped:
             raise EdgeError("an older edge has not stopped writing: this worker has to be started again")
-        stream: Stream[DecodeToPrefill] = await connect(address, self._token, DecodeToPrefill)
+        left_s = max(0.0, edge.due_s - asyncio.get_running_loop().time())
+        stream: Stream[DecodeToPrefill] = await connect(
+            address, self._token, DecodeToPrefill, timeout_s=left_s
+        )
         try:
             try:
-                sender = await self._shake_hands(peer, stream, edge.is_warm)
+                sender = await self._shake_hands(peer, stream, edge)
             except _NotNow:
                 raise
             except (EdgeError, TimeoutError) as error:
@@ -158,7 +174,7 @@ class PrefillEdges:
                 raise self._judge(peer, told) from error
             try:
                 edge.stream, edge.is_warm = stream, False
-                self._dispatch(EdgeUp(peer, in_place=sender.in_place))
+                self._dispatch(self._describe(peer, sender))
                 await self._serve(peer, stream, sender, edge)
             finally:
                 edge.stream = None
@@ -172,12 +188,12 @@ class PrefillEdges:
         await sender.close()
         self._unstopped.discard(peer)
 
-    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill], is_warm: bool) -> KVSender:
-        stream.post(msgspec.structs.replace(self._make_hello(peer), warm=is_warm))
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+    async def _shake_hands(self, peer: Peer, stream: Stream[DecodeToPrefill], edge: _Edge) -> KVSender:
+        stream.post(msgspec.structs.replace(self._make_hello(peer, edge.uncapped), warm=edge.is_warm))
+        async with asyncio.timeout_at(edge.due_s):
             welcome = await anext(aiter(stream), None)
             if isinstance(welcome, Refused):
-                refusal = _NotNow if is_warm else EdgeError
+                refusal = _NotNow if edge.is_warm else EdgeError
                 raise refusal(f"refused by the decode worker: {welcome.reason}")
             if not isinstance(welcome, EdgeWelcome):
                 raise ProtocolError(f"expected EdgeWelcome, got {type(welcome).__name__}")

@@ -12,14 +12,16 @@ from cluster.engine.worker_engine import open_engine
 from cluster.ids import Epoch, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.kv.edge import EdgeName, KVSender
-from cluster.kv.edge_fallback import KindBook, accepted
+from cluster.kv.edge_backends import why_no_nccl
+from cluster.kv.edge_fallback import AUTO, KindBook, kinds_of
 from cluster.kv.edge_limit import EdgeLimit
-from cluster.kv.edges import check_kind, check_memory, edge_kind, make_sender
+from cluster.kv.edges import check_kind, edge_kind, make_sender
+from cluster.process_place import process_place
 from cluster.role_config import WorkerConfig
 from cluster.wire.kv_messages import EdgeHello, EdgeWelcome
 from cluster.wire.messages import Register, Role
 from cluster.worker_driver import WorkerDriver
-from cluster.worker_io import Peer
+from cluster.worker_io import EdgeUp, Peer
 from prefill_worker.core import PrefillConfig, PrefillCore
 from prefill_worker.live_edges import PrefillEdges
 
@@ -32,13 +34,14 @@ async def run(
     Raises:
         BatonError: the model or the settings cannot work, or the worker cannot go on.
     """
-    kind, limit = edge_kind(config.kv_edge), EdgeLimit(config.max_kv_edges)
-    check_kind(kind)
+    limit, clock = EdgeLimit(config.max_kv_edges), MonotonicClock()
+    if config.kv_edge != AUTO:
+        check_kind(edge_kind(config.kv_edge))
     engine = await asyncio.to_thread(open_engine, config)
-    check_memory(kind, engine.backend.device.type)
+    accepted = kinds_of(config.kv_edge, engine.backend.device.type, why_no_nccl(os.environ))
     geometry = engine.layout.to_geometry()
     pool = engine.make_pool(shared=False)
-    mover = await asyncio.to_thread(engine.make_mover, pool.whole) if kind.on_gpu else None
+    mover = await asyncio.to_thread(engine.make_mover, pool.whole) if accepted[0].on_gpu else None
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, engine.fingerprint)
     core = PrefillCore(
         PrefillConfig(
@@ -58,17 +61,18 @@ async def run(
         keep_lifeline=engine.keep_lifeline,
         token=config.token,
         router_addresses=config.router_addresses,
-        clock=MonotonicClock(),
+        clock=clock,
         step_timeout_s=config.step_timeout_s,
         join_timeout_s=config.join_timeout_s,
     )
 
-    kinds = KindBook(accepted(kind))
+    kinds, place = KindBook(accepted), process_place()
 
     def edge_to(decode: WorkerId, epoch: Epoch) -> EdgeName:
         return EdgeName(config.worker, config.epoch, decode, epoch)
 
-    def hello_to(peer: Peer) -> EdgeHello:
+    def hello_to(peer: Peer, uncapped: bool) -> EdgeHello:
+        offered = kinds.offer(edge_to(*peer), clock.now(), uncapped=uncapped)
         return EdgeHello(
             worker=config.worker,
             epoch=config.epoch,
@@ -76,14 +80,15 @@ async def run(
             decode_epoch=peer.epoch,
             pid=os.getpid(),
             fingerprint=engine.fingerprint,
-            kind=kinds.kind_of(edge_to(*peer)).value,
+            kinds=[kind.value for kind in offered],
+            place=place,
             geometry=geometry,
         )
 
     async def sender_for(welcome: EdgeWelcome) -> KVSender:
         name = edge_to(welcome.worker, welcome.epoch)
         sender = make_sender(
-            kinds.kind_of(name),
+            kinds.welcomed(name, welcome.kind, welcome.possible, clock.now()),
             pool,
             name=name,
             peer=welcome.geometry,
@@ -96,14 +101,20 @@ async def run(
         except BaseException:
             await sender.close()
             raise
+        kinds.up(name)
         return sender
+
+    def describe(peer: Peer, sender: KVSender) -> EdgeUp:
+        name = edge_to(*peer)
+        return EdgeUp(peer, sender.in_place, kinds.better_after_s(name, clock.now()), limit.holds(name))
 
     edges = PrefillEdges(
         make_hello=hello_to,
         token=config.token,
         make_sender=sender_for,
         dispatch=driver.dispatch,
-        judge=lambda peer, error: kinds.failed(edge_to(*peer), error),
+        judge=lambda peer, error: kinds.failed(edge_to(*peer), error, clock.now()),
+        describe=describe,
         on_device_lost=driver.device_lost,
     )
     register = Register(

@@ -3,7 +3,8 @@
 1. `dial_for` makes sure that the edge of a new attempt is up or dialled; `edge_up` opens what waited for it.
    `warm_up` dials one for nobody yet.
 2. `from_peer` leads each attempt's hand-off on: opened, ready for a piece, committed.
-3. `edge_down`, a refusal, D's `KvAbort` and a deadline that passed fail the attempts they concern. The
+3. An edge that nobody uses is exchanged for a better one when that may be tried (`prefill_worker.edges`).
+4. `edge_down`, a refusal, D's `KvAbort` and a deadline that passed fail the attempts they concern. The
    router is told; D too, unless it said so itself or cannot be reached.
 
 What fits no attempt of that peer is stale: dropped and counted. A `KvAbort` is answered by `KvClosed` even
@@ -21,12 +22,13 @@ from cluster.wire.kv_messages import (
     KvAbort,
     KvClosed,
     KvCommitted,
+    KvMakeRoom,
     KvOpened,
     KvReady,
     KvRefused,
     PrefillToDecode,
 )
-from cluster.worker_io import Action, Peer, ToPeer
+from cluster.worker_io import Action, EdgeDown, EdgeUp, Peer, ToPeer
 from prefill_worker.attempts import AttemptTable, PrefillAttempt
 from prefill_worker.edges import EdgeBook
 from prefill_worker.handoff import HandoffState
@@ -57,6 +59,10 @@ class Transfers:
         found = None if self._edges.is_warming else self._warming.next_dial(now, self._edges.has)
         return [] if found is None else self._edges.warm(*found)
 
+    def next_better(self) -> float | None:
+        """When an edge may be exchanged for a better one."""
+        return self._edges.next_better()
+
     def next_warm_up(self) -> float | None:
         """When `warm_up` is to be tried again, if nothing happens before."""
         return None if self._edges.is_warming else self._warming.next_try(self._edges.has)
@@ -65,12 +71,15 @@ class Transfers:
         """Open the new attempt at its decode worker, now or once the edge is up."""
         peer = attempt.handoff.peer
         in_place = self._edges.in_place(peer)
+        self._edges.used(peer, now)
         if in_place is None:
             return self._edges.dial(peer, address)
         return attempt.handoff.edge_up(in_place, now)
 
-    def edge_up(self, peer: Peer, in_place: bool, now: float) -> list[Action]:
-        self._edges.up(peer, in_place)
+    def edge_up(self, event: EdgeUp, now: float) -> list[Action]:
+        peer, in_place = event.peer, event.in_place
+        self._edges.up(event, now)
+        self._warming.up(peer)
         return [
             action
             for attempt in self._attempts.on_edge(peer)
@@ -78,12 +87,19 @@ class Transfers:
             for action in attempt.handoff.edge_up(in_place, now)
         ]
 
-    def edge_down(self, peer: Peer, reason: str, now: float) -> list[Action]:
+    def edge_down(self, event: EdgeDown, now: float) -> list[Action]:
+        peer, reason = event.peer, event.reason
         on_edge = self._attempts.on_edge(peer)
-        if any(attempt.handoff.state is HandoffState.DIALING for attempt in on_edge):
-            actions = self._edges.dial_for_waiting(peer)
-            if actions:
-                return actions
+        left_s = self._patience_s(peer, now)
+        if (gone := self._edges.let_go(peer)) is not None:
+            address, heir = gone
+            actions = [] if heir is None else self._edges.inherit(heir, self._patience_s(heir, now))
+            return actions + (self._edges.dial(peer, address, left_s) if left_s > 0 else [])
+        is_needed = left_s > 0
+        if event.is_crowded and is_needed and (actions := self._edges.make_room(peer, left_s, self._in_use)):
+            return actions
+        if is_needed and (actions := self._edges.dial_for_waiting(peer, left_s)):
+            return actions
         self._warming.down(peer, now)
         left_open = any(attempt.handoff.may_write for attempt in on_edge)
         self._edges.down(peer, now, redial=left_open)
@@ -96,12 +112,13 @@ class Transfers:
 
     def sent(self, peer: Peer, piece: Piece, num_bytes: int, now: float) -> list[Action]:
         self.num_bytes += num_bytes
+        self._edges.used(peer, now)
         attempt = self._attempts.with_peer(peer, (piece.request, piece.attempt))
         return self._reply(attempt, lambda a: a.handoff.sent(piece, num_bytes, now))
 
     def tick(self, now: float) -> list[Action]:
         """Dial again what is due, and stop waiting for decode workers that do not answer."""
-        actions = self._edges.redial(now)
+        actions = self._edges.redial(now) + self._edges.make_better(now, self._in_use)
         for attempt in self._attempts:
             handoff = attempt.handoff
             if handoff.deadline is None or now < handoff.deadline:
@@ -115,6 +132,7 @@ class Transfers:
 
     def from_peer(self, peer: Peer, message: PrefillToDecode | DecodeToPrefill, now: float) -> list[Action]:
         """A message on the KV stream, after its handshake."""
+        self._edges.used(peer, now)
         match message:
             case KvOpened(request=request, attempt=number, block_ids=block_ids):
                 attempt = self._attempts.with_peer(peer, (request, number))
@@ -134,6 +152,8 @@ class Transfers:
                 if attempt is not None and attempt.handoff.state is HandoffState.CLOSED:
                     actions += self._attempts.end(attempt, "committed", now)
                 return actions
+            case KvMakeRoom():
+                return [] if self._in_use(peer) else self._edges.give_way(peer)
             case KvRefused():
                 return self._refused(peer, message, now)
             case KvAbort(request=request, attempt=number, reason=reason):
@@ -145,6 +165,15 @@ class Transfers:
                 return self._attempts.fail(attempt, "kv_aborted", message_text, now, tell=False)
             case _:
                 return self._stale()
+
+    def _patience_s(self, peer: Peer, now: float) -> float:
+        """How long attempts will wait yet for this edge to come up; 0: none does."""
+        handoffs = [attempt.handoff for attempt in self._attempts.on_edge(peer)]
+        deadlines = [one.deadline for one in handoffs if one.state is HandoffState.DIALING]
+        return max((deadline - now for deadline in deadlines if deadline is not None), default=0.0)
+
+    def _in_use(self, peer: Peer) -> bool:
+        return bool(self._attempts.on_edge(peer))
 
     def _refused(self, peer: Peer, message: KvRefused, now: float) -> list[Action]:
         attempt = self._attempts.with_peer(peer, (message.request, message.attempt))

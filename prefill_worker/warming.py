@@ -5,7 +5,7 @@
    worker would come to hold more than it may (`--max-kv-edges`); otherwise so many that half of what each may
    hold is left to what requests want. All prefill workers choose by the same rule.
 3. While nothing is computed or waited for here, `next_dial` gives one at a time. A decode worker that is busy
-   refuses. One that did not come up, or broke, is tried again after a delay that doubles.
+   refuses. One that did not come up, or broke, is tried again after a delay that doubles until one is up.
 
 An attempt that comes meanwhile dials what it needs itself, or waits for the dial that is under way: for no
 longer than for its own (`prefill_worker.transfers`).
@@ -61,6 +61,10 @@ class Warming:
         """When one that failed may be dialled again."""
         waiting = (peer for peer, _ in self._wanted if not has_edge(peer))
         return min((self._tries[peer].next_s for peer in waiting if peer in self._tries), default=None)
+
+    def up(self, peer: Peer) -> None:
+        """An edge is there: should it break, it is tried again as soon as one that never failed."""
+        self._tries.pop(peer, None)
 
     def down(self, peer: Peer, now: float) -> None:
         """An edge broke or did not come up."""

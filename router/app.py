@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +25,27 @@ from cluster.allowed_origins import parse_origins
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import RequestError, ServingError
 from cluster.metrics import CONTENT_TYPE, Metrics
-from cluster.request_context import enter_request
 from cluster.tokenizer import Tokenizer
 from router.api_keys import KeyCheck, KeyRing
 from router.asgi import (
     BodyTooLarge,
     ClientLeft,
-    Message,
-    Receive,
-    Scope,
-    Send,
     UnsupportedMediaType,
-    header,
-    send_bytes,
 )
 from router.bodies import Bodies
 from router.cluster_report import observe_cluster, worker_json
 from router.delivery import ClusterStatus, RequestIntake
 from router.endpoint import ChatRoute, CompletionRoute, GenerationEndpoint
+from router.envelope import Envelope, LastAnswer
 from router.gateway import REQUEST_ID, Gateway
 from router.generation import InFlight
+from router.hosts import HostCheck, SideHosts
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo
-from router.openai_errors import PublicError, error_body, error_headers, http_error, public_error
+from router.openai_errors import PublicError, error_body, error_headers, http_error
 from router.openapi import describe
 from router.origins import AllowedOrigins
-from router.page import PAGE_PATHS, PageSource, page_routes
+from router.page import PageSource, page_routes
 from router.page_feed import PageFeed
 from router.public_side import PrivateRoutes
 from router.quotas.gate import QuotaGate
@@ -61,14 +54,6 @@ from router.tokenize import TextAnswer, detokenize, tokenize, within_limits
 from router.tool_formats import FORMATS, format_of
 from router.vocabulary import GrammarsAhead
 
-_CLIENT_ID = re.compile(r"[!-~]{1,128}")
-_ROUTES = frozenset(
-    {
-        *("/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
-        *("/health", "/ready", "/ping", "/version", "/metrics", "/cluster", "/openapi.json"),
-        *PAGE_PATHS,
-    }
-)
 _GET = ["GET", "HEAD"]  # who watches a server often asks for the head alone
 _HTTP_MESSAGES = {404: "There is no such path here.", 405: "This path does not take this method."}
 
@@ -86,6 +71,7 @@ def create_app(
     launcher_pid: int | None = None,
     feed: PageFeed | None = None,
     sharing: Sharing | None = None,
+    hosts: SideHosts | None = None,
 ) -> FastAPI:
     """The application; `app.state.in_flight` (`InFlight`) is what a stopping server drains.
 
@@ -106,7 +92,7 @@ def create_app(
         quotas=QuotaGate(clock, metrics, sharing),
         grammars=GrammarsAhead(tokenizer),
         tool_format=format_of(tokenizer.chat_template) if name == "auto" else FORMATS[name],
-        bodies=Bodies(limits.most_bodies * limits.max_body_bytes),
+        bodies=Bodies(limits.max_bodies_bytes),
     )
     app = FastAPI(
         title="Baton",
@@ -120,7 +106,7 @@ def create_app(
     app.state.quotas = gateway.quotas
     app.state.bodies = gateway.bodies
     page = PageSource(feed or PageFeed(), status, gateway.in_flight, model.name, version, gateway.clock.now)
-    app.router.routes.extend(page_routes(page))
+    app.router.routes.extend(page_routes(page, limits.max_viewers))
     for path, endpoint in (
         ("/v1/chat/completions", GenerationEndpoint(gateway, ChatRoute())),
         ("/v1/completions", GenerationEndpoint(gateway, CompletionRoute())),
@@ -134,53 +120,12 @@ def create_app(
     if limits.api_keys_file is not None:
         keys = KeyRing(Path(limits.api_keys_file).expanduser(), clock, limits.key_limits)
         app.add_middleware(KeyCheck, keys=keys)
+    app.add_middleware(LastAnswer)
     if limits.allowed_origins:
         app.add_middleware(AllowedOrigins, origins=parse_origins(limits.allowed_origins))
+    app.add_middleware(HostCheck, hosts=hosts or SideHosts())
     app.add_middleware(Envelope, metrics=metrics)
     return app
-
-
-class Envelope:
-    """ASGI middleware around every route: names the request, counts the response. What a route did not expect
-    is answered here, so that it, too, has its name and is counted."""
-
-    def __init__(self, app: Any, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        label = header(scope, b"x-request-id")
-        request_id = label if label and _CLIENT_ID.fullmatch(label) else f"req-{uuid.uuid4().hex}"
-        scope[REQUEST_ID] = request_id
-        enter_request(request_id, header(scope, b"traceparent"), header(scope, b"tracestate"))
-        name = (b"x-request-id", request_id.encode())
-        has_started = False
-
-        async def named_send(message: Message) -> None:
-            nonlocal has_started
-            if message["type"] == "http.response.start":
-                has_started = True
-                message["headers"] = [*message.get("headers", ()), name]
-                self._metrics.observe_http(_route(scope["path"]), message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, named_send)
-        except Exception as error:
-            if has_started:
-                raise
-            public = public_error(error, request_id)
-            await send_bytes(named_send, public.status, error_headers(public), error_body(public))
-
-
-def _route(path: str) -> str:
-    """A bounded name for metrics."""
-    if path in _ROUTES:
-        return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
 
 
 # ---- routes --------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ def require_json(scope: Scope) -> None:
     media_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType("Send the request as `Content-Type: application/json`.")
+    if (header(scope, b"transfer-encoding") or "chunked").strip().lower() != "chunked":
+        raise UnsupportedMediaType("Send the request with no other `Transfer-Encoding` than `chunked`.")
     encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
     if encoding != "identity":
         raise UnsupportedMediaType(

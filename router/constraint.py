@@ -23,7 +23,9 @@ from cluster.grammar import (
     regex_rule,
     tag_grammar,
 )
+from cluster.grammar_size import GrammarBounds
 from router import nested_json
+from router.limits import RequestLimits
 
 SPELLINGS = frozenset(
     {
@@ -44,11 +46,11 @@ class Constraint:
     rule: str | None
 
 
-def parse_constraint(fields: Mapping[str, Any], max_bytes: int) -> Constraint | None:
+def parse_constraint(fields: Mapping[str, Any], limits: RequestLimits) -> Constraint | None:
     """The constraint of a request; `fields` are those of `SPELLINGS` that it has. None: any text will do.
 
     Raises:
-        InvalidRequest: a field is not what it must be, too large, or not the only one.
+        InvalidRequest: a field is not what it must be, too large or deep, or not the only one.
     """
     found = [part for name, value in fields.items() if (part := _read(name, value)) is not None]
     if len(found) > 1:
@@ -60,15 +62,17 @@ def parse_constraint(fields: Mapping[str, Any], max_bytes: int) -> Constraint | 
         return None
     build, param, value = found[0]
     try:
-        if len(value if isinstance(value, str) else dumps(value)) > max_bytes:
-            raise InvalidRequest(f"`{param}` may have at most {max_bytes} bytes.", param=param)
-        grammar, rule = build(value)
+        if len((value if isinstance(value, str) else dumps(value)).encode()) > limits.max_grammar_bytes:
+            most = limits.max_grammar_bytes
+            raise InvalidRequest(f"`{param}` may have at most {most} bytes.", param=param)
+        nested_json.check_depth(value, limits.max_json_depth)  # it may have come as JSON in a string
+        grammar, rule = build(value, limits.grammar)
     except ValueError as error:
         raise InvalidRequest(f"`{param}` cannot be used: {str(error)[:200]}.", param=param) from None
     return Constraint(param, grammar, rule)
 
 
-_Build = Callable[[Any], tuple[str, str | None]]
+_Build = Callable[[Any, GrammarBounds], tuple[str, str | None]]
 _Found = tuple[_Build, str, Any]
 
 
@@ -211,28 +215,28 @@ def _tags(value: Any, where: str) -> _Found:
     return _build_tags, where, tags
 
 
-def _build_json(schema: Any) -> tuple[str, str | None]:
-    return json_grammar(schema), json_rule(schema)
+def _build_json(schema: Any, bounds: GrammarBounds) -> tuple[str, str | None]:
+    return json_grammar(schema, bounds), json_rule(schema, bounds)
 
 
-def _build_lenient_json(schema: Any) -> tuple[str, str | None]:
-    return json_grammar(schema, lenient=True), json_rule(schema, lenient=True)
+def _build_lenient_json(schema: Any, bounds: GrammarBounds) -> tuple[str, str | None]:
+    return json_grammar(schema, bounds, lenient=True), json_rule(schema, bounds, lenient=True)
 
 
-def _build_regex(pattern: str) -> tuple[str, str | None]:
-    return regex_grammar(pattern), regex_rule(pattern)
+def _build_regex(pattern: str, bounds: GrammarBounds) -> tuple[str, str | None]:
+    return regex_grammar(pattern, bounds), regex_rule(pattern, bounds)
 
 
-def _build_choice(choices: list[str]) -> tuple[str, str | None]:
-    return choice_grammar(choices), choice_rule(choices)
+def _build_choice(choices: list[str], bounds: GrammarBounds) -> tuple[str, str | None]:
+    return choice_grammar(choices), choice_rule(choices)  # texts repeat nothing
 
 
-def _build_grammar(text: str) -> tuple[str, str | None]:
-    return foreign_grammar(text), None
+def _build_grammar(text: str, bounds: GrammarBounds) -> tuple[str, str | None]:
+    return foreign_grammar(text, bounds), None
 
 
-def _build_tags(tags: list[tuple[str, str, Any, str]]) -> tuple[str, str | None]:
-    return tag_grammar(tags), None
+def _build_tags(tags: list[tuple[str, str, Any, str]], bounds: GrammarBounds) -> tuple[str, str | None]:
+    return tag_grammar(tags, bounds), None
 
 
 def _must_be(where: str, what: str) -> InvalidRequest:

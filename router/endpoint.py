@@ -203,14 +203,20 @@ class GenerationEndpoint:
 
     async def _read_job(self, body: bytes, session: str | None) -> Job:
         aside, is_large = self.gateway.aside, len(body) > self.gateway.limits.offload_bytes
-        raw = await aside.run_sized(len(body), parse_json, body) if is_large else parse_json(body)
+        limits = self.gateway.limits.request
+        if is_large:
+            raw = await aside.run_sized(len(body), parse_json, body, limits.max_json_depth)
+        else:
+            raw = parse_json(body, limits.max_json_depth)
         if not _SLOW_FIELDS.isdisjoint(raw):
             job = await aside.run_long(self._build, raw)
         elif is_large:
             job = await aside.run_sized(len(body), self._build, raw)
         else:
             job = self._build(raw)
-        return job if job.affinity or not session else replace(job, affinity=session[:512])
+        return (
+            job if job.affinity or not session else replace(job, affinity=session[: limits.max_session_chars])
+        )
 
     def _build(self, raw: dict[str, Any]) -> Job:
         self.gateway.check_model(raw.get("model"))

@@ -10,7 +10,7 @@
 6. Anything else is ignored as clients expect, but never silently: the reply's `x-baton-ignored` header names
    it, with a suggestion, and the log does so once.
 
-A request has at most `MAX_FIELDS` fields: everything here is done on the event loop.
+How many fields a request may have is limited: everything here is done on the event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from cluster.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
-MAX_FIELDS = 512
 _MAX_NAMED = 8  # ignored fields that one header names
 _HEADER_TEXT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -124,14 +123,16 @@ UNSUPPORTED: dict[str, Unsupported] = _ELSEWHERE | {
 }
 
 
-def screen_fields(raw: Mapping[str, Any], served: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def screen_fields(
+    raw: Mapping[str, Any], served: Collection[str], most: int
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(the fields of `raw` that a schema with the names `served` has to look at, what is ignored).
 
     Raises:
-        InvalidRequest: an internal or unsupported field, a label of the wrong type, or too many of them.
+        InvalidRequest: an internal or unsupported field, a label of the wrong type, or more than `most`.
     """
-    if len(raw) > MAX_FIELDS:
-        raise InvalidRequest(f"A request may have at most {MAX_FIELDS} fields; this one has {len(raw)}.")
+    if len(raw) > most:
+        raise InvalidRequest(f"A request may have at most {most} fields; this one has {len(raw)}.")
     kept: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in raw.items():

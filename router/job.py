@@ -124,7 +124,7 @@ class JobBuilder:
     def _tool_plan(self, request: PromptFields) -> ToolPlan | None:
         plan = plan_tools(request)
         if plan is not None:
-            check_tools(plan, self.grammars())
+            check_tools(plan, self.grammars(), self.limits.grammar)
         return plan
 
     def _job(
@@ -204,9 +204,9 @@ class JobBuilder:
     def _grammar(self, request: GenerationRequest, plan: ToolPlan | None) -> str:
         """What the answer must match; empty if anything may come."""
         asked = {name: value for name in SPELLINGS if (value := getattr(request, name)) is not None}
-        constraint = parse_constraint(asked, self.limits.max_grammar_bytes)
+        constraint = parse_constraint(asked, self.limits)
         if plan is not None:
-            grammar = call_grammar(plan, self.tool_format, constraint)
+            grammar = call_grammar(plan, self.tool_format, constraint, self.limits.grammar)
         else:
             grammar = "" if constraint is None else constraint.grammar
         if grammar:

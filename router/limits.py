@@ -6,17 +6,23 @@ choose.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from cluster.grammar_size import BOUNDS, GrammarBounds
 from cluster.request_config import OverloadStatus, RequestConfig, ToolFormatName
 from router.quotas.limits import KeyLimits
 from router.stream import Patience
 
+_MANY_BODIES = 32
+
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Bounds of the fields of one request."""
+    """Bounds of the fields of one request; each is a setting of the same name."""
 
+    max_json_depth: int = 200
+    max_fields: int = 512
     max_messages: int = 2048
     max_prompts: int = 256
     max_n: int = 16  # choices per prompt, best_of's candidates included
@@ -24,24 +30,28 @@ class RequestLimits:
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_chars: int = 1024  # of one stop string
+    max_bad_words_chars: int = 4096  # of all together: they travel with every choice
+    max_session_chars: int = 512
     max_listed_ids: int = 1024  # entries of `stop_token_ids`, `logit_bias`, ...
     max_tools: int = 128
     max_grammar_bytes: int = 64 * 2**10  # of a schema, expression or grammar; of all tools together
+    max_pattern_size: int = BOUNDS.max_pattern_size
+    max_schema_properties: int = BOUNDS.max_properties
     max_prompt_logprobs: int = 2**17  # entries: prompt tokens x (alternatives + 1)
     trust_chat_template: bool = False  # whether a request may bring its own template
 
     @classmethod
     def of(cls, config: RequestConfig) -> RequestLimits:
-        return cls(
-            max_messages=config.max_messages,
-            max_n=config.max_n,
-            max_choices=config.max_choices,
-            max_logprobs=config.max_logprobs,
-            max_stop_strings=config.max_stop_strings,
-            max_tools=config.max_tools,
-            max_grammar_bytes=config.max_grammar_bytes,
-            trust_chat_template=config.request_chat_templates == "trust",
-        )
+        bounds: dict[str, Any] = {
+            bound.name: getattr(config, bound.name)
+            for bound in fields(cls)
+            if bound.name != "trust_chat_template"
+        }
+        return cls(**bounds, trust_chat_template=config.request_chat_templates == "trust")
+
+    @property
+    def grammar(self) -> GrammarBounds:
+        return GrammarBounds(self.max_pattern_size, self.max_schema_properties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,9 @@ class GatewayLimits:
     """What one request may cost the gateway."""
 
     max_body_bytes: int = 8 * 2**20
-    most_bodies: int = 32  # of the largest size, held at a time before they are requests
+    max_bodies_bytes: int = _MANY_BODIES * 8 * 2**20  # of all that are no requests yet
+    request_arrival_s: float = 60.0
+    max_viewers: int = 32
     max_header_bytes: int = 64 * 2**10
     offload_bytes: int = 2 * 2**10  # bodies above this, a millisecond's work, are read on a thread
     request_deadline_s: float | None = None  # None: as long as it takes
@@ -66,6 +78,9 @@ class GatewayLimits:
     def of(cls, config: RequestConfig) -> GatewayLimits:
         return cls(
             max_body_bytes=config.max_body_bytes,
+            max_bodies_bytes=config.max_bodies_bytes or _MANY_BODIES * config.max_body_bytes,
+            request_arrival_s=config.request_arrival_s,
+            max_viewers=config.max_viewers,
             max_header_bytes=config.max_header_bytes,
             overload_status=config.overload_status,
             tool_format=config.tool_format,

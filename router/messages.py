@@ -89,10 +89,11 @@ def parse_messages(value: Any, limits: RequestLimits) -> tuple[ChatMessage, ...]
         raise InvalidRequest("`messages` must be a list of at least one message.", param="messages")
     if len(value) > limits.max_messages:
         raise InvalidRequest(f"`messages` may have at most {limits.max_messages} messages.", param="messages")
-    return tuple(_parse_message(message, f"messages[{index}]") for index, message in enumerate(value))
+    depth = limits.max_json_depth
+    return tuple(_parse_message(message, f"messages[{index}]", depth) for index, message in enumerate(value))
 
 
-def _parse_message(value: Any, where: str) -> ChatMessage:
+def _parse_message(value: Any, where: str, max_depth: int) -> ChatMessage:
     if not isinstance(value, dict):
         raise InvalidRequest(f"`{where}` must be an object with `role` and `content`.", param=where)
     role = value.get("role")
@@ -111,7 +112,7 @@ def _parse_message(value: Any, where: str) -> ChatMessage:
                 raise InvalidRequest(f"`{where}.{name}` must be a string.", param=f"{where}.{name}")
             strings[name] = field
         elif name == "tool_calls":
-            calls = _parse_calls(field, f"{where}.tool_calls")
+            calls = _parse_calls(field, f"{where}.tool_calls", max_depth)
         elif name in MESSAGE_LABELS:
             ignored.append(name)
         elif name not in _NEUTRAL:
@@ -140,13 +141,13 @@ def _parse_message(value: Any, where: str) -> ChatMessage:
 # ---- tool calls ----------------------------------------------------------------------------------
 
 
-def _parse_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
+def _parse_calls(value: Any, where: str, max_depth: int) -> tuple[ToolCall, ...]:
     if not isinstance(value, list):
         raise InvalidRequest(f"`{where}` must be a list of tool calls.", param=where)
-    return tuple(_parse_call(call, f"{where}[{index}]") for index, call in enumerate(value))
+    return tuple(_parse_call(call, f"{where}[{index}]", max_depth) for index, call in enumerate(value))
 
 
-def _parse_call(value: Any, where: str) -> ToolCall:
+def _parse_call(value: Any, where: str, max_depth: int) -> ToolCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or value.get("type", "function") != "function":
         raise InvalidRequest(f"`{where}` must be a call of a function.", param=where)
@@ -155,16 +156,17 @@ def _parse_call(value: Any, where: str) -> ToolCall:
         raise InvalidRequest(f"`{where}.id` must be a string.", param=f"{where}.id")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"`{where}.function.name` must be a name.", param=f"{where}.function.name")
-    return ToolCall(call_id, name, _parse_arguments(function.get("arguments"), f"{where}.function.arguments"))
+    where = f"{where}.function.arguments"
+    return ToolCall(call_id, name, _parse_arguments(function.get("arguments"), where, max_depth))
 
 
-def _parse_arguments(value: Any, where: str) -> Mapping[str, Any] | str:
+def _parse_arguments(value: Any, where: str, max_depth: int) -> Mapping[str, Any] | str:
     """JSON in a string, as answers have it; nothing at all counts as no arguments. What is no JSON, as of a
-    call that was cut by `max_tokens`, stays text."""
+    call that was cut by `max_tokens`, or too deep, stays text."""
     arguments = {} if value is None or value == "" else value
     if isinstance(arguments, str):
         try:
-            arguments = nested_json.loads(arguments)
+            arguments = nested_json.loads(arguments, max_depth)
         except ValueError:
             return str(value)
     if not isinstance(arguments, dict):

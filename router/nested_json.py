@@ -10,19 +10,27 @@ from typing import Any, Final
 
 import orjson
 
-MAX_DEPTH: Final = 200
+from cluster.request_config import MAX_JSON_DEPTH
+
+MAX_DEPTH: Final = MAX_JSON_DEPTH
 
 
-def loads(text: bytes | str) -> Any:
+def loads(text: bytes | str, most: int = MAX_DEPTH) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nested more than `MAX_DEPTH` deep.
+        ValueError: it is not JSON, or nested more than `most` deep.
     """
     value = orjson.loads(text)
-    if _num_openings(text) > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    if _num_openings(text) > most:
+        check_depth(value, most)
     return value
+
+
+def check_depth(value: Any, most: int) -> None:
+    """Raises ValueError: it is nested more than `most` deep."""
+    if _is_deeper(value, most):
+        raise ValueError(f"it is nested more than {most} deep")
 
 
 def _num_openings(text: bytes | str) -> int:
@@ -34,7 +42,7 @@ def _num_openings(text: bytes | str) -> int:
 
 def _is_deeper(value: Any, most: int) -> bool:
     """Level by level: the containers of each."""
-    level = [value] if isinstance(value, dict | list) else []
+    level = [value] if isinstance(value, dict | list | tuple) else []
     depth = 0
     while level and depth <= most:
         depth += 1
@@ -42,6 +50,6 @@ def _is_deeper(value: Any, most: int) -> bool:
             item
             for part in level
             for item in (part.values() if isinstance(part, dict) else part)
-            if isinstance(item, dict | list)
+            if isinstance(item, dict | list | tuple)
         ]
     return depth > most

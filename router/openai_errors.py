@@ -47,6 +47,7 @@ class PublicError:
 
 _HTTP_CODES = {
     401: "invalid_api_key",
+    403: "host_not_allowed",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",

@@ -1,7 +1,7 @@
 """What the API takes and gives, for tools that read OpenAPI: made from what requests are checked by.
 
 1. Names, types and ranges of request fields are those of `router.schema`. Fields that are read by hand have
-   their shapes here (`_BY_HAND`), and what the operator limits has its numbers (`_LIMITED`).
+   their shapes here (`_BY_HAND`), and what the operator limits has its numbers (`_bounds`).
 2. A null stands for a field that is not sent, everywhere. Fields that are not described are ignored, or
    refused by name (`router.fields`).
 3. What depends on the model, or on other fields of the same request, is not in the description.
@@ -156,21 +156,28 @@ _BY_HAND: Final[dict[str, _Schema]] = {
     "ebnf": _PATTERN,
     "structural_tag": {"type": ["object", "string"]},
 }
-# Field |-> (keyword of JSON Schema, the limit that is its value); a keyword binds values of its own type.
-_LIMITED: Final[dict[str, tuple[tuple[str, str], ...]]] = {
-    "messages": (("maxItems", "max_messages"),),
-    "n": (("maximum", "max_n"),),
-    "best_of": (("maximum", "max_n"),),
-    "logprobs": (("maximum", "max_logprobs"),),
-    "top_logprobs": (("maximum", "max_logprobs"),),
-    "prompt_logprobs": (("maximum", "max_logprobs"),),
-    "stop": (("maxItems", "max_stop_strings"), ("maxLength", "max_stop_chars")),
-    "stop_token_ids": (("maxItems", "max_listed_ids"),),
-    "bad_words": (("maxItems", "max_listed_ids"),),
-    "allowed_token_ids": (("maxItems", "max_listed_ids"),),
-    "logit_bias": (("maxProperties", "max_listed_ids"),),
-    "tools": (("maxItems", "max_tools"),),
-}
+
+
+def _bounds(limits: RequestLimits) -> dict[str, _Schema]:
+    """What the operator limits; a keyword binds values of its own type alone."""
+    listed, grammar = {"maxItems": limits.max_listed_ids}, {"maxLength": limits.max_grammar_bytes}
+    session, logprobs = {"maxLength": limits.max_session_chars}, {"maximum": limits.max_logprobs}
+    word = {"maxLength": limits.max_bad_words_chars}
+    stop = {"maxLength": limits.max_stop_chars}
+    return {
+        "messages": {"maxItems": limits.max_messages},
+        "prompt": {"anyOf": [{"items": {"type": "integer"}}, {"maxItems": limits.max_prompts}]},
+        "n": {"maximum": limits.max_n},
+        "best_of": {"maximum": limits.max_n},
+        "stop": {**stop, "maxItems": limits.max_stop_strings, "items": stop},
+        "bad_words": {**listed, "items": word},
+        "logit_bias": {"maxProperties": limits.max_listed_ids},
+        "tools": {"maxItems": limits.max_tools},
+        **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), listed),
+        **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), logprobs),
+        **dict.fromkeys(("session_id", "prompt_cache_key", "user"), session),
+        **dict.fromkeys(("guided_regex", "regex", "guided_grammar", "ebnf"), grammar),
+    }
 
 
 def describe(version: str, limits: RequestLimits) -> _Schema:
@@ -209,16 +216,21 @@ def _request(model: type[BaseModel], limits: RequestLimits) -> _Schema:
     described = model.model_json_schema()
     parts = described.get("$defs", {})
     required = described.get("required", [])
+    bounds = _bounds(limits)
     properties = {}
     for name, shape in described["properties"].items():
         if "$ref" in shape:
             shape = parts[shape["$ref"].rpartition("/")[2]]
         shape = _BY_HAND.get(name, shape)
-        limited = {keyword: getattr(limits, limit) for keyword, limit in _LIMITED.get(name, ())}
-        if limited:
-            shape = {"allOf": [shape, limited]}
+        if name in bounds:
+            shape = {"allOf": [shape, bounds[name]]}
         properties[name] = shape if name in required else _or_null(shape)
-    return {"type": "object", "properties": properties, "required": required}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "maxProperties": limits.max_fields,
+    }
 
 
 def _or_null(shape: _Schema) -> _Schema:

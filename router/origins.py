@@ -16,6 +16,9 @@ from router.asgi import HeaderList, Message, Receive, Scope, Send, header
 from router.public_side import PRIVATE_PATHS
 
 _MAX_AGE_S: Final = b"600"
+_ASKED_METHOD: Final = b"access-control-request-method"
+# Of every answer, also one that says nothing to its origin: a cache must not give it to another.
+_VARY: Final = (b"vary", b"origin")
 _READABLE: Final = b", ".join(
     (
         *(b"openai-processing-ms", b"retry-after", b"retry-after-ms", b"x-baton-dropped-reason"),
@@ -37,32 +40,32 @@ class AllowedOrigins:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = header(scope, b"origin") if scope["type"] == "http" else None
-        if origin is None or scope["path"] in PRIVATE_PATHS or not self._is_allowed(origin):
+        if scope["type"] != "http" or scope["path"] in PRIVATE_PATHS:
             await self._app(scope, receive, send)
             return
-        allowing = self._allowing(origin)
-        if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method") is not None:
-            headers = [*allowing, *_asked_for(scope)]
+        allowing = self._allowing(header(scope, b"origin"))
+        is_question = scope["method"] == "OPTIONS" and header(scope, _ASKED_METHOD) is not None
+        if allowing and is_question:
+            headers = [*allowing, _VARY, *_asked_for(scope)]
             await send({"type": "http.response.start", "status": 204, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
             return
+        told = [*allowing, (b"access-control-expose-headers", _READABLE)] if allowing else []
 
         async def send_readable(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exposed = (b"access-control-expose-headers", _READABLE)
-                message["headers"] = [*message.get("headers", ()), *allowing, exposed]
+                message["headers"] = [*message.get("headers", ()), *told, _VARY]
             await send(message)
 
         await self._app(scope, receive, send_readable)
 
-    def _is_allowed(self, origin: str) -> bool:
-        return ANY in self._origins or origin in self._origins
-
-    def _allowing(self, origin: str) -> HeaderList:
-        if ANY in self._origins:
+    def _allowing(self, origin: str | None) -> HeaderList:
+        """Empty: nothing is said to this one."""
+        if origin is not None and ANY in self._origins:
             return [(b"access-control-allow-origin", b"*")]
-        return [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin")]
+        if origin is not None and origin in self._origins:
+            return [(b"access-control-allow-origin", origin.encode("latin-1"))]
+        return []
 
 
 def _asked_for(scope: Scope) -> HeaderList:

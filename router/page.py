@@ -35,7 +35,6 @@ from router.page_picture import PictureDiffer, picture
 PICTURE_S: Final = 0.5  # between two events
 PING_S: Final = 15.0  # of silence, then a comment: proxies cut idle streams
 STALLED_S: Final = 30.0  # a viewer that does not read for so long is let go
-MAX_VIEWERS: Final = 32
 
 CSP: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -92,7 +91,7 @@ class PageSource:
         return self.in_flight.draining and not len(self.in_flight)
 
 
-def page_routes(source: PageSource, directory: Path = STATIC) -> list[Route]:
+def page_routes(source: PageSource, max_viewers: int, directory: Path = STATIC) -> list[Route]:
     """Routes for an application of starlette."""
 
     async def show_picture(request: Request) -> Response:
@@ -103,7 +102,7 @@ def page_routes(source: PageSource, directory: Path = STATIC) -> list[Route]:
     return [
         *files,
         Route("/page/picture", show_picture, methods=["GET"]),
-        Route("/page/events", PageEvents(source), methods=["GET"]),
+        Route("/page/events", PageEvents(source, max_viewers), methods=["GET"]),
     ]
 
 
@@ -136,10 +135,11 @@ def _static_route(file: Path) -> Route:
 
 
 class PageEvents:
-    """An ASGI application: the stream of changes, for up to `MAX_VIEWERS` at a time."""
+    """An ASGI application: the stream of changes, for up to `max_viewers` at a time."""
 
-    def __init__(self, source: PageSource) -> None:
+    def __init__(self, source: PageSource, max_viewers: int) -> None:
         self._source = source
+        self._max_viewers = max_viewers
         self._num_viewers = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,8 +147,8 @@ class PageEvents:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
             await send({"type": "http.response.body", "body": b""})
             return
-        if self._num_viewers >= MAX_VIEWERS:
-            error = http_error(503, f"{MAX_VIEWERS} viewers watch this router already.")
+        if self._num_viewers >= self._max_viewers:
+            error = http_error(503, f"This router has at most {self._max_viewers} viewers at a time.")
             await send_bytes(send, error.status, error_headers(error), error_body(error))
             return
         self._num_viewers += 1

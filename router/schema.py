@@ -46,17 +46,14 @@ def _limits(info: ValidationInfo) -> RequestLimits:
     return info.context
 
 
-def _at_most(limit: str) -> AfterValidator:
-    """A number up to a limit of `RequestLimits`, or a collection of that many items."""
+def _at_most(limit: str, of: str = "entries") -> AfterValidator:
+    """A number up to a limit of `RequestLimits`, or something that has so many of a kind."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         most = getattr(_limits(info), limit)
         if value is not None and (value if isinstance(value, int) else len(value)) > most:
-            what = "" if isinstance(value, int) else "have "
-            entries = "" if isinstance(value, int) else " entries"
-            raise InvalidRequest(
-                f"`{info.field_name}` may {what or 'be '}at most {most}{entries}.", param=info.field_name
-            )
+            bound = f"be at most {most}" if isinstance(value, int) else f"have at most {most} {of}"
+            raise InvalidRequest(f"`{info.field_name}` may {bound}.", param=info.field_name)
         return value
 
     return AfterValidator(check)
@@ -81,6 +78,15 @@ def _parse_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
             f"A string of `stop` may have at most {limits.max_stop_chars} characters.", param="stop"
         )
     return tuple(dict.fromkeys(strings))
+
+
+def _check_bad_words(value: list[str], info: ValidationInfo) -> list[str]:
+    most = _limits(info).max_bad_words_chars
+    if sum(map(len, value)) > most:
+        raise InvalidRequest(
+            f"`bad_words` may have at most {most} characters, all together.", param="bad_words"
+        )
+    return value
 
 
 def _parse_logit_bias(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
@@ -117,7 +123,7 @@ def _parse_stream_options(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None}
 
 
-_Affinity = Annotated[str, Field(max_length=512)]
+_Affinity = Annotated[str, _at_most("max_session_chars", "characters")]
 
 
 class GenerationRequest(BaseModel):
@@ -147,7 +153,11 @@ class GenerationRequest(BaseModel):
     min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool | None = None  # text is the tokens' bytes: there are never any
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], _at_most("max_listed_ids")] = []
+    bad_words: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        _at_most("max_listed_ids"),
+        AfterValidator(_check_bad_words),
+    ] = []
     allowed_token_ids: (
         Annotated[
             list[Annotated[int, Field(ge=0, lt=_INT64)]], Field(min_length=1), _at_most("max_listed_ids")
@@ -253,14 +263,14 @@ class DetokenizeRequest(BaseModel):
 Request = TypeVar("Request", bound=BaseModel)
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
     """The request body as a JSON object.
 
     Raises:
         InvalidRequest: it is not JSON, or not an object.
     """
     try:
-        raw = nested_json.loads(body)
+        raw = nested_json.loads(body, max_depth)
     except ValueError as error:
         message = f"The request body cannot be read as JSON: {error}."
         raise InvalidRequest(message, code="invalid_json") from None
@@ -277,7 +287,7 @@ def parse_request(
     Raises:
         InvalidRequest: naming the first field at fault.
     """
-    kept, ignored = screen_fields(raw, field_names(schema))
+    kept, ignored = screen_fields(raw, field_names(schema), limits.max_fields)
     try:
         return schema.model_validate(kept, context=limits), ignored
     except ValidationError as error:

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from cluster.allowed_hosts import host_names
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import InternalError, ModelError
 from cluster.ids import RouterId
@@ -38,6 +39,7 @@ from router.aside import SWITCH_S
 from router.conductor import Conductor
 from router.config import ConductorConfig, PolicyConfig
 from router.driver import ConductorDriver
+from router.hosts import SideHosts
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo, read_sampling_defaults
 from router.page_feed import PageFeed
@@ -64,19 +66,7 @@ async def run(
         InternalError: the conductor broke; the process should be started anew.
     """
     clock = MonotonicClock()
-    conductor = Conductor(
-        ConductorConfig(
-            max_attempts=config.max_attempts,
-            lease_ttl_s=config.lease_ttl_s,
-            recovery_wait_s=config.recovery_wait_s,
-            policy=PolicyConfig(always_remote=config.placement == "remote"),
-            slo=Targets(
-                config.slo_ttft_s,
-                config.slo_tpot_s,
-                math.inf if config.slo_gap_s is None else config.slo_gap_s,
-            ),
-        )
-    )
+    conductor = Conductor(_conductor_config(config))
     targets = LatencyTargets(config.slo_ttft_s, config.slo_tpot_s)
     feed = PageFeed(targets, conductor.summary, clock.now())
     traces = _traces(config, clock, conductor)
@@ -126,6 +116,7 @@ async def run(
             launcher_pid=config.launcher_pid,
             feed=feed,
             sharing=sharing,
+            hosts=_hosts(config),
         )
 
         sys.setswitchinterval(SWITCH_S)
@@ -144,6 +135,7 @@ async def run(
             stop=ending,
             grace_s=config.drain_grace_s,
             max_header_bytes=limits.max_header_bytes,
+            arrival_s=limits.request_arrival_s,
             shares_port_when=driver.became_ready if config.shares_port else None,
             on_listening=on_listening,
             admin=None if config.admin_port is None else (config.admin_host, config.admin_port),
@@ -177,6 +169,27 @@ async def _announce(needed: Iterable[asyncio.Event], on_ready: Callable[[], None
         await event.wait()
     if on_ready is not None:
         on_ready()
+
+
+def _conductor_config(config: RouterConfig) -> ConductorConfig:
+    gap_s = math.inf if config.slo_gap_s is None else config.slo_gap_s
+    return ConductorConfig(
+        max_attempts=config.max_attempts,
+        lease_ttl_s=config.lease_ttl_s,
+        recovery_wait_s=config.recovery_wait_s,
+        max_queued=config.requests.max_queued,
+        policy=PolicyConfig(always_remote=config.placement == "remote"),
+        slo=Targets(config.slo_ttft_s, config.slo_tpot_s, gap_s),
+    )
+
+
+def _hosts(config: RouterConfig) -> SideHosts:
+    """The admin address asks nobody for a key."""
+    allowed, has_keys = config.requests.allowed_hosts, config.requests.api_keys_file is not None
+    return SideHosts(
+        host_names(config.host, allowed, asks_for_key=has_keys),
+        host_names(config.admin_host, allowed, asks_for_key=False),
+    )
 
 
 def _traces(config: RouterConfig, clock: Clock, conductor: Conductor) -> RequestTraces | None:

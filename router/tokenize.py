@@ -90,7 +90,7 @@ async def _maybe_on_thread(
 
 
 def _tokenize(gateway: Gateway, body: bytes) -> TextAnswer:
-    raw = parse_json(body)
+    raw = parse_json(body, gateway.limits.request.max_json_depth)
     gateway.check_model(raw.get("model"))
     builder = gateway.job_builder()
     if raw.get("messages") is not None:
@@ -112,7 +112,7 @@ def _tokenize(gateway: Gateway, body: bytes) -> TextAnswer:
 
 
 def _detokenize(gateway: Gateway, body: bytes) -> TextAnswer:
-    raw = parse_json(body)
+    raw = parse_json(body, gateway.limits.request.max_json_depth)
     gateway.check_model(raw.get("model"))
     request, ignored = parse_request(DetokenizeRequest, raw, gateway.limits.request)
     for index, token_id in enumerate(request.tokens):

@@ -23,6 +23,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from cluster.grammar import Grammars, dumps, json_grammar, json_rule, lark_grammar, literal
+from cluster.grammar_size import BOUNDS, GrammarBounds
 from router.constraint import Constraint
 from router.messages import ChatMessage
 from router.tools import ToolPlan, ToolUse
@@ -78,41 +79,44 @@ def format_of(template: str | None) -> ToolFormat:
 # ---- grammars ------------------------------------------------------------------------------------
 
 
-def check_tools(plan: ToolPlan, grammars: Grammars) -> None:
+def check_tools(plan: ToolPlan, grammars: Grammars, bounds: GrammarBounds) -> None:
     """Raises:
     InvalidRequest: a tool's parameters are no schema, or a strict tool's one that cannot be enforced.
     """
     for index, tool in enumerate(plan.shown):
         where = f"tools[{index}].function.parameters"
         try:
-            grammars.check(json_grammar(tool.parameters, lenient=not tool.strict), where)
+            grammar = json_grammar(tool.parameters, bounds, lenient=not tool.strict)
+            grammars.check(grammar, where)
         except ValueError as error:
             raise InvalidRequest(f"`{where}` cannot be used: {error}.", param=where) from None
 
 
-def call_grammar(plan: ToolPlan, style: ToolFormat, constraint: Constraint | None) -> str:
+def call_grammar(
+    plan: ToolPlan, style: ToolFormat, constraint: Constraint | None, bounds: GrammarBounds = BOUNDS
+) -> str:
     """What the answer must match; empty if anything may come. With `auto` and a constraint: calls, or what
     the constraint says. With `auto` and a strict tool: text, in which calls fit.
 
     Raises:
         InvalidRequest: the constraint cannot be combined with tools.
     """
-    calls = _call_rules(plan, style)
+    calls = _call_rules(plan, style, bounds)
     if plan.use is ToolUse.REQUIRED:
-        return lark_grammar("\n".join(["start: calls", *calls]))
+        return lark_grammar("\n".join(["start: calls", *calls]), bounds)
     if constraint is None:
         if not any(tool.strict for tool in plan.tools):
             return ""
-        return lark_grammar("\n".join([*_text_with_calls(style), *calls]))
+        return lark_grammar("\n".join([*_text_with_calls(style), *calls]), bounds)
     if constraint.rule is None:
         raise InvalidRequest(
             f"`{constraint.param}` cannot be combined with `tools`: use a JSON schema, expression or choice.",
             param=constraint.param,
         )
-    return lark_grammar("\n".join(["start: calls | answer", f"answer: {constraint.rule}", *calls]))
+    return lark_grammar("\n".join(["start: calls | answer", f"answer: {constraint.rule}", *calls]), bounds)
 
 
-def _call_rules(plan: ToolPlan, style: ToolFormat) -> list[str]:
+def _call_rules(plan: ToolPlan, style: ToolFormat, bounds: GrammarBounds) -> list[str]:
     """Rules for `calls` and their parts."""
     more = f" ({literal(style.separator)} call)*" if plan.parallel else ""
     around = [literal(text) if text else "" for text in (style.opening, style.closing)]
@@ -122,7 +126,7 @@ def _call_rules(plan: ToolPlan, style: ToolFormat) -> list[str]:
     rules.append("body: " + " | ".join(f"call_{index}" for index in range(len(plan.tools))))
     for index, tool in enumerate(plan.tools):
         head = literal(f'{{"name": {dumps(tool.name)}, "{style.arguments_key}": ')
-        schema = json_rule(tool.parameters, lenient=not tool.strict)
+        schema = json_rule(tool.parameters, bounds, lenient=not tool.strict)
         rules.append(f"call_{index}: {head} {schema} {literal('}')}")
     return rules
 

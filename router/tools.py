@@ -74,7 +74,7 @@ def parse_tools(value: Any, limits: RequestLimits) -> tuple[Tool, ...]:
             raise InvalidRequest(f"`{where}`: two tools are called `{tool.name}`.", param=where)
         seen.add(tool.name)
     try:
-        num_bytes = sum(len(dumps(tool.for_template())) for tool in tools)
+        num_bytes = sum(len(dumps(tool.for_template()).encode()) for tool in tools)
     except ValueError as error:
         raise InvalidRequest(f"`tools` cannot be used: {error}.", param="tools") from None
     if num_bytes > limits.max_grammar_bytes:

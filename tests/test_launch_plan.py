@@ -48,9 +48,9 @@ def test_one_of_each_on_two_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "edge"), [("cpu", "shm"), ("reference", "shm"), ("triton", "gloo"), ("auto", "gloo")]
+    ("backend", "edge"), [("cpu", "shm"), ("reference", "shm"), ("triton", "auto"), ("auto", "auto")]
 )
-def test_kv_that_may_be_on_a_gpu_goes_by_no_shared_memory(backend: str, edge: str) -> None:
+def test_workers_whose_kv_may_be_on_a_gpu_choose_the_edge_themselves(backend: str, edge: str) -> None:
     config = ClusterConfig(backend=backend, gpu_memory_share=0.4, decode_kv_bytes=1 << 30)  # type: ignore[arg-type]
     _, prefill, decode = (spec.config for spec in plan_roles(config, SITE))
     assert isinstance(prefill, WorkerConfig)

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.launch_supervisor import (
-    BRIEF_S,
-    FORCED_EXIT_CODE,
-    HEALTHY_S,
-    MAX_BACKOFF_S,
-    MAX_RESTARTS,
-    STOP_MARGIN_S,
-    WORKER_STOP_S,
+from cluster.launch_events import (
     Action,
     AllReady,
     Drain,
@@ -26,12 +19,21 @@ from cluster.launch_supervisor import (
     Kill,
     Ready,
     RestartRequested,
-    RoleState,
     Say,
     Start,
     StopRequested,
-    Supervisor,
     Tick,
+)
+from cluster.launch_supervisor import (
+    BRIEF_S,
+    FORCED_EXIT_CODE,
+    HEALTHY_S,
+    MAX_BACKOFF_S,
+    MAX_RESTARTS,
+    STOP_MARGIN_S,
+    WORKER_STOP_S,
+    RoleState,
+    Supervisor,
 )
 
 ROLES = (("router-0", "router"), ("prefill-0", "prefill"), ("decode-0", "decode"))

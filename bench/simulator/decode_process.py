@@ -120,7 +120,15 @@ class DecodeProcess(WorkerProcess):
         edge.peer = peer
         self.edges[peer] = edge
         geometry = self.register().geometry
-        edge.endpoint.post(EdgeWelcome(worker=self.worker, epoch=self.epoch, geometry=geometry, endpoint={}))
+        welcome = EdgeWelcome(
+            worker=self.worker,
+            epoch=self.epoch,
+            kind="scripted",
+            possible=["scripted"],
+            geometry=geometry,
+            endpoint={},
+        )
+        edge.endpoint.post(welcome)
         self.dispatch(EdgeUp(peer, in_place=self.site.scenario.in_place))
 
     def _hello_again(self, edge: DecodeEdge, peer: Peer) -> None:

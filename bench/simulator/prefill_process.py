@@ -59,6 +59,7 @@ class PrefillEdge:
         self.is_sending = False
         self.sends: deque[SendPiece] = deque()
         self.slowness = 1.0
+        self.timeout_s = HANDSHAKE_TIMEOUT_S
 
     @property
     def decode(self) -> DecodeProcess:
@@ -103,11 +104,12 @@ class PrefillProcess(WorkerProcess):
                 if edge is not None:  # otherwise its EdgeDown answers the action
                     edge.sends.append(action)
                     self._send_next(edge)
-            case OpenEdge(peer, address, warm):
+            case OpenEdge(peer, address, warm, timeout_s):
                 if peer not in self.edges:
                     if warm:
                         self.site.counters["warm dials"] += 1
                     edge = self.edges[peer] = PrefillEdge(self, peer, warm)
+                    edge.timeout_s = HANDSHAKE_TIMEOUT_S if timeout_s is None else timeout_s
                     self.later(self.site.network.delay(), self._edge_dialled, edge, WorkerId(address))
             case CloseEdge(peer, reason):
                 edge = self.edges.get(peer)
@@ -146,12 +148,13 @@ class PrefillProcess(WorkerProcess):
                 decode_epoch=edge.peer.epoch,
                 pid=self.epoch,
                 fingerprint=FINGERPRINT,
-                kind="scripted",
+                kinds=["scripted"],
+                place="",
                 geometry=self.register().geometry,
                 warm=edge.is_warm,
             )
         )
-        self.later(HANDSHAKE_TIMEOUT_S, self._give_up_dial, edge)
+        self.later(edge.timeout_s, self._give_up_dial, edge)
 
     def _give_up_dial(self, edge: PrefillEdge) -> None:
         if not edge.is_up and not edge.is_down:

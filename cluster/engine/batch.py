@@ -62,6 +62,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 class StepOutput(msgspec.Struct, frozen=True):
     """One entry per row of the plan: the sampled token, or None where `sample` was None.
 
+    `compute_s` has no wait for histories in it once the engine's thread has handed the output over.
     `num_borrowed`: pieces of its work that were done on cores of workers that rested.
     """
 

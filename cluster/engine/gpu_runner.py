@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -69,10 +70,20 @@ class GpuRunner:
 
     def _compute(self, plan: StepPlan, await_history: Callable[[], object] | None) -> StepOutput:
         started_s = time.perf_counter()
-        output = self._runner.run(plan, await_history)
+        output = self._runner.run(
+            plan, None if await_history is None else partial(self._await, await_history)
+        )
+        self._finish()
+        return StepOutput(output.outputs, time.perf_counter() - started_s)
+
+    def _await(self, await_history: Callable[[], object]) -> None:
+        """The wait counts as none of the step's time, so the device must not compute meanwhile."""
+        self._finish()
+        await_history()
+
+    def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return StepOutput(output.outputs, time.perf_counter() - started_s)
 
     def _finish_after(self, error: Exception) -> None:
         """What was launched before `error` may still write into blocks that are about to be freed."""

@@ -106,7 +106,9 @@ class Pacer:
         self._late_s = self.prompts.planned_late_s if len(self.prompts) else None
 
     def end(self, compute_s: float, now: float) -> None:
-        """The step is done; streams felt what it computed and what it took to hand it over."""
+        """The step is done; streams felt what it computed and what it took to hand it over. One that went on
+        by itself began before `begin` heard of it. What it waited for the loop then is in the time of the
+        step before: `compute_s` has none of it."""
         assert self._step is not None
         (work, began_s), self._step = self._step, None
         if self._late_s is not None and now > began_s:

@@ -28,16 +28,20 @@ class EdgeHello(Message, frozen=True, kw_only=True):
     decode_epoch: Epoch
     pid: int
     fingerprint: str
-    kind: str  # "shm" | "gloo" | ...
+    kinds: list[str]  # "shm", "gloo", ...: what the edge may be, best first
+    place: str  # see `cluster.process_place`
     geometry: KVGeometry
     warm: bool = False  # no request needs it yet: a worker that is busy refuses
 
 
 class EdgeWelcome(Message, frozen=True, kw_only=True):
-    """D → P: how to reach the pool. `endpoint` is what the edge kind needs (see `cluster.kv.edge`)."""
+    """D → P: how to reach the pool. `kind` is what the edge is, `possible` what it could be between these
+    two, `endpoint` what that kind needs (see `cluster.kv.edge`)."""
 
     worker: WorkerId
     epoch: Epoch
+    kind: str
+    possible: list[str]
     geometry: KVGeometry
     endpoint: dict[str, str | int]
 
@@ -123,6 +127,11 @@ class KvAbort(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class KvMakeRoom(Message, frozen=True, kw_only=True):
+    """D → P: another prefill worker needs an edge, and D holds as many as it may. P closes this one,
+    unless it is in use: only P knows what is on its way."""
+
+
 class KvClosed(Message, frozen=True, kw_only=True):
     """P → D: nothing of this attempt will be written any more; D may reuse its blocks."""
 
@@ -131,4 +140,4 @@ class KvClosed(Message, frozen=True, kw_only=True):
 
 
 PrefillToDecode = EdgeHello | KvOpen | KvOffer | KvPiece | KvCommit | KvAbort | KvClosed | Refused
-DecodeToPrefill = EdgeWelcome | KvOpened | KvRefused | KvReady | KvCommitted | KvAbort | Refused
+DecodeToPrefill = EdgeWelcome | KvOpened | KvRefused | KvReady | KvCommitted | KvAbort | KvMakeRoom | Refused

@@ -221,7 +221,14 @@ class Counting:
 class GoingOn:
     """An engine thread and a core that books tokens, and gives leave for as many steps as the test says."""
 
-    def __init__(self, runner: Counting, max_tokens: int, leaves: int) -> None:
+    def __init__(
+        self,
+        runner: Counting,
+        max_tokens: int,
+        leaves: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.before_outcome: Callable[[StepDone | StepFailed], None] = lambda outcome: None
         self.outcomes: list[StepDone | StepFailed] = []
         self.runner = runner
         self.history: list[int] = []
@@ -232,11 +239,13 @@ class GoingOn:
             on_outcome=self.on_outcome,
             on_stuck=lambda reason: None,
             step_timeout_s=60.0,
+            clock=clock,
         )
         spec = SampleSpec(SamplingParams(max_tokens=max_tokens), [1], self.history)
         self.plan = StepPlan((Row(RequestId("r"), Attempt(1), [1], 0, [], spec),))
 
     def on_outcome(self, outcome: StepDone | StepFailed) -> None:
+        self.before_outcome(outcome)
         self.outcomes.append(outcome)
         if isinstance(outcome, StepDone):
             token = outcome.output.outputs[0]
@@ -281,6 +290,50 @@ async def test_a_step_that_was_not_asked_for_fails_as_any_other() -> None:
     engine = GoingOn(Counting(fail_at=2), max_tokens=9, leaves=9)
     assert await engine.run() == [True, False]
     assert engine.outcomes[1] == StepFailed("ValueError: out of memory")
+
+
+class Clock:
+    """Stands still unless it is moved; says when it is read within a step that waits."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.waits = threading.Event()
+
+    def __call__(self) -> float:
+        self.waits.set()
+        return self.now_s
+
+
+class Timed(Counting):
+    """Computes for a second before it needs the history, and for a second after."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        started_s = self._clock.now_s
+        self._clock.now_s += 1.0
+        output = super().run(plan, await_history)
+        self._clock.now_s += 1.0
+        return StepOutput(output.outputs, self._clock.now_s - started_s)
+
+
+async def test_a_step_that_waits_for_the_loop_has_not_computed_meanwhile() -> None:
+    clock = Clock()
+    engine = GoingOn(Timed(clock), max_tokens=3, leaves=9, clock=clock)
+
+    def stall(outcome: StepDone | StepFailed) -> None:
+        if isinstance(outcome, StepDone) and outcome.went_on:
+            assert clock.waits.wait(30)  # the next step has come as far as it can
+            clock.waits.clear()
+            clock.now_s += 100.0
+
+    engine.before_outcome = stall
+    assert await engine.run() == [True, True, False]
+    outputs = [outcome.output for outcome in engine.outcomes if isinstance(outcome, StepDone)]
+    assert [output.compute_s for output in outputs] == [2.0, 2.0, 2.0]
+    assert clock.now_s == 206.0
 
 
 def test_nothing_measured_means_the_longest_limit() -> None:

@@ -12,10 +12,12 @@ from cluster.errors import ConfigError
 from cluster.gpu_placement import (
     VISIBLE,
     GpuPlace,
+    RayNode,
     check_places,
     deal_out,
     describe_places,
     describe_ray_share,
+    free_ray_gpus,
     own_device,
     ray_share,
     visible_names,
@@ -140,3 +142,28 @@ def test_a_person_is_told_who_computes_where_and_with_how_much() -> None:
         "Ray gives each worker 0.3333 of a GPU, each with 1/3 of its memory"
     )
     assert describe_ray_share(1.0, 1, None) == "Ray gives each worker 1 of a GPU"
+
+
+def node(free: float, total: float = 4.0, address: str = "10.0.0.4") -> RayNode:
+    return RayNode(address, num_cpus=8.0, free_cpus=8.0, num_gpus=total, free_gpus=free)
+
+
+def test_of_a_joined_cluster_only_gpus_that_nobody_holds_are_asked_for() -> None:
+    for backend in ("auto", "triton"):
+        assert free_ray_gpus(backend, [node(4.0), node(2.0, 2.0)]) == (6, None)
+        num_gpus, notice = free_ray_gpus(backend, [node(1.5), node(0.5, 1.0, "10.0.0.5"), node(0.0, 0.0)])
+        assert num_gpus == 1  # halves of different GPUs make no whole one
+        assert notice == (
+            "others hold GPUs of this Ray cluster: 10.0.0.4 has 1.5 of 4 free, 10.0.0.5 has 0.5 of 1 free; "
+            "workers take 1"
+        )
+        assert free_ray_gpus(backend, [node(0.0, 0.0)]) == (0, None)
+
+
+def test_where_others_hold_every_gpu_auto_computes_on_cpus_and_triton_says_who() -> None:
+    num_gpus, notice = free_ray_gpus("auto", [node(0.0)])
+    assert num_gpus == 0
+    assert notice is not None
+    assert "10.0.0.4 has 0 of 4 free; workers compute on CPUs" in notice
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.4 has 0 of 4 free: wait or end who holds them"):
+        free_ray_gpus("triton", [node(0.0)])

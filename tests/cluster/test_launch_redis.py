@@ -21,7 +21,7 @@ import json, os, sys
 import msgspec
 from cluster import launch
 from cluster.config import ClusterConfig
-from cluster.launch_supervisor import Finish
+from cluster.launch_events import Finish
 
 def run(config, *rest):
     import redis

@@ -11,11 +11,13 @@ import pytest
 from cluster.errors import EdgeDeviceLost, EdgeError
 from cluster.ids import Attempt, BlockId, Epoch, LeaseId, PieceIndex, RequestId, WorkerId
 from cluster.kv.edge import EdgeName, KVReceiver, Piece, Staged
+from cluster.kv.edge_limit import EdgeLimit
 from cluster.kv.edge_local import InPlaceReceiver
-from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome, KvOpen
+from cluster.wire.kv_messages import DecodeToPrefill, EdgeHello, EdgeWelcome, KvMakeRoom, KvOpen
 from cluster.wire.messages import Refused
 from cluster.wire.stream import Stream, connect
 from cluster.worker_io import EdgeDown, EdgeUp, Event, FromPeer, Peer, Scatter, ScatterFailed, WriterGone
+from decode_worker import live_edges
 from decode_worker.live_edges import DecodeEdges
 from tests.support.small_geometry import GEOMETRY
 
@@ -34,16 +36,29 @@ class Decode:
         self.changed = asyncio.Event()
         self.edges = DecodeEdges(
             me=ME,
-            make_welcome=lambda receiver: EdgeWelcome(
-                worker=ME.worker, epoch=ME.epoch, geometry=GEOMETRY, endpoint=receiver.endpoint()
-            ),
             check_hello=lambda hello: None,
-            make_receiver=self._receiver,
+            answer=self._answer,
+            may_close=self._may_close,
             token=TOKEN,
             dispatch=self._dispatch,
             is_busy=lambda: self.is_busy,
             on_device_lost=self.lost.append,
         )
+
+    def _answer(self, hello: EdgeHello, may_be_worse: bool) -> tuple[KVReceiver, EdgeWelcome]:
+        receiver = self._receiver(hello)
+        welcome = EdgeWelcome(
+            worker=ME.worker,
+            epoch=ME.epoch,
+            kind=hello.kinds[0],
+            possible=hello.kinds,
+            geometry=GEOMETRY,
+            endpoint=receiver.endpoint(),
+        )
+        return receiver, welcome
+
+    def _may_close(self, peer: Peer) -> bool:
+        return False
 
     def _receiver(self, hello: EdgeHello) -> KVReceiver:
         return InPlaceReceiver(EdgeName(hello.worker, hello.epoch, ME.worker, ME.epoch), {})
@@ -61,19 +76,20 @@ class Decode:
 
 
 async def dial(
-    address: str, wanted: Peer, *, warm: bool = False
+    address: str, wanted: Peer, *, warm: bool = False, dialler: Peer = P
 ) -> tuple[Stream[DecodeToPrefill], DecodeToPrefill | None]:
     """The stream of a new dial and what D answers."""
     stream: Stream[DecodeToPrefill] = await connect(address, TOKEN, DecodeToPrefill)
     stream.post(
         EdgeHello(
-            worker=P.worker,
-            epoch=P.epoch,
+            worker=dialler.worker,
+            epoch=dialler.epoch,
             decode_worker=wanted.worker,
             decode_epoch=wanted.epoch,
             pid=os.getpid(),
             fingerprint="f",
-            kind="shm",
+            kinds=["shm"],
+            place="",
             geometry=GEOMETRY,
             warm=warm,
         )
@@ -151,6 +167,64 @@ async def test_a_dial_for_which_no_receiver_can_be_made_is_told_why(tmp_path: Pa
             assert "this worker holds 16 edges" in answer.reason
             await stream.close()
         assert decode.events == []
+    finally:
+        await decode.edges.close()
+
+
+class Capped(Decode):
+    """Holds two edges at most; whoever is in `in_use` has a lease here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit, self.in_use = EdgeLimit(2), set[Peer]()
+
+    def _may_close(self, peer: Peer) -> bool:
+        return peer not in self.in_use
+
+    def _receiver(self, hello: EdgeHello) -> KVReceiver:
+        name = EdgeName(hello.worker, hello.epoch, ME.worker, ME.epoch)
+        self.limit.open(name)
+        return Releasing(name, self.limit)
+
+
+class Releasing(InPlaceReceiver):
+    in_place = False
+
+    def __init__(self, name: EdgeName, limit: EdgeLimit) -> None:
+        super().__init__(name, {})
+        self._capped, self._limit = name, limit
+
+    async def close(self) -> None:
+        self._limit.close(self._capped)
+
+
+@pytest.mark.parametrize("gives_way", [True, False])
+async def test_at_the_cap_the_edge_that_was_idle_longest_is_asked_to_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives_way: bool
+) -> None:
+    """Its prefill worker decides: to it, the edge may be in use by now."""
+    if not gives_way:
+        monkeypatch.setattr(live_edges, "ROOM_TIMEOUT_S", 0.05)
+    decode = Capped()
+    address = await decode.edges.start(f"unix:{tmp_path}/kv")
+    peers = [Peer(WorkerId(f"prefill-{number}"), Epoch(1)) for number in range(4)]
+    try:
+        held = [(await dial(address, ME, dialler=peer))[0] for peer in peers[:2]]
+        decode.in_use.add(peers[0])  # the older one
+        warm, answer = await dial(address, ME, dialler=peers[2], warm=True)
+        assert isinstance(answer, Refused)
+        dialling = asyncio.create_task(dial(address, ME, dialler=peers[2]))
+        async with asyncio.timeout(20):
+            assert await anext(aiter(held[1])) == KvMakeRoom()
+        if gives_way:
+            await held[1].close()
+        stream, answer = await dialling
+        assert isinstance(answer, EdgeWelcome if gives_way else Refused)
+        decode.in_use.update(peers)
+        last, answer = await dial(address, ME, dialler=peers[3])
+        assert isinstance(answer, Refused)
+        for one in (*held, warm, stream, last):
+            await one.close()
     finally:
         await decode.edges.close()
 

@@ -316,6 +316,28 @@ def test_a_step_that_fails_ends_when_the_device_has(
     assert waited == [torch.device("cuda", 0)]
 
 
+def test_a_step_waits_for_its_history_when_the_device_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is taken off the step's time: what the device did meanwhile would be, too."""
+    order: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: order.append("device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    class Waiting:
+        def run(self, plan: StepPlan, await_history: Any) -> StepOutput:
+            if await_history is not None:
+                await_history()
+            order.append("sampled")
+            return StepOutput((), 1.0)
+
+    runner: Any = Waiting()
+    one = GpuRunner(runner, None, torch.device("cuda", 0))
+    one.run(StepPlan(()), lambda: order.append("history"))
+    assert order == ["device", "history", "sampled", "device"]
+    order.clear()
+    one.run(StepPlan(()))
+    assert order == ["sampled", "device"]
+
+
 def test_a_device_that_faulted_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(*_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")

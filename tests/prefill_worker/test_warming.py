@@ -122,9 +122,27 @@ def test_a_dial_that_fails_is_repeated_for_an_attempt_that_waits_for_it() -> Non
     one.handle(partners(D1), 0.0)
     one.handle(prefill(list(range(4)), decode=D1), 0.1)
     actions = one.handle(EdgeDown(D1, "it is busy"), 0.2)
-    assert only(actions, OpenEdge) == OpenEdge(D1, "unix:/decode-1")
+    assert only(actions, OpenEdge) == OpenEdge(D1, "unix:/decode-1", timeout_s=9.9)
     assert not to_router(actions, AttemptFailed)
     assert to_router(one.handle(EdgeDown(D1, "refused"), 0.3), AttemptFailed)[0].code == "edge_lost"
+
+
+def test_an_attempt_has_one_deadline_for_the_dial_it_waits_for_and_its_own() -> None:
+    one = warm_core()
+    one.handle(partners(D1), 0.0)
+    one.handle(prefill(list(range(4)), decode=D1), 4.0)  # waits until 14.0, whatever comes
+    again = only(one.handle(EdgeDown(D1, "the edge did not come up in time"), 10.0), OpenEdge)
+    assert (again.warm, again.timeout_s) == (False, 4.0)
+    assert to_router(one.handle(EdgeDown(D1, "the edge did not come up in time"), 14.0), AttemptFailed)
+
+
+def test_no_dial_begins_for_an_attempt_whose_time_is_up() -> None:
+    one = warm_core()
+    one.handle(partners(D1), 0.0)
+    one.handle(prefill(list(range(4)), decode=D1), 0.0)
+    actions = one.handle(EdgeDown(D1, "the edge did not come up in time"), 10.0)
+    assert dials(actions) == []
+    assert to_router(actions, AttemptFailed)[0].code == "edge_lost"
 
 
 def test_what_does_not_come_up_is_tried_again_after_growing_delays() -> None:
@@ -153,6 +171,20 @@ def test_an_edge_that_broke_is_made_again_beforehand() -> None:
     one.handle(EdgeUp(D1, False), 0.1)
     one.handle(EdgeDown(D1, "the watchdog"), 5.0)
     assert dials(one.handle(Tick(), 5.0 + RETRY_S)) == [OpenEdge(D1, "unix:/decode-1", warm=True)]
+
+
+def test_an_edge_that_came_up_is_made_again_as_soon_as_the_first_time() -> None:
+    one, now = warm_core(), 0.0
+    one.handle(partners(D1), now)
+    for _ in range(5):
+        one.handle(EdgeDown(D1, "it is busy"), now)
+        due = one.next_deadline()
+        assert due is not None
+        now = due
+        one.handle(Tick(), now)
+    one.handle(EdgeUp(D1, False), now)
+    one.handle(EdgeDown(D1, "the watchdog"), now + 100.0)
+    assert one.next_deadline() == now + 100.0 + RETRY_S
 
 
 def test_who_is_gone_is_dialled_no_more_and_a_successor_is() -> None:

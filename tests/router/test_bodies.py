@@ -44,7 +44,7 @@ def test_what_is_counted_is_given_back(parts: list[list[int]]) -> None:
 @pytest.fixture
 def tight(tokenizer_dir: Path) -> Iterator[RunningGateway]:
     """Room for one large body."""
-    limits = GatewayLimits(max_body_bytes=LARGE, most_bodies=1)
+    limits = GatewayLimits(max_body_bytes=LARGE, max_bodies_bytes=LARGE)
     with running_gateway(tokenizer_dir, limits=limits) as running:
         yield running
 

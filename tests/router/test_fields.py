@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.sampling import SamplingParams
-from router.fields import ACCEPTED, MAX_FIELDS
+from router.fields import ACCEPTED
+from router.limits import RequestLimits
 from tests.support.byte_tokenizer import EOS, VOCAB_SIZE
 from tests.support.field_cases import BASE, CHAT_ONLY, ROUTES, SHARED, TEXT_ONLY, TOOL
 from tests.support.gateway import RunningGateway, check_error
@@ -117,12 +118,12 @@ def test_b029_telling_of_unknown_fields_is_no_work(
         return []
 
     monkeypatch.setattr(difflib, "get_close_matches", look)
-    many = {f"fresh_{route[4:8]}_{index}": 1 for index in range(MAX_FIELDS - 1)}
+    many = {f"fresh_{route[4:8]}_{index}": 1 for index in range(RequestLimits().max_fields - 1)}
     told = gateway.post(route, **BASE[route], **many).headers["x-baton-ignored"]
     assert told.endswith(f" and {len(many) - 8} more")
     assert len(looked_for) == 8
     message = check_error(gateway.post(route, **BASE[route], **many, one_more=1), 400)
-    assert str(MAX_FIELDS) in message
+    assert str(RequestLimits().max_fields) in message
     assert len(looked_for) == 8
 
 

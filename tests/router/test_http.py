@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cluster.tokenizer import Tokenizer
 from cluster.wire.messages import Role
 from router.chat import ChatFormat
 from router.completions import CompletionFormat
+from router.limits import GatewayLimits
 from tests.support.gateway import RunningGateway, check_error, running_gateway
 from tests.support.plain_http import plain_client
 from tests.support.scripted_cluster import Script, worker
@@ -28,12 +30,19 @@ JSON_TYPE = {"content-type": "application/json"}
 STATUS_PATHS = ("/v1/models", "/v1/models/byte-model", "/health", "/ping", "/version", "/ready", "/cluster")
 
 
-def exchange(gateway: RunningGateway, request: bytes) -> tuple[bytes, bytes]:
-    """(head, body) of what comes back until the server closes the connection."""
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def raw_exchange(gateway: RunningGateway, request: bytes) -> bytes:
+    """What comes back until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
         connection.sendall(request)
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    head, _, body = answer.partition(b"\r\n\r\n")
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def exchange(gateway: RunningGateway, request: bytes) -> tuple[bytes, bytes]:
+    """Its head, in lower case, and its body."""
+    head, _, body = raw_exchange(gateway, request).partition(b"\r\n\r\n")
     return head.lower(), body
 
 
@@ -226,6 +235,114 @@ def test_what_is_wrong_behind_a_stream_is_not_answered_within_it(tokenizer_dir: 
             seen += b"".join(iter(lambda: connection.recv(65536), b""))
         assert seen.count(b"HTTP/1.1 ") == 1
         assert b"error" not in seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_closes_its_half_has_left(gateway: RunningGateway, stream: bool) -> None:
+    """It looks like one that closed the connection, and that must cost nobody a block."""
+    gateway.cluster.script = Script(tuple(b"abc"), hang_after=2)
+    body = json.dumps({"prompt": "Hi", "stream": stream}).encode()
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while not gateway.cluster.streams:
+            assert gateway.client.get("/health").status_code == 200
+        connection.shutdown(socket.SHUT_WR)
+        assert b"[DONE]" not in b"".join(iter(lambda: connection.recv(65536), b""))
+    deadline = time.monotonic() + 5
+    while gateway.cluster.streams[0].aborted is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_behind_a_request_is_not_taken_for_its_answer(tokenizer_dir: Path, name: str) -> None:
+    """The request is whole and has no answer yet; an error now would be read as that."""
+    arrival_s = 0.3 if name == "a head that stops" else 60.0
+    with running_gateway(tokenizer_dir, arrival_s=arrival_s) as gateway:
+        gateway.cluster.script = Script(tuple(b"abc"), hang_after=0)
+        body = json.dumps({"prompt": "Hi"}).encode()
+        request = JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+            connection.sendall(request)
+            while not gateway.cluster.streams:
+                assert gateway.client.get("/health").status_code == 200
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(BROKEN[name])
+                assert b"".join(iter(lambda: connection.recv(65536), b"")) == b""
+        gateway.cluster.script = Script()
+        gateway.check_alive()
+
+
+def test_a_body_that_breaks_is_answered_for_itself(gateway: RunningGateway) -> None:
+    head, body = exchange(gateway, JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n")
+    assert head.startswith(b"http/1.1 400 ")
+    assert strict_json(body)["error"]["type"] == "invalid_request_error"
+
+
+def chunked(body: bytes, *, size: int = 7, ends: bytes = b"\r\n") -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x;x=y\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n" + ends
+
+
+def test_what_trails_a_body_is_no_header(gateway: RunningGateway) -> None:
+    """A proxy that takes headers out, or sets them, does not look there."""
+    body = json.dumps({"prompt": "Hi"}).encode()
+    trailers = b"X-Session-Id: b\r\nX-Slo-Class: nonsense\r\nHost: evil\r\n\r\n"
+    lines = b"X-Session-Id: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head, _ = exchange(gateway, JSON_HEAD + lines + chunked(body, ends=trailers))
+    assert head.startswith(b"http/1.1 200 ")
+    assert gateway.cluster.streams[-1].spec.affinity == "a"
+
+
+def test_no_key_trails_a_body(tokenizer_dir: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"sha256:{sha256(b'a-key').hexdigest()}\n")
+    limits = GatewayLimits(api_keys_file=str(keys))
+    trailer = b"Authorization: Bearer a-key\r\n\r\n"
+    lines = b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with running_gateway(tokenizer_dir, limits=limits) as gateway:
+        head, _ = exchange(gateway, JSON_HEAD + lines + chunked(b'{"prompt": "Hi"}', ends=trailer))
+        assert head.startswith(b"http/1.1 401 ")
+
+
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip\r\nTransfer-Encoding: chunked"])
+def test_bodies_are_not_packed_on_the_way_either(gateway: RunningGateway, coding: bytes) -> None:
+    lines = b"Connection: close\r\nTransfer-Encoding: " + coding + b"\r\n\r\n"
+    head, body = exchange(gateway, JSON_HEAD + lines + chunked(b'{"prompt": "Hi"}'))
+    assert head.startswith(b"http/1.1 415 "), head
+    assert strict_json(body)["error"]["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"Content-Length: 2\r\nContent-Length: 2", b"Content-Length: 2\r\nContent-Length: 3",
+        b"Content-Length: 2, 2", b"Content-Length: +2", b"Content-Length: -2", b"Content-Length: ",
+        b"Content-Length: 99999999999999999999", b"Content-Length: 2\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 2", b"Transfer-Encoding: chunked, identity",
+        b"Transfer-Encoding: identity", b"Content-Length : 2", b"X: a\r\n b\r\nContent-Length: 2",
+    ],
+)  # fmt: skip
+def test_a_body_whose_end_is_in_doubt_is_refused(gateway: RunningGateway, framing: bytes) -> None:
+    """What one server takes for a body another may take for the next request."""
+    head, body = exchange(gateway, JSON_HEAD + framing + b"\r\n\r\n{}")
+    assert head.startswith(b"http/1.1 400 "), head
+    assert b"connection: close" in head
+    assert set(strict_json(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_requests_behind_one_another_are_answered_in_order(gateway: RunningGateway) -> None:
+    def request(content: bytes) -> bytes:
+        return JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+    gateway.cluster.script = Script(tuple(b"abc"))
+    stream = request(b'{"prompt": "Hi", "stream": true}')
+    last = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answers = raw_exchange(gateway, stream + request(b"[") + stream + request(b'{"prompt": "Hi"}') * 9 + last)
+    statuses = [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200", b"400", b"200", *[b"200"] * 9, b"200"]
+    assert answers.count(b"data: [DONE]") == 2
+    assert answers.endswith(b"{}")
 
 
 # ---- large answers are not written on the event loop ----------------------------------------------

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.limits import RequestLimits
+from router.limits import GatewayLimits, RequestLimits
 from router.openapi import describe
 from router.schema import ChatRequest, CompletionRequest
 from tests.support.byte_tokenizer import VOCAB_SIZE
 from tests.support.field_cases import BASE, CHAT_ONLY, ROUTES, SHARED, TEXT_ONLY, TOOL
-from tests.support.gateway import MAX_MODEL_LEN, MODEL, RunningGateway
+from tests.support.gateway import MAX_MODEL_LEN, MODEL, RunningGateway, running_gateway
 from tests.support.scripted_cluster import Script
 from tests.support.tools import ADD, CALL
 
@@ -110,6 +111,45 @@ def test_limits_are_the_operators() -> None:
     assert is_valid(schema, {**base, "n": 3, "top_logprobs": 2, "tools": [ADD]})
     for fields in ({"n": 4}, {"top_logprobs": 3}, {"tools": [ADD, ADD]}):
         assert not is_valid(schema, {**base, **fields})
+
+
+def test_every_limit_is_described(tokenizer_dir: Path) -> None:
+    """What is just within it is allowed and taken; one more is forbidden and refused."""
+    limits = RequestLimits(
+        max_fields=6,
+        max_prompts=3,
+        max_stop_strings=2,
+        max_stop_chars=3,
+        max_bad_words_chars=4,
+        max_listed_ids=2,
+        max_session_chars=5,
+        max_grammar_bytes=8,
+    )
+    with running_gateway(tokenizer_dir, limits=GatewayLimits(request=limits)) as gateway:
+        schema = body_of(describe("x", limits), "/v1/completions")
+        cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            ({"prompt": ["a"] * 3}, {"prompt": ["a"] * 4}),
+            ({"prompt": [[1]] * 3}, {"prompt": [[1]] * 4}),
+            ({"prompt": [1] * 9}, {"prompt": ["a"] * 9}),
+            ({"stop": ["abc", "b"]}, {"stop": ["abcd", "b"]}),
+            ({"stop": "abc"}, {"stop": "abcd"}),
+            ({"stop": ["a", "b"]}, {"stop": ["a", "b", "c"]}),
+            ({"stop_token_ids": [1, 2]}, {"stop_token_ids": [1, 2, 3]}),
+            ({"allowed_token_ids": [1, 2]}, {"allowed_token_ids": [1, 2, 3]}),
+            ({"logit_bias": {"1": 1, "2": 2}}, {"logit_bias": {"1": 1, "2": 2, "3": 3}}),
+            ({"bad_words": ["abcd"]}, {"bad_words": ["abcde"]}),
+            ({"bad_words": ["a", "b"]}, {"bad_words": ["a", "b", "c"]}),
+            ({"session_id": "é" * 5}, {"session_id": "é" * 6}),
+            ({"prompt_cache_key": "x" * 5}, {"prompt_cache_key": "x" * 6}),
+            ({"user": "x" * 5}, {"user": "x" * 6}),
+            ({"guided_regex": "a{1,3}"}, {"guided_regex": "a" * 9}),
+            ({f"x{index}": 1 for index in range(5)}, {f"x{index}": 1 for index in range(6)}),
+        ]
+        for within, beyond in cases:
+            assert is_valid(schema, {"prompt": "Hi", **within}), within
+            assert gateway.complete(**within).status_code == 200, within
+            assert not is_valid(schema, {"prompt": "Hi", **beyond}), beyond
+            assert gateway.complete(**beyond).status_code == 400, beyond
 
 
 def test_answers_are_as_described(gateway: RunningGateway, document: dict[str, Any]) -> None:

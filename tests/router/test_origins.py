@@ -80,6 +80,42 @@ def test_every_answer_can_be_read(opened: RunningGateway) -> None:
             assert name in readable
 
 
+@pytest.mark.parametrize("origin", [CHAT, "https://evil.example", "null", None])
+def test_no_cache_gives_an_answer_to_another_origin(opened: RunningGateway, origin: str | None) -> None:
+    """Whatever the answer: it would have been another one for another origin."""
+    headers = {} if origin is None else {"origin": origin}
+    key = {"authorization": f"Bearer {KEY}", **headers}
+    text = {"prompt": "Hi"}
+    for response, status in (
+        (opened.client.options("/v1/models", headers={**headers, **ASKING}), 204 if origin == CHAT else 401),
+        (opened.client.options("/v1/models", headers=key), 405),
+        (opened.client.get("/v1/models", headers=key), 200),
+        (opened.client.get("/v1/models", headers=headers), 401),
+        (opened.client.get("/nowhere", headers=key), 404),
+        (opened.client.post("/v1/completions", json={}, headers=key), 400),
+        (opened.client.post("/v1/completions", json={**text, "stream": True}, headers=key), 200),
+        (opened.client.get("/", headers=headers), 200),
+        (opened.client.get("/health", headers=headers), 200),
+    ):
+        assert response.status_code == status
+        assert response.headers.get_list("vary") == ["origin"]
+
+
+def test_what_a_route_did_not_expect_can_be_read_too(
+    opened: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ValueError("nobody expects it")
+
+    monkeypatch.setattr(opened.cluster, "max_model_len", fail)
+    for origin, told in ((CHAT, CHAT), ("https://evil.example", None)):
+        headers = {"origin": origin, "authorization": f"Bearer {KEY}"}
+        response = opened.client.get("/v1/models", headers=headers)
+        check_error(response, 500, code="internal_error")
+        assert response.headers.get("access-control-allow-origin") == told
+        assert response.headers["vary"] == "origin"
+
+
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", "null", f"{CHAT}.evil.example", "http://chat.example"]
 )
@@ -93,7 +129,9 @@ def test_other_origins_are_told_nothing(opened: RunningGateway, origin: str) -> 
 def test_without_the_setting_nobody_is_told_anything(gateway: RunningGateway) -> None:
     for path in ("/v1/models", "/v1/chat/completions", "/", "/metrics"):
         assert cors(gateway.client.options(path, headers={"origin": CHAT, **ASKING})) == {}
-        assert cors(gateway.client.get(path, headers={"origin": CHAT})) == {}
+        response = gateway.client.get(path, headers={"origin": CHAT})
+        assert cors(response) == {}
+        assert "vary" not in response.headers
 
 
 def test_any_origin_and_still_not_what_is_for_operators(tokenizer_dir: Path) -> None:
@@ -102,6 +140,7 @@ def test_any_origin_and_still_not_what_is_for_operators(tokenizer_dir: Path) -> 
         for origin in (CHAT, "null"):
             response = gateway.client.get("/v1/models", headers={"origin": origin})
             assert response.headers["access-control-allow-origin"] == "*"
+            assert response.headers["vary"] == "origin"
             for path in PRIVATE_PATHS - {"/page/events"}:
                 assert cors(gateway.client.get(path, headers={"origin": origin})) == {}
             for path in PRIVATE_PATHS:

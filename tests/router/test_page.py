@@ -14,7 +14,7 @@ import pytest
 from cluster.wire.messages import Role, WorkerLoad
 from router import page
 from router.generation import InFlight
-from router.page import CSP, MAX_VIEWERS, STATIC, PageEvents, PageSource
+from router.page import CSP, STATIC, PageEvents, PageSource
 from router.page_feed import PageFeed
 from router.public_side import PRIVATE_PATHS
 from tests.support.gateway import RunningGateway, check_error
@@ -83,6 +83,9 @@ class OpenReply:
         return None
 
 
+MAX_VIEWERS = 3
+
+
 class Viewer:
     """The far side of one stream, without a server: ASGI messages in and out."""
 
@@ -126,7 +129,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> PageSource:
 
 
 async def test_a_stream_tells_the_whole_and_then_what_changes(source: PageSource) -> None:
-    viewer = Viewer(PageEvents(source))
+    viewer = Viewer(PageEvents(source, MAX_VIEWERS))
     whole = await viewer.part()
     assert set(whole) == {"now", "about", "cluster", "workers", "window", "series"}
     cluster = source.status
@@ -144,7 +147,7 @@ async def test_a_stream_tells_the_whole_and_then_what_changes(source: PageSource
 
 async def test_silence_is_broken_by_a_comment(source: PageSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "PING_S", 0.03)
-    viewer = Viewer(PageEvents(source))
+    viewer = Viewer(PageEvents(source, MAX_VIEWERS))
     await viewer.part()
     assert await viewer.next() == b": ping\n\n"
     viewer.leave()
@@ -152,13 +155,14 @@ async def test_silence_is_broken_by_a_comment(source: PageSource, monkeypatch: p
 
 
 async def test_viewers_are_limited_and_make_room(source: PageSource) -> None:
-    events = PageEvents(source)
+    events = PageEvents(source, MAX_VIEWERS)
     viewers = [Viewer(events) for _ in range(MAX_VIEWERS)]
     for viewer in viewers:
         await viewer.part()
     refused = Viewer(events)
     await refused.task
     assert (await refused.sent.get())["status"] == 503
+    assert b"at most 3 viewers" in (await refused.sent.get())["body"]
     for viewer in viewers:
         viewer.leave()
         await viewer.task
@@ -172,7 +176,7 @@ async def test_a_viewer_that_does_not_read_is_let_go(
     source: PageSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page, "STALLED_S", 0.05)
-    events = PageEvents(source)
+    events = PageEvents(source, MAX_VIEWERS)
 
     async def never(_: Any) -> None:
         await asyncio.Event().wait()

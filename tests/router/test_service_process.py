@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
 from cluster.ids import RouterId
+from cluster.request_config import RequestConfig
 from cluster.role_config import RouterConfig, dump_config, load_config
 from cluster.sampling import FinishReason, SamplingParams, finish_reason
 from cluster.tokenizer import Tokenizer
@@ -165,6 +167,37 @@ async def test_b135_not_announced_before_http_is_served(
         stop.set()
         await serving
     await host.close()
+
+
+async def test_the_operators_limits_and_names_are_at_work(tmp_path: Path) -> None:
+    port = free_port()
+    config = load_config(write_config(tmp_path, port).read_bytes())
+    assert isinstance(config, RouterConfig)
+    requests = RequestConfig(request_arrival_s=0.3, max_queued=7, max_fields=32, max_bodies_bytes=70_000)
+    config = msgspec.structs.replace(config, requests=requests)
+    assert service._conductor_config(config).max_queued == 7
+    stop, url = asyncio.Event(), f"http://127.0.0.1:{port}"
+    serving = asyncio.create_task(service.run(config, stop=stop))
+    async with asyncio.timeout(START_S), plain_async_client() as client:
+        while True:
+            try:
+                assert (await client.get(f"{url}/v1/models")).status_code == 200
+                break
+            except httpx.TransportError:
+                await asyncio.sleep(0.02)
+        refused = await client.get(f"{url}/v1/models", headers={"host": "evil.example"})
+        assert refused.status_code == 403
+        many = {"prompt": "x", **{f"x{index}": 1 for index in range(32)}}
+        refused = await client.post(f"{url}/v1/completions", json=many)
+        assert refused.json()["error"]["message"].startswith("A request may have at most 32 fields")
+        refused = await client.post(f"{url}/tokenize", json={"prompt": "x" * 200_000})
+        assert refused.status_code == 503  # no room for such a body
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+    stop.set()
+    await serving
 
 
 async def test_killed_decode_worker_in_a_stream(router: RouterProcess) -> None:

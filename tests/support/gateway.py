@@ -17,6 +17,7 @@ from cluster.clock import Clock
 from cluster.metrics import Metrics
 from cluster.tokenizer import Tokenizer
 from router.app import create_app
+from router.hosts import SideHosts
 from router.limits import GatewayLimits
 from router.model_info import ModelInfo, SamplingDefaults
 from router.server import serve_http
@@ -40,6 +41,7 @@ class RunningGateway:
     app: Any
     loop: asyncio.AbstractEventLoop
     stop_event: asyncio.Event
+    admin_port: int | None = None
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.stop_event.set)
@@ -83,6 +85,8 @@ def running_gateway(
     clock: Clock | None = None,
     shares_port: bool = False,
     arrival_s: float = 60.0,
+    hosts: SideHosts | None = None,
+    admin: bool = False,
 ) -> Iterator[RunningGateway]:
     """Serve until the block ends; fails if the server does not stop."""
     cluster = cluster or ScriptedCluster()
@@ -102,6 +106,7 @@ def running_gateway(
             version="test",
             limits=limits,
             clock=clock,
+            hosts=hosts,
         )
 
         def on_listening(host: str, port: int) -> None:
@@ -121,6 +126,8 @@ def running_gateway(
             shares_port_when=can_serve if shares_port else None,
             arrival_s=arrival_s,
             on_listening=on_listening,
+            admin=("127.0.0.1", 0) if admin else None,
+            on_admin_listening=lambda host, port: parts.update(admin_port=port),
         )
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
@@ -129,7 +136,14 @@ def running_gateway(
     url = f"http://127.0.0.1:{parts['port']}"
     with plain_client(base_url=url, timeout=10) as client:
         gateway = RunningGateway(
-            cluster, client, url, parts["port"], parts["app"], parts["loop"], parts["stop"]
+            cluster,
+            client,
+            url,
+            parts["port"],
+            parts["app"],
+            parts["loop"],
+            parts["stop"],
+            parts.get("admin_port"),
         )
         yield gateway
     gateway.stop()
