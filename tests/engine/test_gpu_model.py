@@ -156,6 +156,7 @@ def test_what_cannot_work_is_one_line(opened: Any, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError) as error:
         engine.make_runner(engine.make_pool(shared=False).whole)()
     assert str(error.value) == "no step can be computed on this GPU: out of resource: shared memory"
+    assert not torch.is_inference_mode_enabled(), "the mode must not live on in an error's traceback"
 
 
 def test_auto_takes_a_gpu_where_one_can_be_used(
