@@ -25,7 +25,7 @@ from kernels.cpu.backend import CpuBackend
 from kernels.ops import Backend
 from tests.parity.varied_prompts import PROMPTS
 
-NUM_TOKENS = 40
+NUM_TOKENS = 64
 BLOCK_SIZE = 16
 NUM_THREADS = 1  # the other cores run other tests
 BATCH_TOKENS = 1024  # that transformers computes at a time, padding included

@@ -16,13 +16,16 @@ from bench.peers.kinds.common import (
 from bench.peers.peer import PORT, Peer, Places
 
 TRANSFORMERS = "transformers==5.24.0"
+HAS_BF16 = frozenset({"avx512_bf16"})  # elsewhere it is emulated
 ONE_BY_ONE = "only if named: it serves one request after another, which takes most of an hour on two cores"
 
 
 def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
     steps = (model_step(places), *venv_steps(places, "transformers", [TORCH, TRANSFORMERS]))
 
-    def peer(mode: str, title: str, dtype: str, bits: int, extra: dict[str, str]) -> Peer:
+    def peer(
+        mode: str, title: str, dtype: str, bits: int, extra: dict[str, str], isa: frozenset[str] = frozenset()
+    ) -> Peer:
         return Peer(
             name=f"transformers-{mode}-{dtype}",
             family="transformers",
@@ -44,6 +47,7 @@ def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
             model=SERVED_NAME,
             environment=shim_environment(places, num_threads),
             steps=steps,
+            needs_isa=isa,
             python=places.venv_python("transformers"),
             distributions=("transformers", "torch"),
             why_unusual=None if mode == "continuous" else ONE_BY_ONE,
@@ -57,6 +61,7 @@ def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
     alone = {"server": "model.generate behind bench/peers/shim_transformers.py, one request at a time"}
     return [
         peer("continuous", "transformers, continuous batching", "float32", 32, batching),
+        peer("continuous", "transformers, continuous batching", "bfloat16", 16, batching, HAS_BF16),
         peer("generate", "transformers, generate", "float32", 32, alone),
         peer("generate", "transformers, generate", "bfloat16", 16, alone),
     ]

@@ -65,7 +65,7 @@ def openvino_peers(places: Places, num_threads: int) -> list[Peer]:
         "PERFORMANCE_HINT": "LATENCY: one stream that has all cores",
         "INFERENCE_NUM_THREADS": str(num_threads),
         "cache_size": f"{KV_GB} GB",
-        "INFERENCE_PRECISION_HINT": "default: f32 arithmetic where the CPU has no bf16 or f16",
+        "INFERENCE_PRECISION_HINT": "default: bf16 or f16 where the CPU multiplies them, else f32",
         "KV_CACHE_PRECISION": "default: u8",
         "prefix caching": "off",
     }
@@ -97,7 +97,7 @@ def openvino_peers(places: Places, num_threads: int) -> list[Peer]:
     f16 = peer(
         "openvino-f16",
         "OpenVINO GenAI, 16-bit",
-        "f16 weights, f32 arithmetic, u8 KV",
+        "f16 weights, u8 KV; arithmetic as its hint says",
         places.model_directory("openvino-fp16"),
         [*export, _export(places, "fp16")],
         16,
