@@ -104,7 +104,7 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "cpu"
     cpu_isa: Annotated[
         CpuIsaName,
-        Meta(description="instructions of matrix products; auto: the matrix unit (AMX) where there is one"),
+        Meta(description="instructions of matrix products; auto: AMX, else AVX-512 BF16, else fp32"),
     ] = "auto"
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block; the same on all workers")

@@ -137,10 +137,13 @@ class NativeKernels:
 
     @property
     def packed_layout(self) -> str:
-        if self._quantization is not Quantization.NONE:
-            unit = _UNITS[Isa.AMX] if self._isa is Isa.AMX else ""  # pairs of bf16 are no matter of int8
-            return f"quads{self._library.baton_int8_panel_width()}-{self._quantization.value}{unit}"
-        return f"panels{self._library.baton_panel_width()}-paired{_UNITS[self._isa]}"
+        """What weights are packed for, and all else that results depend on in their last bits."""
+        library, unit = self._library, _UNITS[self._isa]
+        attends = "-pairs" if library.baton_dot_is_there() else ""  # by other sums, whatever weights are
+        if self._quantization is Quantization.NONE:
+            return f"panels{library.baton_panel_width()}-paired{unit}{attends}"
+        unit = unit if self._isa is Isa.AMX else ""  # pairs of bf16 are no matter of int8
+        return f"quads{library.baton_int8_panel_width()}-{self._quantization.value}{unit}{attends}"
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp` and `gemm_int8.h`."""

@@ -24,9 +24,9 @@ VARIANTS = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
 @pytest.mark.parametrize(
     ("isa", "quantization", "layout"),
     [
-        ("amx", Quantization.NONE, "paired-amx"),
-        ("amx", Quantization.INT8, "int8-amx"),
-        ("avx512-bf16", Quantization.NONE, "paired-dot"),
+        ("amx", Quantization.NONE, "-paired-amx-pairs"),
+        ("amx", Quantization.INT8, "-int8-amx-pairs"),
+        ("avx512-bf16", Quantization.NONE, "-paired-dot-pairs"),
     ],
 )
 @pytest.mark.parametrize("num_threads", [1, 3])
