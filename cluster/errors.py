@@ -64,6 +64,12 @@ class InvalidRequest(RequestError):
     """A field is missing, of the wrong type, out of range or not supported."""
 
 
+class NotAllowed(RequestError):
+    """Who asks may not have this done."""
+
+    status = 403
+
+
 class ContextLengthExceeded(RequestError):
     """Prompt plus requested output does not fit; the message gives both numbers."""
 

@@ -28,6 +28,7 @@ from cluster.launch_events import (
     Kill,
     Prepared,
     Ready,
+    Remain,
     RestartRequested,
     Say,
     ShiftRequested,
@@ -150,7 +151,8 @@ class Driver:
     async def _await_prepared(self, name: str, load: asyncio.Task[str]) -> None:
         """Its next process is up, or never will be."""
         await asyncio.wait([load])
-        self._events.put_nowait(Prepared(name))
+        if not load.cancelled():  # else it is not wanted any more
+            self._events.put_nowait(Prepared(name, load.result()))
 
     async def _loop(self, group: asyncio.TaskGroup, model_dir: str) -> Finish:
         actions = self._supervisor.start(self._clock.now())
@@ -178,6 +180,12 @@ class Driver:
             case Become(name, kind):
                 self._specs[name] = self._specs[name].in_role(kind)
                 self._spawn(group, self._await_prepared(name, self._place(name)))
+            case Remain(name, kind):
+                self._specs[name] = self._specs[name].in_role(kind)
+                if (load := self._loads.pop(name, None)) is not None:
+                    load.cancel()
+                if (unwanted := self._placed.pop(name, None)) is not None:
+                    unwanted.kill()
             case Drain(name, epoch):
                 if (placed := self._alive.get((name, epoch))) is not None:
                     self._spawn(group, placed.stop())

@@ -48,9 +48,10 @@ class ShiftRequested:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The process of the role's next start is up, or cannot be."""
+    """The process of the role's next start is up, or cannot be for a `cause`."""
 
     role: str
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,14 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Become:
     """From its next start on the worker is of this kind; its process is placed now."""
+
+    role: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remain:
+    """The worker stays of this kind after all; the process placed for its next start ends."""
 
     role: str
     kind: str
@@ -117,4 +126,4 @@ class Finish:
     error: str | None
 
 
-Action = Start | Become | Drain | Kill | Say | AllReady | Finish
+Action = Start | Become | Remain | Drain | Kill | Say | AllReady | Finish

@@ -42,6 +42,7 @@ from cluster.launch_events import (
     Kill,
     Prepared,
     Ready,
+    Remain,
     RestartRequested,
     Say,
     ShiftRequested,
@@ -123,9 +124,9 @@ class Supervisor:
                 return self._on_restart(now)
             case ShiftRequested(name, kind):
                 return self._on_shift(name, kind, now)
-            case Prepared(name):
+            case Prepared(name, cause):
                 role = self._roles[name]
-                return [self._leave(role, now)] if role.state is RoleState.SHIFTING else []
+                return self._on_prepared(role, cause, now) if role.state is RoleState.SHIFTING else []
             case StopRequested():
                 return self._on_stop(now)
             case Tick():
@@ -215,11 +216,32 @@ class Supervisor:
         ready = [known for known in self._roles.values() if known.state is RoleState.READY]
         if role not in ready:
             return [Say(f"{name} stays a {role.kind} worker: it is given up")]
-        if not any(known.kind == "decode" for known in ready if known is not role) and kind != "decode":
+        if kind != "decode" and not self._is_spared(role):
             return [Say(f"{name} stays a decode worker: it is the last")]
         role.state, role.deadline = RoleState.SHIFTING, now + PREPARE_S
         text = f"{name} becomes a {kind} worker: it drains and is started as epoch {role.epoch + 1}"
         return [Say(text), self._become(role, kind)]
+
+    def _on_prepared(self, role: _Role, cause: str, now: float) -> list[Action]:
+        """Its next process is up, or `cause`; or it has waited long enough for that."""
+        if not cause and role.kind != "decode" and not self._is_spared(role):
+            cause = "it is the last decode worker now"
+        if cause:
+            failed, remain = role.kind, self._remain(role)
+            return [Say(f"{role.name} cannot become a {failed} worker: {cause}"), remain]
+        return [self._leave(role, now)]
+
+    def _is_spared(self, role: _Role) -> bool:
+        """Another worker decodes."""
+        others = (known for known in self._roles.values() if known is not role)
+        return any(known.kind == "decode" and known.state is RoleState.READY for known in others)
+
+    def _remain(self, role: _Role) -> Remain:
+        """A shift that had not begun to drain is off."""
+        assert role.kind_before is not None, "it is not to become anything"
+        role.kind, role.kind_before = role.kind_before, None
+        role.state, role.deadline = RoleState.READY, None
+        return Remain(role.name, role.kind)
 
     def _leave(self, role: _Role, now: float) -> Drain:
         role.state, role.deadline = RoleState.RESTARTING, now + self.drain_grace_s + STOP_MARGIN_S
@@ -233,10 +255,13 @@ class Supervisor:
         self._num_stops += 1
         if self._num_stops > 1:
             return [*self._kill_all(), self._finish(FORCED_EXIT_CODE, "stopped at once, requests were cut")]
+        actions: list[Action] = []
         for role in self._roles.values():
             if role.state is RoleState.WAITING:
                 role.state, role.deadline = RoleState.STOPPED, None
-        return self._continue_stop(now)
+            elif role.state is RoleState.SHIFTING:
+                actions.append(self._remain(role))
+        return [*actions, *self._continue_stop(now)]
 
     def _on_tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -246,7 +271,7 @@ class Supervisor:
             if role.state is RoleState.WAITING:
                 actions.append(self._start(role, now))
             elif role.state is RoleState.SHIFTING:
-                actions.append(self._leave(role, now))
+                actions += self._on_prepared(role, "", now)
             elif role.state is RoleState.STOPPING:
                 role.state, role.deadline = RoleState.STOPPED, None
                 actions += [Say(f"{role.name} did not stop in time: killed"), Kill(role.name, role.epoch)]

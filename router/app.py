@@ -52,7 +52,7 @@ from router.page_feed import PageFeed
 from router.public_side import SHIFT_PATH, PrivateRoutes
 from router.quotas.gate import QuotaGate
 from router.quotas.sharing import Sharing
-from router.role_request import MAX_SHIFT_BYTES, ROLES_FIXED, read_shift
+from router.role_request import MAX_SHIFT_BYTES, ROLES_FIXED, read_shift, require_loopback
 from router.role_watch import RoleWatch
 from router.tokenize import TextAnswer, detokenize, tokenize, within_limits
 from router.tool_formats import FORMATS, format_of
@@ -239,6 +239,7 @@ def _add_status_routes(
     @app.post(SHIFT_PATH)
     async def shift_role(request: Request) -> Response:
         require_json(request.scope)
+        require_loopback(request.client)
         wish = read_shift(await read_body(request.scope, request.receive, MAX_SHIFT_BYTES))
         if roles is None:
             raise InvalidRequest(ROLES_FIXED)

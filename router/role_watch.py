@@ -51,12 +51,18 @@ class RoleWatch:
         """Until cancelled. `workers` as they are now."""
         while True:
             await asyncio.sleep(self._shifts.settings.interval_s)
-            question = self._shifts.question(_members(workers()), self._clock.now())
-            if question is not None:
-                answer = await asyncio.to_thread(question.answer)
-                shift = self._shifts.take(answer, _members(workers()), self._clock.now())
-                if shift is not None:
-                    self._ask_for(shift)
+            try:
+                await self._plan(workers)
+            except Exception:
+                logger.exception("roles stay as they are this time: their planner failed")
+
+    async def _plan(self, workers: Callable[[], Iterable[WorkerStatus]]) -> None:
+        question = self._shifts.question(_members(workers()), self._clock.now())
+        if question is not None:
+            answer = await asyncio.to_thread(question.answer)
+            shift = self._shifts.take(answer, _members(workers()), self._clock.now())
+            if shift is not None:
+                self._ask_for(shift)
 
     def ask(self, worker: str, role: Role, workers: Iterable[WorkerStatus]) -> None:
         """A person wants it.

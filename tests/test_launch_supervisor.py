@@ -20,6 +20,7 @@ from cluster.launch_events import (
     Kill,
     Prepared,
     Ready,
+    Remain,
     RestartRequested,
     Say,
     ShiftRequested,
@@ -74,7 +75,7 @@ class Cluster:
                     earlier.append(epoch)
                     self.running[name] = epoch
                     self.kinds[name] = self.next_kinds[name]
-                case Become(name, kind):
+                case Become(name, kind) | Remain(name, kind):
                     self.next_kinds[name] = kind
                 case Kill(name, epoch):
                     if self.running.get(name) == epoch:
@@ -446,6 +447,36 @@ def test_a_worker_that_does_not_come_up_in_its_new_role_goes_back(how: str) -> N
     assert cluster.kinds["prefill-0"] == "prefill"
     text = "prefill-0 cannot be a decode worker, and is a prefill worker again"
     assert any(said.startswith(text) for said in cluster.said)
+
+
+def test_a_worker_whose_next_process_cannot_be_keeps_its_role_and_serves_on() -> None:
+    cluster = pool()
+    cluster.feed(ShiftRequested("decode-1", "prefill"))
+    assert cluster.feed(Prepared("decode-1", "no memory"))[1:] == [Remain("decode-1", "decode")]
+    assert cluster.said[-1] == "decode-1 cannot become a prefill worker: no memory"
+    assert cluster.running["decode-1"] == 1
+    assert cluster.supervisor.next_deadline() is None
+    assert shift(cluster, "decode-1", "prefill") == [Drain("decode-1", 1)], "it may be asked for again"
+
+
+@pytest.mark.parametrize("how", ["prepared", "tick"])
+def test_a_worker_that_has_become_the_last_to_decode_keeps_its_role(how: str) -> None:
+    cluster = pool()
+    cluster.feed(ShiftRequested("decode-1", "prefill"))
+    cluster.die("decode-0")
+    actions = cluster.feed(Prepared("decode-1")) if how == "prepared" else cluster.tick()
+    assert actions[1:] == [Remain("decode-1", "decode")]
+    assert cluster.said[-1].endswith("it is the last decode worker now")
+    cluster.ready("decode-0")
+    assert shift(cluster, "decode-1", "prefill") == [Drain("decode-1", 1)]
+
+
+def test_a_stop_ends_a_shift_that_had_not_begun_to_drain() -> None:
+    cluster = pool()
+    cluster.feed(ShiftRequested("decode-1", "prefill"))
+    assert cluster.feed(StopRequested())[0] == Remain("decode-1", "decode")
+    assert cluster.feed(Prepared("decode-1")) == []
+    assert cluster.running["decode-1"] == 1, "it drains with the others, after the router"
 
 
 def test_a_worker_that_does_not_drain_in_time_is_killed_and_shifts() -> None:

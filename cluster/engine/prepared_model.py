@@ -11,7 +11,7 @@ from typing import Any
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.errors import ModelError
 
-FORMAT_VERSION = 4  # of the cache directory; a change makes every model convert again
+FORMAT_VERSION = 5  # of the cache directory; a change makes every model convert again
 MANIFEST = "baton.json"
 
 

@@ -97,7 +97,9 @@ class KindBook:
     def offer(self, name: EdgeName, now: float, *, uncapped: bool = False) -> list[EdgeKind]:
         """A dial begins: what its hello is to have, best first. Earlier epochs of that D are forgotten.
         `uncapped`: there is no room for a capped one now."""
-        for other in [one for one in self._pairs if one.decode == name.decode and one != name]:
+        for other in [
+            one for one in self._pairs if one.decode == name.decode and one.decode_epoch < name.decode_epoch
+        ]:
             del self._pairs[other]
         pair = self._pairs.setdefault(name, _Pair())
         if uncapped:
@@ -110,9 +112,11 @@ class KindBook:
         """What D has chosen, and what it said is possible between these two.
 
         Raises:
-            EdgeError: it was not offered.
+            EdgeError: it was not offered; or a later epoch of D was dialled meanwhile.
         """
-        pair = self._pairs[name]
+        pair = self._pairs.get(name)
+        if pair is None:
+            raise EdgeError(f"`{name.decode}` was dialled in a later epoch than {name.decode_epoch}")
         spoken = next((one for one in pair.offered if one.value == kind), None)
         if spoken is None:
             raise EdgeError(f"the decode worker chose the KV edge `{kind}`, which was not offered")
@@ -126,8 +130,8 @@ class KindBook:
 
     def up(self, name: EdgeName) -> None:
         """The edge came up as what it was welcomed."""
-        pair = self._pairs[name]
-        if pair.spoken is not None:
+        pair = self._pairs.get(name)
+        if pair is not None and pair.spoken is not None:
             pair.setbacks.pop(pair.spoken, None)
 
     def failed(self, name: EdgeName, error: EdgeError, now: float) -> EdgeError:
@@ -135,7 +139,9 @@ class KindBook:
         another kind; otherwise it is lost."""
         if isinstance(error, EdgeDeviceLost | EdgeCrowded):
             return error
-        pair = self._pairs[name]
+        pair = self._pairs.get(name)
+        if pair is None:  # forgotten for a later epoch
+            return EdgeError(str(error))
         kind = pair.spoken
         is_for_good = isinstance(error, EdgeUnfit)
         if kind is None or kind is self._kinds[-1] or (kind is self._kinds[0] and not is_for_good):
@@ -150,7 +156,9 @@ class KindBook:
 
     def better_after_s(self, name: EdgeName, now: float) -> float | None:
         """Seconds until a better kind may be tried than the one spoken; None: there is none."""
-        pair = self._pairs[name]
+        pair = self._pairs.get(name)
+        if pair is None:  # forgotten for a later epoch
+            return None
         assert pair.spoken is not None, "it is not up"
         better = self._kinds[: self._kinds.index(pair.spoken)]
         return min((pair.waits_s(kind, now) for kind in better if kind not in pair.never), default=None)

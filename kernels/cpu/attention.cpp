@@ -18,7 +18,8 @@
 // Orders that make the bits: a score is one chain over head_dim, times the key's factor (the softmax scale, and in int8
 // the key's own); a partition's sum is one chain per lane over the partition and a fixed tree over lanes; its weighted
 // sum is one chain in key order per element. With pairs, chains are over pairs, a score's are four, and weights
-// meet values rounded to bf16. None depends on the item, so a decode step and a prefill chunk agree.
+// meet values rounded to bf16. None depends on the item, so a decode step and a prefill chunk agree (where
+// values are finite: a later key of a tile has weight 0, but is multiplied).
 #include "attention.h"
 
 #include "attention_pages.h"

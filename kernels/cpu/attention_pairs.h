@@ -19,6 +19,7 @@
 namespace baton {
 
 constexpr int64_t kQuarter = 8;  // elements
+static_assert(!kHasDot || kWidth >= 8);
 
 inline Vec pick(Vec a, Vec b, auto lane) { return Vec(pick(UintVec(a), UintVec(b), lane)); }
 

@@ -40,7 +40,7 @@ inline void prefetch_l2(const char* address) {
 
 // Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; tile numbers are part of the instructions. Rows are unsigned
 // bytes and weights signed ones, if they are bytes.
-#define BATON_DOT(SUMS, ROWS, WEIGHTS)              \
+#define BATON_TILE_DOT(SUMS, ROWS, WEIGHTS)         \
     do {                                            \
         if constexpr (kIsBf16)                      \
             _tile_dpbf16ps(SUMS, ROWS, WEIGHTS);    \
@@ -66,13 +66,13 @@ void multiply(int64_t height, int64_t steps, const char* rows, const char* panel
     for (int64_t step = 0; step < steps; ++step) {
         _tile_loadd(6, panel, stride);
         _tile_loadd(4, rows, kTileLineBytes);
-        BATON_DOT(0, 4, 6);
+        BATON_TILE_DOT(0, 4, 6);
         _tile_loadd(7, panel + right, stride);
-        BATON_DOT(1, 4, 7);
+        BATON_TILE_DOT(1, 4, 7);
         if constexpr (Pair) {
             _tile_loadd(5, lower, kTileLineBytes);
-            BATON_DOT(2, 5, 6);
-            BATON_DOT(3, 5, 7);
+            BATON_TILE_DOT(2, 5, 6);
+            BATON_TILE_DOT(3, 5, 7);
             lower += row_bytes;
         }
         rows += row_bytes;
@@ -93,7 +93,7 @@ void multiply(int64_t height, int64_t steps, const char* rows, const char* panel
         _tile_stored(3, below + kTileLines, line);
     }
 }
-#undef BATON_DOT
+#undef BATON_TILE_DOT
 
 }  // namespace
 

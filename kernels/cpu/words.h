@@ -28,7 +28,7 @@ inline Vec add_pairs(Vec sum, IntVec x, IntVec w) {
     };
     const auto high = [&](IntVec words) { return flushed(Vec(UintVec(words) & 0xffff0000)); };
     const auto low = [&](IntVec words) { return flushed(Vec(UintVec(words) << 16)); };
-    sum = flushed(flushed(sum) + high(x) * high(w));  // products of bf16 are exact in fp32
+    sum = flushed(flushed(sum) + high(x) * high(w));  // products of bf16 are exact in fp32, but at its ends
     return flushed(sum + low(x) * low(w));
 }
 #elif defined(BATON_DOT)

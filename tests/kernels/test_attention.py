@@ -9,7 +9,7 @@ from kernels.ops import PARTITION_SIZE
 from tests.kernels.attention_world import World
 
 HEADS = ((9, 3), (4, 4), (8, 1))
-HEAD_DIMS = (64, 32, 128, 96)
+HEAD_DIMS = (64, 32, 128, 96, 80, 10)
 CONTEXTS = (1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300)
 
 
@@ -28,7 +28,7 @@ def test_attention_is_close_to_fp64(backend, dtype, heads, head_dim, block_size)
             assert ((out.double() - exact).abs() <= world.largest_error(index)).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("head_dim", [64, 96, 80])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_decode_steps_chunks_and_whole_prompts_give_the_same_bits(backend, dtype, heads, head_dim):
     length = 2 * PARTITION_SIZE + 10

@@ -151,6 +151,23 @@ def test_a_new_epoch_of_the_decode_worker_begins_anew() -> None:
     assert far.dial(OTHER) is NCCL
 
 
+def test_a_dial_of_an_earlier_epoch_that_goes_on_disturbs_no_later_one_and_is_told_so() -> None:
+    earlier, later = (
+        edge_name(),
+        EdgeName(NAME.prefill, NAME.prefill_epoch, NAME.decode, Epoch(NAME.decode_epoch + 1)),
+    )
+    pair = Dialling(IPC, NCCL, GLOO)
+    pair.dial(later)
+    assert pair.book.offer(earlier, pair.now)  # redialled, since D's process may be there still
+    assert pair.dial(later) is IPC
+    with pytest.raises(EdgeError, match="was dialled in a later epoch than 1"):
+        pair.book.welcomed(earlier, IPC.value, [IPC.value], pair.now)
+    pair.book.up(earlier)
+    assert pair.book.better_after_s(earlier, pair.now) is None
+    assert type(pair.book.failed(earlier, EdgeUnfit("gone"), pair.now)) is EdgeError
+    assert pair.dial(later) is IPC
+
+
 def test_a_kind_that_the_decode_worker_has_no_room_for_is_offered_again_later() -> None:
     far = Dialling(NCCL, GLOO)
     far.book.offer(NAME, 0.0)

@@ -16,7 +16,7 @@ from cluster.errors import ConfigError
 from router.api_keys import OPEN_PATHS, KeyRing, presented_key, read_keys
 from router.limits import GatewayLimits
 from router.page import page_files
-from router.public_side import Side, on_its_side
+from router.public_side import SHIFT_PATH, Side, on_its_side
 from router.quotas.limits import KeyLimits
 from tests.support.gateway import MODEL, RunningGateway, check_error, running_gateway
 
@@ -150,8 +150,8 @@ async def test_operators_need_no_key_at_the_admin_address(locked: RunningGateway
         await locked.app(on_its_side(scope, 1), receive, send)
         return int(sent[0]["status"])
 
-    for path in ("/metrics", "/cluster", "/page/picture"):
-        assert await status(path, Side.ADMIN) == 200
+    for path in ("/metrics", "/cluster", "/page/picture", SHIFT_PATH):
+        assert await status(path, Side.ADMIN) == (405 if path == SHIFT_PATH else 200)
         assert await status(path, Side.PUBLIC) == 404
     assert await status("/v1/models", Side.ADMIN) == 401
 
