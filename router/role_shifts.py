@@ -15,7 +15,9 @@ its kind, the worker with the fewest sequences. None if even that would serve le
 
 Order: workers become decode workers before others become prefill workers.
 
-Bounds: never the last decode worker. One shift at a time, then `rest_s` without any.
+Bounds: never the last decode worker. One shift at a time, then `rest_s` without any. A worker that the
+launcher let stay, or that came back as it was, is left alone for `retry_s`, then twice as long, and so on;
+not by hand.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ class ShiftSettings:
     interval_s: float = 10.0  # between two questions
     rest_s: float = 60.0  # after a shift: the worker's cache fills, its step model is fitted
     give_up_s: float = 300.0  # on a worker that does not come back in its new role
+    unheeded_s: float = 60.0  # a worker that still serves as before has not been touched
+    retry_s: float = 300.0
+    most_doublings: int = 6
     window_s: float = 300.0
     least_answers: int = 64
     most_answers: int = 512
@@ -54,6 +59,15 @@ class Member:
     model: StepModel | None
     is_ready: bool
     num_sequences: int = 0
+    epoch: int = 1
+
+
+@dataclass(slots=True)
+class _Setback:
+    """Of a worker that did not get a role."""
+
+    num: int = 0
+    until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +138,8 @@ class RoleShifts:
     settings: ShiftSettings = field(default_factory=ShiftSettings)
     under_way: Shift | None = None
     _asked_at: float = 0.0
+    _asked_epoch: int = 0  # of the worker then
+    _setbacks: dict[tuple[WorkerId, Role], _Setback] = field(default_factory=dict)
     _rests_until: float = 0.0
     _state: PlannerState | None = None
     _answers: deque[tuple[float, int, int]] = field(default_factory=deque)
@@ -162,7 +178,10 @@ class RoleShifts:
         shift = answer.shift
         if shift is None or self._refusal(shift.worker, shift.role, members) is not None:
             return None
-        return self._begin(shift, now)
+        setback = self._setbacks.get((shift.worker, shift.role))
+        if setback is not None and now < setback.until:
+            return None
+        return self._begin(shift, members, now)
 
     def ask(self, worker: WorkerId, role: Role, members: Sequence[Member], now: float) -> Shift:
         """A person wants it.
@@ -174,12 +193,13 @@ class RoleShifts:
         refusal = self._refusal(worker, role, members)
         if refusal is not None:
             raise InvalidRequest(refusal)
-        return self._begin(Shift(worker, role, "asked for by hand"), now)
+        return self._begin(Shift(worker, role, "asked for by hand"), members, now)
 
     # ---- parts
 
-    def _begin(self, shift: Shift, now: float) -> Shift:
+    def _begin(self, shift: Shift, members: Iterable[Member], now: float) -> Shift:
         self.under_way, self._asked_at, self._state = shift, now, None
+        self._asked_epoch = max((one.epoch for one in members if one.worker == shift.worker), default=0)
         return shift
 
     def look(self, members: Iterable[Member], now: float) -> None:
@@ -187,11 +207,18 @@ class RoleShifts:
         shift = self.under_way
         if shift is None:
             return
-        is_done = any(
-            one.worker == shift.worker and one.role is shift.role and one.is_ready for one in members
-        )
-        if is_done or now >= self._asked_at + self.settings.give_up_s:
-            self.under_way, self._rests_until = None, now + self.settings.rest_s
+        found = next((one for one in members if one.worker == shift.worker and one.is_ready), None)
+        if found is not None and found.role is shift.role:
+            self._setbacks.pop((shift.worker, shift.role), None)
+        else:
+            is_back = found is not None and found.epoch > self._asked_epoch
+            patience_s = self.settings.give_up_s if found is None else self.settings.unheeded_s
+            if not is_back and now < self._asked_at + patience_s:
+                return
+            setback = self._setbacks.setdefault((shift.worker, shift.role), _Setback())
+            setback.until = now + self.settings.retry_s * 2**setback.num
+            setback.num = min(setback.num + 1, self.settings.most_doublings)
+        self.under_way, self._rests_until = None, now + self.settings.rest_s
 
     def _refusal(self, worker: WorkerId, role: Role, members: Sequence[Member]) -> str | None:
         """Why this worker cannot get this role now, one sentence."""

@@ -92,6 +92,7 @@ def _members(workers: Iterable[WorkerStatus]) -> list[Member]:
             one.load.step_model,
             is_ready=one.state == "ready",
             num_sequences=one.load.running + one.load.waiting,
+            epoch=one.epoch,
         )
         for one in workers
     ]

@@ -157,6 +157,32 @@ def test_a_worker_that_does_not_come_back_is_given_up_after_a_while() -> None:
     assert len(world.done) == 1, "a worker is missing: nobody else goes"
 
 
+@pytest.mark.parametrize("how", ["stays", "comes back as it was"])
+def test_a_worker_that_does_not_get_its_role_is_left_alone_longer_each_time(how: str) -> None:
+    world = World(members(3, 1))
+    asked: list[float] = []
+
+    def refuse(shift: Shift) -> None:
+        asked.append(world.now)
+        if how == "comes back as it was":
+            world.members = [
+                replace(one, epoch=one.epoch + 1) if one.worker == shift.worker else one
+                for one in world.members
+            ]
+
+    world.begin = refuse  # type: ignore[method-assign]
+    world.run(1200.0)
+    assert len(asked) >= 3, "others are asked for, and this one again"
+    for one, other in pairwise(asked):
+        assert other - one >= SETTINGS.rest_s
+    assert world.num(Role.PREFILL) == 3
+    few = len([at for at in asked if at < asked[0] + SETTINGS.retry_s])
+    assert few <= 3, "each of the three at most once before any is tried again"
+    world.run(7200.0)
+    late = [at for at in asked if at > world.now - 2400.0]
+    assert len(late) <= 3, "the pauses have grown"
+
+
 def test_by_hand_one_at_a_time_and_never_the_last_decode_worker() -> None:
     world = World(members(1, 2))
     shifts, first, last = world.shifts, WorkerId("worker-1"), WorkerId("worker-2")
