@@ -34,7 +34,7 @@ class Process:
         return self._load_says
 
     async def run(self, spec: RoleSpec) -> str:
-        self.epoch = spec.config.epoch
+        self.epoch = getattr(spec.config, "epoch", 1)  # a router has none
         await self._over.wait()
         return ""
 
