@@ -8,7 +8,7 @@
 
 namespace baton {
 
-constexpr int64_t kAheadBytes = 16384;  // half of L1; less leaves memory waiting
+constexpr int64_t kAheadBytes = 128 * 1024;  // of L2: what fits L1 is too near for memory
 constexpr int64_t kLine = 64;
 
 // One sequence's keys (`which` 0) and values (1), found through its block table.
@@ -53,7 +53,7 @@ private:
         }
         const char* const token_end = token_ + num_bytes_;
         if (asked_ < token_ || asked_ > token_end) asked_ = token_ - reinterpret_cast<uintptr_t>(token_) % kLine;
-        for (; asked_ < token_end; asked_ += kLine) prefetch(asked_);
+        for (; asked_ < token_end; asked_ += kLine) prefetch_l2(asked_);
         token_ += pages_.shape.kv.token_bytes();
         if (--left_ == 0 && position_ == half_end_) {
             start_ += which_ == 1 ? kPartition : 0;

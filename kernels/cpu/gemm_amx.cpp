@@ -29,15 +29,6 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// To L2: what a later pass reads from there must not push this pass's lines out of L1.
-inline void prefetch_l2(const char* address) {
-#if defined(__x86_64__)
-    asm volatile("prefetcht1 %0" : : "m"(*address));
-#else
-    __builtin_prefetch(address, 0, 2);
-#endif
-}
-
 // Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; tile numbers are part of the instructions. Rows are unsigned
 // bytes and weights signed ones, if they are bytes.
 #define BATON_TILE_DOT(SUMS, ROWS, WEIGHTS)         \
@@ -81,7 +72,7 @@ void multiply(int64_t height, int64_t steps, const char* rows, const char* panel
             if (ahead.step == kAmxStepBytes)
                 prefetch(next + asked);
             else
-                prefetch_l2(next + asked);
+                prefetch_l2(next + asked);  // for a later pass: this one's lines stay in L1
         }
     }
     constexpr int64_t line = kAmxPanel * 4;

@@ -80,6 +80,14 @@ inline void prefetch(const void* address) {
 #endif
 }
 
+inline void prefetch_l2(const void* address) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(address)));
+#else
+    __builtin_prefetch(address, 0, 2);
+#endif
+}
+
 inline float widen(float value) { return value; }
 inline float widen(bf16 value) {
     uint32_t bits = uint32_t(value.bits) << 16;
