@@ -51,7 +51,7 @@ class _Rates(msgspec.Struct):
     read: float  # GB/s, of memory far larger than the caches
     fp32: float  # GFLOP/s of a 512 x 1536 x 1536 product
     bf16: float
-    registers: float = 0.0  # GFLOP/s of fp32 multiply-adds that wait for no memory
+    registers: float = 0.0  # GFLOP/s of multiply-adds that wait for no memory
 
     @property
     def gflop_per_s(self) -> float:

@@ -1,9 +1,11 @@
-// What this machine can do at most, for benchmarks to state their results against: multiply-adds from registers
+// What this machine can do at most, for benchmarks to state their results against: multiply-adds from registers (of pairs
+// of bf16 where it has them, else of fp32)
 // and reads from memory, on as many threads as a step would use. Each call is short: take the best of several.
 #include <chrono>
 
 #include "simd.h"
 #include "threads.h"
+#include "words.h"
 
 namespace baton {
 namespace {
@@ -21,14 +23,24 @@ inline void keep(Vec& value) {
 #endif
 }
 
+constexpr int64_t kPerLane = kHasDot ? 2 : 1;  // multiply-adds
+
+inline Vec multiply_add(Vec sum, Vec factor, Vec term) {
+    if constexpr (kHasDot)
+        return add_pairs(sum, IntVec(factor), IntVec(term));
+    else
+        return fma(sum, factor, term);
+}
+
 float multiply_add(int64_t num_rounds) {
     Vec a = splat(1.0f), b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
     Vec factor = splat(0.999f), term = splat(1e-3f);
     keep(a), keep(b), keep(c), keep(d), keep(e), keep(f), keep(g), keep(h), keep(i), keep(j);
     for (int64_t round = 0; round < num_rounds; ++round) {
-        a = fma(a, factor, term), b = fma(b, factor, term), c = fma(c, factor, term), d = fma(d, factor, term);
-        e = fma(e, factor, term), f = fma(f, factor, term), g = fma(g, factor, term), h = fma(h, factor, term);
-        i = fma(i, factor, term), j = fma(j, factor, term);
+        a = multiply_add(a, factor, term), b = multiply_add(b, factor, term), c = multiply_add(c, factor, term);
+        d = multiply_add(d, factor, term), e = multiply_add(e, factor, term), f = multiply_add(f, factor, term);
+        g = multiply_add(g, factor, term), h = multiply_add(h, factor, term), i = multiply_add(i, factor, term);
+        j = multiply_add(j, factor, term);
         keep(factor);
     }
     return sum_lanes(((a + b) + (c + d)) + ((e + f) + (g + h)) + (i + j));
@@ -51,14 +63,14 @@ using namespace baton;
 
 extern "C" {
 
-// Multiply-adds of fp32 per second over all threads, `num_rounds` x 10 vectors on each.
+// Multiply-adds per second over all threads, `num_rounds` x 10 vectors on each.
 double baton_probe_multiply_adds(int64_t num_rounds, int64_t num_threads) {
     const auto start = Clock::now();
     parallel_ranges(num_threads, num_threads, 1, [&](int64_t, int64_t) {
         volatile float result = multiply_add(num_rounds);
         (void)result;
     });
-    return double(num_threads * num_rounds * 10 * kWidth) / seconds_since(start);
+    return double(num_threads * num_rounds * 10 * kWidth * kPerLane) / seconds_since(start);
 }
 
 // Bytes per second read from `data` [count] by all threads, each its own contiguous share.

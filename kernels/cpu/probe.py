@@ -24,7 +24,7 @@ class MachineProbe:
         self._data = torch.ones(READ_BYTES // 4)
 
     def measure(self) -> tuple[float, float]:
-        """(bytes read per second, fp32 multiply-adds per second)."""
+        """(bytes read per second, multiply-adds per second: of bf16 pairs if the CPU has them, else fp32)."""
         library, threads, data = self._library, self._num_threads, self._data
         reads = [library.baton_probe_read(data.data_ptr(), data.numel(), threads) for _ in range(REPEATS)]
         adds = [library.baton_probe_multiply_adds(ROUNDS, threads) for _ in range(4 * REPEATS)]
