@@ -174,8 +174,9 @@ class _Decision:
         """No other worker is cheaper by more than `near`, and this one has room within the target: what the
         whole comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
         num_tokens, settings = self._ask.num_tokens, self._settings
-        least = 1 + self._fleet.least_reading() * num_tokens
-        if 1 + at.reading * num_tokens > least * (1 + settings.near):
+        reading, worth = self._fleet.least()
+        least = (1 + reading * num_tokens) * worth
+        if (1 + at.reading * num_tokens) * at.worth > least * (1 + settings.near):
             return False
         step_s = self._of.step_s(at, True, self._staying)
         return bool(step_s <= self._of.limit_s * settings.local_bonus)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.step_model import StepModel
+from router.prompt_lengths import Lengths, shares_in_time
 
 Column = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -27,7 +28,7 @@ NOBODY = StepModel(0.0, 0.0, 1.0, 0.0, 0.0)  # of a row without a worker
 EXPOSED = 0.1  # share of a transfer that is not hidden behind the prefill
 NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never the least
 
-_FLOATS = 21
+_FLOATS = 22
 _FLAGS = 3
 
 
@@ -63,6 +64,7 @@ class Worker(msgspec.Struct, frozen=True, gc=False):
     yield_s: float
     late_rate: float
     on_time_share: float
+    worth: float
     can_prefill: bool
     can_decode: bool
     can_send: bool
@@ -75,6 +77,7 @@ class Fleet:
         self, models: Sequence[StepModel], kv_tokens: Sequence[float], bytes_s: Sequence[float]
     ) -> None:
         self.edges: dict[int, EdgeRow] = {}
+        self._prompts: tuple[Lengths, float] | None = None  # see `expect`
         self._bind(np.zeros((_FLOATS, 0)), np.zeros((_FLAGS, 0), dtype=np.bool_))
         self.resize(len(models))
         for row, model in enumerate(models):
@@ -86,7 +89,7 @@ class Fleet:
 
     def _bind(self, floats: Column, flags: Flags) -> None:
         self._floats, self._flags = floats, flags
-        self._least_reading: float | None = None  # not known
+        self._least: tuple[float, float] | None = None  # see `least`; None: not known
         self.num_workers = floats.shape[1]
         # the worker's step model; `reading`: of a key, in tokens computed
         self.fixed_s, self.floor_s, self.per_token_s = floats[0], floats[1], floats[2]
@@ -106,6 +109,7 @@ class Fleet:
         self.yield_s: Column = floats[18]  # of a step with all rows that need not be in it, theirs
         self.late_rate: Column = floats[19]  # share of the time that late prompts got lately; 0: not measured
         self.on_time_share: Column = floats[20]  # of what decode leaves of a step, for prompts in time
+        self.worth: Column = floats[21]  # of its seconds as prefill: the share of prompts it is in time with
         self.can_prefill: Flags = flags[0]
         self.can_decode: Flags = flags[1]
         self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere
@@ -125,24 +129,41 @@ class Fleet:
         """Nobody's again."""
         self._floats[:, row] = 0.0
         self._flags[:, row] = False
-        self.bytes_s[row] = self.rows[row] = self.on_time_share[row] = 1.0
+        self.bytes_s[row] = self.rows[row] = self.on_time_share[row] = self.worth[row] = 1.0
         self.kv_tokens[row] = 1e18  # so a decision sees neither an idle worker nor a full one here
         self.set_model(row, NOBODY)
         self.reading[row] = NO_WORTH
-        self._least_reading = None
+        self.worth[row] = 1.0
 
     def set_model(self, row: int, model: StepModel) -> None:
         self.fixed_s[row], self.floor_s[row] = model.fixed_s, model.floor_s
         self.per_token_s[row] = per_token_s = max(model.per_token_s, 1e-12)
         self.per_context_s[row], self.per_attention_s[row] = model.per_context_s, model.per_attention_s
         self.reading[row] = model.per_context_s / per_token_s
-        self._least_reading = None
+        self._value(slice(row, row + 1))
 
-    def least_reading(self) -> float:
-        """Of a key, in tokens computed, anywhere."""
-        if self._least_reading is None:
-            self._least_reading = float(self.reading.min()) if self.num_workers else 0.0
-        return self._least_reading
+    def expect(self, lengths: Lengths, within_s: float) -> None:
+        """Prompts are as long as these, each as likely, and want their first token so soon."""
+        self._prompts = lengths, within_s
+        self._value(slice(None))
+
+    def _value(self, rows: slice) -> None:
+        self._least = None
+        if self._prompts is None:
+            return
+        models = [
+            column[rows] for column in (self.fixed_s, self.floor_s, self.per_token_s, self.per_attention_s)
+        ]
+        self.worth[rows] = np.where(
+            self.reading[rows] < NO_WORTH, shares_in_time(models, *self._prompts), 1.0
+        )
+
+    def least(self) -> tuple[float, float]:
+        """The least `reading` and the least `worth` of all, be it not of one worker."""
+        if self._least is None:
+            is_empty = not self.num_workers
+            self._least = (0.0, 1.0) if is_empty else (float(self.reading.min()), float(self.worth.min()))
+        return self._least
 
     def exposed_s(self, prefill: int, num_bytes: Column | float, handoff_s: float) -> Column:
         """How long the stream stands still while `num_bytes` move from `prefill` to each worker."""
@@ -175,7 +196,7 @@ class Fleet:
         """Become a copy of these rows of another fleet, as many as here; without its edges."""
         whole._floats.take(rows, axis=1, out=self._floats, mode="clip")
         whole._flags.take(rows, axis=1, out=self._flags, mode="clip")
-        self._least_reading = None
+        self._least = None
 
     def equals(self, other: Fleet) -> bool:
         """Every entry."""

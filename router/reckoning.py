@@ -46,6 +46,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     cached: Column | None = None
     kv_bytes_per_token: float = 131_072
     life_s: float = math.inf  # mean time a row decodes
+    growth: float = 0.0  # KV that each row may yet take: prompts must leave it, where workers see to that
     max_wait_s: float = math.inf  # for the first token, whatever the target
     may_prefill: Flags | None = None
     may_decode: Flags | None = None
@@ -98,6 +99,8 @@ class Formulas:
                 share = pool.unless(share, is_idle, self._share(worker, mine_s))
                 start_s = pool.unless(start_s, is_idle, self.limit_s / 2)
         held = worker.kv_used + worker.kv_promised
+        if ask.growth:
+            held += worker.rows * ask.growth
         lacking = held - worker.kv_tokens
         lacks_kv: Figure = lacking > -(ask.num_tokens + 1)
         if not pool.is_some(lacks_kv):
@@ -234,7 +237,9 @@ class Formulas:
         return can & (spread_s <= self.settings.far_fill * self.limit_s)
 
     def decode_cost(self, worker: Figure, good: Figure, decode_s: Figure) -> Figure:
-        return self.masked(decode_s / worker.per_token_s, good)
+        cost = decode_s / worker.per_token_s
+        cost *= worker.worth
+        return self.masked(cost, good)
 
     def with_kv_taken(self, worker: Figure, spread_s: Figure, cached: Figure) -> Figure:
         moving = self.ask.num_tokens if cached is None else self.ask.num_tokens - cached

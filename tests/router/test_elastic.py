@@ -62,6 +62,30 @@ def test_a_cached_prefix_draws_the_request() -> None:
     assert placed(pool, 8_000, cached=np.array([0.0, 7_500.0, 0.0])).prefill == 1
 
 
+def test_decode_leaves_a_worker_that_alone_has_prompts_in_time() -> None:
+    """By seconds alone the quick one would decode (its keys cost less of its prefill); but the slow one is
+    late with most prompts, so its time is worth little else."""
+    quick, slow = StepModel(15e-3, 0.0, 75e-6, 0.43e-6, 0.0), StepModel(19e-3, 0.0, 125e-6, 0.75e-6, 0.0)
+    pool, targets = fleet([quick, slow]), Targets(0.2, 0.1)
+    ask = Ask(900, 200.0)
+    assert place(pool, ask, targets, SETTINGS) == Place(0, 0, pytest.approx(0.086, abs=5e-3))
+    pool.expect(np.array([700.0, 900.0, 1_400.0]), SETTINGS.early * targets.ttft_s)
+    decision = place(pool, ask, targets, SETTINGS)
+    assert isinstance(decision, Place)
+    assert (decision.prefill, decision.decode) == (0, 1)
+    pool.rows[1], pool.context[1] = 100, 100_000  # full: the quick one decodes, too
+    assert place(pool, ask, targets, SETTINGS) == Place(0, 0, decision.ttft_s)
+
+
+def test_a_prompt_goes_where_rows_that_grow_leave_room_for_it() -> None:
+    pool = fleet([H100] * 2, kv_tokens=10_000)
+    pool.rows[:] = [20, 1]
+    pool.kv_used[:] = [7_000, 8_000]
+    pool.context[:] = [1_000, 8_000]
+    assert placed(pool, 1_000).prefill == 0
+    assert placed(pool, 1_000, growth=150).prefill == 1
+
+
 def test_roles_are_kept() -> None:
     pool = fleet([H100] * 4)
     pool.can_prefill[:] = [True, False, False, False]

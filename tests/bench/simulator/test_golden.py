@@ -107,6 +107,27 @@ def test_alone_a_request_takes_the_same_in_ours_but_for_the_handoff() -> None:
     assert mine.finish_s == pytest.approx(theirs.finish_s + HANDOFF_S)
 
 
+@pytest.mark.parametrize("mixed", ["sum", "fused"])
+def test_elastic_keeps_decode_off_the_worker_that_first_tokens_need(mixed: str) -> None:
+    """At a rate where DistServe's placement has 90 % in time, elastic has as many, and most answers are
+    where that placement has them."""
+    [theirs] = [case for case in CASES if case.name == "ours, the same with KV over NVLink"]
+    [ours] = [case for case in CASES if case.name == f"elastic, TP2 + TP1, mixed steps: {mixed}"]
+    rows = sharegpt_like("paper", 1_000)
+    shares = []
+    for case in (theirs, ours):
+        requests = requests_at(rows, 4.3, 500, seed=1)
+        case.serve(requests)
+        first_s = [(one.first_s or 0.0) - one.arrival_s for one in requests]
+        good = [
+            late <= TARGETS.ttft_s and one.tpot_s <= TARGETS.tpot_s
+            for late, one in zip(first_s, requests, strict=True)
+        ]
+        shares.append(sum(good) / len(good))
+    assert shares[1] > shares[0] - 0.01
+    assert sum(one.decode_at == 1 for one in requests) > 0.8 * len(requests)
+
+
 def test_without_overload_our_simulator_gives_the_restated_system_s_quantiles() -> None:
     rows = sharegpt_like("paper", 400)
     [ours] = [case for case in CASES if case.name == "ours, their placement, keys as the memory allows"]
