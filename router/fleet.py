@@ -28,7 +28,7 @@ NOBODY = StepModel(0.0, 0.0, 1.0, 0.0, 0.0)  # of a row without a worker
 EXPOSED = 0.1  # share of a transfer that is not hidden behind the prefill
 NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never the least
 
-_FLOATS = 22
+_FLOATS = 23
 _FLAGS = 3
 
 
@@ -65,6 +65,7 @@ class Worker(msgspec.Struct, frozen=True, gc=False):
     late_rate: float
     on_time_share: float
     worth: float
+    mixed_s: float
     can_prefill: bool
     can_decode: bool
     can_send: bool
@@ -110,6 +111,7 @@ class Fleet:
         self.late_rate: Column = floats[19]  # share of the time that late prompts got lately; 0: not measured
         self.on_time_share: Column = floats[20]  # of what decode leaves of a step, for prompts in time
         self.worth: Column = floats[21]  # of its seconds as prefill: the share of prompts it is in time with
+        self.mixed_s: Column = floats[22]  # of the step model
         self.can_prefill: Flags = flags[0]
         self.can_decode: Flags = flags[1]
         self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere
@@ -139,6 +141,7 @@ class Fleet:
         self.fixed_s[row], self.floor_s[row] = model.fixed_s, model.floor_s
         self.per_token_s[row] = per_token_s = max(model.per_token_s, 1e-12)
         self.per_context_s[row], self.per_attention_s[row] = model.per_context_s, model.per_attention_s
+        self.mixed_s[row] = model.mixed_s
         self.reading[row] = model.per_context_s / per_token_s
         self._value(slice(row, row + 1))
 

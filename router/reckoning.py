@@ -91,13 +91,14 @@ class Formulas:
         mine_s = worker.work_s + own_s
         is_idle = worker.rows + worker.queued_load_s == 0
         if not pool.is_some(is_idle):
-            share, start_s = self._share(worker, mine_s), self.limit_s / 2
+            share, start_s, mixed_s = self._share(worker, mine_s), self.limit_s / 2, worker.mixed_s
         else:
             share = pool.at_least(0.95 * worker.on_time_share, self.settings.min_share)
-            start_s = worker.fixed_s + worker.floor_s
+            start_s, mixed_s = worker.fixed_s + worker.floor_s, 0.0
             if not pool.is_every(is_idle):
                 share = pool.unless(share, is_idle, self._share(worker, mine_s))
                 start_s = pool.unless(start_s, is_idle, self.limit_s / 2)
+                mixed_s = pool.unless(mixed_s, is_idle, worker.mixed_s)
         held = worker.kv_used + worker.kv_promised
         if ask.growth:
             held += worker.rows * ask.growth
@@ -110,7 +111,7 @@ class Formulas:
             lacking += ask.num_tokens + 1
             hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
             start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
-        ttft_s = mine_s / share
+        ttft_s = (mine_s + mixed_s) / share
         ttft_s += start_s
         return Waits(own_s, pool.unless(ttft_s, able, math.inf), lacks_kv, mine_s, start_s)
 

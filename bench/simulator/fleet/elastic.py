@@ -14,8 +14,9 @@ from bench.simulator.fleet.idle import idle_worker
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker, leading_blocks
+from cluster.slo_budget import step_budget_s
 from cluster.slo_classes import DecodeBatch, Targets
-from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
+from cluster.slo_schedule import SloScheduler, SloSettings
 from cluster.wire.messages import Role
 from router.elastic import Ask, ElasticSettings, Place, choose_decode, place
 from router.fleet import Fleet
@@ -179,6 +180,7 @@ class ElasticPolicy:
             num_yielding=yielding.rows,
             yielding_context=yielding.context,
             life_s=self._life_s,
+            longest_s=self._targets.gap_s * self._scheduling.safety,
         )
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
         room = worker.kv_room - self._growth * worker.rows if worker.kv_used else worker.kv_room

@@ -61,13 +61,13 @@ def test_a_mixed_step_takes_both_halves_or_reads_the_weights_once() -> None:
 
 @pytest.mark.parametrize("degree", OPT_13B)
 def test_policies_plan_with_a_model_of_the_steps_that_is_as_wrong_as_it_says(degree: int) -> None:
-    for mixed, most in ((MixedSteps.FUSED, 0.17), (MixedSteps.SUM, 0.45)):
+    for mixed in MixedSteps:
         times = DistServeTimes(OPT_13B[degree], mixed)
         model = learned_model(times)
         for rows, keys, chunk in ((32, 855, 0), (64, 855, 0), (0, 0, 1024), (16, 855, 512), (64, 855, 32)):
             context, pairs = rows * keys, chunk_attention(0, chunk)
             planned = model.step_s(StepWork(rows + chunk, context, pairs))
-            assert planned == pytest.approx(times.step_s(rows, context, chunk, pairs), rel=most)
+            assert planned == pytest.approx(times.step_s(rows, context, chunk, pairs), rel=0.11)
 
 
 def test_a_kind_by_name_has_those_times() -> None:
