@@ -19,7 +19,8 @@ from cluster.step_model import StepModel, StepWork
 @dataclass(frozen=True, slots=True)
 class SloSettings:
     safety: float = 0.985  # share of the TPOT and gap targets that steps aim at
-    max_idle_step_s: float = 0.05  # step without streams that have a target
+    max_idle_step_s: float = 0.05  # step without streams that have a target ...
+    fixed_share: float = 1 / 16  # ... or longer: what each step takes, whatever is in it, is no more of it
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
     yielding_load: float = 0.25  # share of a step that rows which yield may take; more prompts do not begin
     splits_yielding: bool = False  # rows that yield are in a step one by one, not all or none
@@ -32,7 +33,7 @@ class SloSettings:
     catch_up: float = 0.1  # share of a stream's lag that one step makes up for
     short_slack: float = 0.0  # share of others' slack that a shorter prompt may use to go first
     price_from: float = 0.05  # of a TPOT: what a mixed step costs more than its parts, if less, is ignored
-    lent: float = 0.1  # share of what streams gain in their life that one step may use in advance ...
+    lent: float = 0.15  # of what streams gain in their life, by how quickly they do, lent to one step ...
     most_lent: float = 20.0  # ... and how many prices of a mixed step
     max_pause_s: float = math.inf  # of those that are not on time, the oldest prompt and the rows that yield
     max_chunk_tokens: int = sys.maxsize  # prompt tokens in a step, at most, whatever the budget
@@ -75,8 +76,9 @@ def lent_budget_s(
     price_s = model.mixed_s
     alone_s = model.step_s(StepWork(decode.num_rows, decode.context))
     lead_s = (budget_s - tpot_s) / (settings.bank_use if budget_s > tpot_s else settings.catch_up)
-    gained_s = 0.0 if math.isinf(decode.life_s) else decode.life_s * max(0.0, 1 - alone_s / tpot_s)
-    lent_s = tpot_s + lead_s + min(settings.lent * gained_s, settings.most_lent * price_s)
+    gain = max(0.0, 1 - alone_s / tpot_s)  # of the time of a step without chunks
+    gained_s = 0.0 if math.isinf(decode.life_s) else decode.life_s * gain
+    lent_s = tpot_s + lead_s + min(settings.lent * gain * gained_s, settings.most_lent * price_s)
     lent_s = max(budget_s, min(lent_s, decode.longest_s, settings.longest * tpot_s))
     has_room = lent_s >= alone_s + price_s + min(price_s, work_s)
     return lent_s if has_room else min(budget_s, alone_s)

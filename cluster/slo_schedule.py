@@ -142,7 +142,9 @@ class SloScheduler(Generic[P]):
         if budget_s is None:
             least_s = model.step_s(StepWork(1))  # targets tighter than that leave half of a step to prompts
             budget_s = max(step_budget_s(self.targets, math.inf, settings), 2 * least_s)
-        if decode.num_rows and decode.budget_s is not None and model.mixed_s > settings.price_from * tpot_s:
+        if not decode.num_rows:
+            budget_s = max(budget_s, model.fixed_s / settings.fixed_share)
+        elif decode.budget_s is not None and model.mixed_s > settings.price_from * tpot_s:
             budget_s = lent_budget_s(model, decode, budget_s, tpot_s, self.work_s, settings)
         looked_at = self._waiting[: settings.max_looked_at]
         overdue = self._overdue(now)

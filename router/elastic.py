@@ -164,7 +164,7 @@ class _Decision:
             best = pool.oldest_of(pool.near(over_s, settings.tie), over_s, settings.tie, ask.near_decode)
             is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
             return prefill if is_near else best
-        cost = pool.map(of.decode_cost, pool.workers, good, self._decode_of_each())
+        cost = pool.map(of.decode_cost, pool.workers, good, self._decode_of_each(), spread_s)
         if decodes[prefill] and cost[prefill] <= pool.lowest(cost) * (1 + settings.near):
             return prefill
         taken_s = pool.map(of.with_kv_taken, pool.workers, spread_s, pool.column(ask.cached))
@@ -174,6 +174,8 @@ class _Decision:
         """No other worker is cheaper by more than `near`, and this one has room within the target: what the
         whole comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
         num_tokens, settings = self._ask.num_tokens, self._settings
+        if at.mixed_s > settings.price_from * self._of.limit_s:
+            return False  # rows gather elsewhere, maybe
         reading, worth = self._fleet.least()
         least = (1 + reading * num_tokens) * worth
         if (1 + at.reading * num_tokens) * at.worth > least * (1 + settings.near):

@@ -32,6 +32,8 @@ class ElasticSettings:
     prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
+    price_from: float = 0.05  # of a step: what a mixed step costs more than its parts, if less, is ignored
+    gather_fill: float = 0.8  # share of a step up to which rows gather where mixed steps have a price
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
@@ -63,9 +65,10 @@ class Waits(msgspec.Struct, frozen=True, gc=False):
     lacks_kv: Figure
     mine_s: Figure
     start_s: Figure
+    mixed_s: Figure
 
 
-_NEVER = Waits(math.inf, math.inf, False, math.inf, math.inf)
+_NEVER = Waits(math.inf, math.inf, False, math.inf, math.inf, 0.0)
 
 
 class Formulas:
@@ -113,7 +116,7 @@ class Formulas:
             start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
         ttft_s = (mine_s + mixed_s) / share
         ttft_s += start_s
-        return Waits(own_s, pool.unless(ttft_s, able, math.inf), lacks_kv, mine_s, start_s)
+        return Waits(own_s, pool.unless(ttft_s, able, math.inf), lacks_kv, mine_s, start_s, mixed_s)
 
     def _share(self, worker: Figure, mine_s: Figure) -> Figure:
         """Of a step, what decode leaves to prompts on time, once all that is queued decodes."""
@@ -215,7 +218,7 @@ class Formulas:
         return in_time & (good | worker.can_send)
 
     def prefill_cost(self, worker: Figure, in_time: Figure, waits: Figure, decode_s: Figure) -> Figure:
-        cost = waits.own_s / decode_s
+        cost = (waits.own_s + waits.mixed_s) / decode_s
         cost = self.pool.unless(cost, worker.can_decode, cost * self.settings.prefill_only_worth)
         return self.pool.unless(cost, in_time, math.inf)
 
@@ -237,10 +240,20 @@ class Formulas:
         """For a row computed elsewhere, within the target."""
         return can & (spread_s <= self.settings.far_fill * self.limit_s)
 
-    def decode_cost(self, worker: Figure, good: Figure, decode_s: Figure) -> Figure:
-        cost = decode_s / worker.per_token_s
+    def decode_cost(self, worker: Figure, good: Figure, decode_s: Figure, spread_s: Figure) -> Figure:
+        cost = (decode_s + self._price_s(worker, spread_s)) / worker.per_token_s
         cost *= worker.worth
         return self.masked(cost, good)
+
+    def _price_s(self, worker: Figure, spread_s: Figure) -> Figure:
+        """A row's share of the price of mixed steps. So rows gather, and prompts elsewhere pay none."""
+        pool = self.pool
+        has_price = worker.mixed_s > self.settings.price_from * self.limit_s
+        if not pool.is_some(has_price):
+            return 0.0
+        shared_s = worker.mixed_s / (worker.rows + worker.coming_rows + 1)
+        shared_s = pool.instead(shared_s, spread_s > self.settings.gather_fill * self.limit_s, worker.mixed_s)
+        return pool.unless(shared_s, has_price, 0.0)
 
     def with_kv_taken(self, worker: Figure, spread_s: Figure, cached: Figure) -> Figure:
         moving = self.ask.num_tokens if cached is None else self.ask.num_tokens - cached

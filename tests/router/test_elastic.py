@@ -1,5 +1,6 @@
 """Elastic placement: joint choice of P and D over columns, planner, expected lengths. Pure."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,6 +85,20 @@ def test_a_prompt_goes_where_rows_that_grow_leave_room_for_it() -> None:
     pool.context[:] = [1_000, 8_000]
     assert placed(pool, 1_000).prefill == 0
     assert placed(pool, 1_000, growth=150).prefill == 1
+
+
+def test_where_mixed_steps_have_a_price_rows_gather_and_prompts_go_elsewhere() -> None:
+    pool = fleet([msgspec.structs.replace(H100, mixed_s=5e-3)] * 3)
+    pool.rows[1], pool.context[1] = 40, 40_000
+    decision = placed(pool, 1_000)
+    assert decision.prefill != 1
+    assert decision.decode == 1
+    pool.rows[1], pool.context[1] = 230, 300_000  # a step of 19 ms of 25: whoever has fewer
+    assert placed(pool, 1_000).decode != 1
+    free = fleet([H100] * 3)
+    free.rows[1], free.context[1] = 40, 40_000
+    decision = placed(free, 1_000)
+    assert decision.prefill == decision.decode != 1
 
 
 def test_roles_are_kept() -> None:
