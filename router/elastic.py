@@ -174,7 +174,7 @@ class _Decision:
         """No other worker is cheaper by more than `near`, and this one has room within the target: what the
         whole comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
         num_tokens, settings = self._ask.num_tokens, self._settings
-        if at.mixed_s > settings.price_from * self._of.limit_s:
+        if at.mixed_s + at.haste * self._of.limit_s > settings.price_from * self._of.limit_s:
             return False  # rows gather elsewhere, maybe
         reading, worth = self._fleet.least()
         least = (1 + reading * num_tokens) * worth

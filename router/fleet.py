@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.step_model import StepModel
-from router.prompt_lengths import Lengths, shares_in_time
+from router.prompt_lengths import HASTE_FROM, NEARLY, Lengths, shares_in_time
 
 Column = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -28,7 +28,7 @@ NOBODY = StepModel(0.0, 0.0, 1.0, 0.0, 0.0)  # of a row without a worker
 EXPOSED = 0.1  # share of a transfer that is not hidden behind the prefill
 NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never the least
 
-_FLOATS = 23
+_FLOATS = 24
 _FLAGS = 3
 
 
@@ -66,6 +66,7 @@ class Worker(msgspec.Struct, frozen=True, gc=False):
     on_time_share: float
     worth: float
     mixed_s: float
+    haste: float
     can_prefill: bool
     can_decode: bool
     can_send: bool
@@ -78,7 +79,8 @@ class Fleet:
         self, models: Sequence[StepModel], kv_tokens: Sequence[float], bytes_s: Sequence[float]
     ) -> None:
         self.edges: dict[int, EdgeRow] = {}
-        self._prompts: tuple[Lengths, float] | None = None  # see `expect`
+        self._prompts: tuple[Lengths, float, float] | None = None  # see `expect`
+        self._best_worth = 1.0  # of all, when `expect` was told
         self._bind(np.zeros((_FLOATS, 0)), np.zeros((_FLAGS, 0), dtype=np.bool_))
         self.resize(len(models))
         for row, model in enumerate(models):
@@ -112,6 +114,9 @@ class Fleet:
         self.on_time_share: Column = floats[20]  # of what decode leaves of a step, for prompts in time
         self.worth: Column = floats[21]  # of its seconds as prefill: the share of prompts it is in time with
         self.mixed_s: Column = floats[22]  # of the step model
+        self.haste: Column = floats[
+            23
+        ]  # share of prompts that it is in time with only while nobody decodes there
         self.can_prefill: Flags = flags[0]
         self.can_decode: Flags = flags[1]
         self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere
@@ -145,9 +150,9 @@ class Fleet:
         self.reading[row] = model.per_context_s / per_token_s
         self._value(slice(row, row + 1))
 
-    def expect(self, lengths: Lengths, within_s: float) -> None:
+    def expect(self, lengths: Lengths, within_s: float, step_s: float) -> None:
         """Prompts are as long as these, each as likely, and want their first token so soon."""
-        self._prompts = lengths, within_s
+        self._prompts = lengths, within_s, step_s
         self._value(slice(None))
 
     def _value(self, rows: slice) -> None:
@@ -157,9 +162,13 @@ class Fleet:
         models = [
             column[rows] for column in (self.fixed_s, self.floor_s, self.per_token_s, self.per_attention_s)
         ]
-        self.worth[rows] = np.where(
-            self.reading[rows] < NO_WORTH, shares_in_time(models, *self._prompts), 1.0
-        )
+        is_somebody = self.reading[rows] < NO_WORTH
+        idle, busy = shares_in_time(models, *self._prompts)
+        self.worth[rows] = np.where(is_somebody, idle, 1.0)
+        if is_somebody.any() and len(idle) == self.num_workers:
+            self._best_worth = float(idle[is_somebody].max())
+        is_hasty = is_somebody & (idle - busy > HASTE_FROM) & (idle >= NEARLY * self._best_worth)
+        self.haste[rows] = np.where(is_hasty, idle - busy, 0.0)
 
     def least(self) -> tuple[float, float]:
         """The least `reading` and the least `worth` of all, be it not of one worker."""

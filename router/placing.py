@@ -66,8 +66,9 @@ class Placing:
     def arrive(self, live: LiveRequest, now: float) -> None:
         """A new request."""
         if (sample := self._prompts.add(len(live.spec.token_ids))) is not None:
-            well_in_s = self._config.policy.elastic.early * self._config.slo.ttft_s
-            self._workers.view().fleet.expect(sample, well_in_s)
+            slo, well_in = self._config.slo, self._config.policy.elastic.early
+            step_s = min(slo.tpot_s, slo.gap_s)
+            self._workers.view().fleet.expect(sample, well_in * slo.ttft_s, step_s)
         if self._queue.may_pass(now):
             self.place(live, now)
         else:

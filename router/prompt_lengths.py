@@ -19,6 +19,8 @@ _Column = NDArray[np.float64]
 MEMORY = 512  # prompts
 SAMPLE = 20  # quantiles
 LEAST_SHARE = 0.02
+HASTE_FROM = 0.2  # share of prompts that decode makes late from which on rows gather on fewer workers ...
+NEARLY = 0.9  # ... if these are, by this share of the highest worth, those that first tokens need
 FIRST, EVERY = 16, 128  # prompts until there is a sample, and from one to the next
 
 
@@ -42,15 +44,21 @@ class PromptLengths:
         return np.quantile(np.array(self._lengths, dtype=np.float64), middles)
 
 
-def shares_in_time(models: Sequence[_Column], lengths: Lengths, within_s: float) -> _Column:
-    """Of prompts as long as these, those that an idle worker would have computed in about `within_s`: all of
-    one that takes two thirds of it, none of one that takes four thirds, so that workers that are nearly equal
+def shares_in_time(
+    models: Sequence[_Column], lengths: Lengths, within_s: float, step_s: float
+) -> tuple[_Column, _Column]:
+    """Of prompts as long as these, those that a worker would have computed in about `within_s`: all of one
+    that takes two thirds of it, none of one that takes four thirds, so that workers that are nearly equal
     have nearly equal shares. Never 0: among workers that all would be late, costs are compared as ever.
+
+    The share of an idle worker, and of one whose steps of `step_s` are half full of decode.
 
     `models`: `fixed_s`, `floor_s`, `per_token_s` and `per_attention_s`, a column each.
     """
     fixed_s, floor_s, per_token_s, per_attention_s = (column[:, None] for column in models)
     own_s = lengths * (per_token_s + per_attention_s * (lengths + 1) / 2)
-    first_s = fixed_s + np.maximum(own_s, floor_s)
-    shares: _Column = np.clip(2 - 1.5 * first_s / within_s, 0.0, 1.0).mean(axis=1)
-    return np.maximum(shares, LEAST_SHARE)
+    idle, busy = (
+        np.maximum(np.clip(2 - 1.5 * first_s / within_s, 0.0, 1.0).mean(axis=1), LEAST_SHARE)
+        for first_s in (fixed_s + np.maximum(own_s, floor_s), step_s / 2 + 2 * own_s)
+    )
+    return idle, busy

@@ -32,7 +32,7 @@ class ElasticSettings:
     prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
-    price_from: float = 0.05  # of a step: what a mixed step costs more than its parts, if less, is ignored
+    price_from: float = 0.05  # of a step: what it costs that anybody decodes at a worker, if less, is ignored
     gather_fill: float = 0.8  # share of a step up to which rows gather where mixed steps have a price
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
@@ -246,13 +246,16 @@ class Formulas:
         return self.masked(cost, good)
 
     def _price_s(self, worker: Figure, spread_s: Figure) -> Figure:
-        """A row's share of the price of mixed steps. So rows gather, and prompts elsewhere pay none."""
+        """A row's share of what it costs that anybody decodes there: the price of mixed steps, and prompts
+        that are in time only if nobody does. So rows gather, and prompts elsewhere have all of a step."""
         pool = self.pool
-        has_price = worker.mixed_s > self.settings.price_from * self.limit_s
+        price_s = worker.haste * self.limit_s
+        price_s += worker.mixed_s
+        has_price = price_s > self.settings.price_from * self.limit_s
         if not pool.is_some(has_price):
             return 0.0
-        shared_s = worker.mixed_s / (worker.rows + worker.coming_rows + 1)
-        shared_s = pool.instead(shared_s, spread_s > self.settings.gather_fill * self.limit_s, worker.mixed_s)
+        shared_s = price_s / (worker.rows + worker.coming_rows + 1)
+        shared_s = pool.instead(shared_s, spread_s > self.settings.gather_fill * self.limit_s, price_s)
         return pool.unless(shared_s, has_price, 0.0)
 
     def with_kv_taken(self, worker: Figure, spread_s: Figure, cached: Figure) -> Figure:

@@ -70,7 +70,7 @@ def test_decode_leaves_a_worker_that_alone_has_prompts_in_time() -> None:
     pool, targets = fleet([quick, slow]), Targets(0.2, 0.1)
     ask = Ask(900, 200.0)
     assert place(pool, ask, targets, SETTINGS) == Place(0, 0, pytest.approx(0.086, abs=5e-3))
-    pool.expect(np.array([700.0, 900.0, 1_400.0]), SETTINGS.early * targets.ttft_s)
+    pool.expect(np.array([700.0, 900.0, 1_400.0]), SETTINGS.early * targets.ttft_s, targets.tpot_s)
     decision = place(pool, ask, targets, SETTINGS)
     assert isinstance(decision, Place)
     assert (decision.prefill, decision.decode) == (0, 1)
@@ -99,6 +99,22 @@ def test_where_mixed_steps_have_a_price_rows_gather_and_prompts_go_elsewhere() -
     free.rows[1], free.context[1] = 40, 40_000
     decision = placed(free, 1_000)
     assert decision.prefill == decision.decode != 1
+
+
+def test_rows_gather_where_prompts_are_in_time_only_if_nobody_decodes() -> None:
+    model = StepModel(21e-3, 1e-3, 100e-6, 0.7e-6, 0.0)  # 900 tokens take 90 ms
+    pool, targets, ask = fleet([model] * 3), Targets(0.2, 0.1), Ask(900, 200.0)
+    pool.rows[1], pool.context[1] = 20, 18_000
+    apart = place(pool, ask, targets, SETTINGS)
+    assert isinstance(apart, Place)
+    assert apart.prefill == apart.decode != 1
+    pool.expect(np.array([500.0, 900.0]), SETTINGS.early * targets.ttft_s, targets.tpot_s)
+    gathered = place(pool, ask, targets, SETTINGS)
+    assert isinstance(gathered, Place)
+    assert gathered.prefill != 1
+    assert gathered.decode == 1
+    pool.expect(np.array([50.0, 90.0]), SETTINGS.early * targets.ttft_s, targets.tpot_s)
+    assert place(pool, ask, targets, SETTINGS) == apart  # prompts that are in time anywhere
 
 
 def test_roles_are_kept() -> None:

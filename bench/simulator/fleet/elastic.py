@@ -71,7 +71,11 @@ class ElasticPolicy:
     def arrive(self, request: Request, now: float) -> int | None:
         request.deadline_s = request.arrival_s + self._targets.ttft_s
         if (sample := self._prompts.add(request.num_prompt)) is not None:
-            self._fleet.expect(sample, self._settings.early * self._targets.ttft_s)
+            self._fleet.expect(
+                sample,
+                self._settings.early * self._targets.ttft_s,
+                min(self._targets.tpot_s, self._targets.gap_s),
+            )
         cached = self._cached(request)
         ask = self._ask(request, cached)
         if cached is None and self._are_equal:
