@@ -15,10 +15,14 @@ Algorithm:
      loaded decode worker is slow, and one that is full, of work or of KV, is never chosen.
   2. *D*: of the workers whose predicted step, with all that is on its way there, stays within the TPOT (and
      gap) target, and whose KV has room: the one where decode costs least. The cost of a second is what that
-     worker could do with it instead: (decode seconds per token) x (its prefill speed). So of unequal kinds
-     each does what it is comparatively good at. Among equal ones P itself, which needs no transfer; else the
-     one whose steps, with the hand-off spread over the answer and the KV newly taken, are shortest: what a D
-     has cached need neither move nor be held twice. With a gap limit, the exposed transfer must fit into it.
+     worker could do with it instead: (decode seconds per token) x (its prefill speed) x (the share of recent
+     prompts that it would have in time if it were idle). So of unequal kinds each does what it is
+     comparatively good at, and decode leaves those that alone are quick enough for first tokens. Where it
+     costs that anybody decodes at a worker at all, since mixed steps have a price or long prompts would be
+     late beside decode, rows share that cost: they gather on few workers. Among equal ones P itself, which
+     needs no transfer; else the one whose steps, with the hand-off spread over the answer and the KV newly
+     taken, are shortest: what a D has cached need neither move nor be held twice. With a gap limit, the
+     exposed transfer must fit into it.
   3. When D has no room within the target anywhere, the request decodes where it adds least above the target.
 
 Load is that of the moment when the prefill will have ended: rows leave at the rate at which rows end, and all
@@ -34,7 +38,8 @@ hold it. Overload demotes, on the worker (`cluster.slo_schedule`), rather than r
 still runs, at the rate that such prompts get there (`_backlog_s`). It is rejected only when that would take
 longer than `max_wait_s` everywhere, with the time after which the backlog will have drained enough.
 
-Bounds: O(workers), one by one or in a few vector operations (`router.choosing`); no state, no clock.
+Bounds: O(workers), one by one or in a few vector operations (`router.choosing`); no state, no clock. How
+long recent prompts are is in the fleet's columns (`router.prompt_lengths`), worked out now and then.
 """
 
 from __future__ import annotations

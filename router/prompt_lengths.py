@@ -20,7 +20,7 @@ MEMORY = 512  # prompts
 SAMPLE = 20  # quantiles
 LEAST_SHARE = 0.02
 HASTE_FROM = 0.2  # share of prompts that decode makes late from which on rows gather on fewer workers ...
-NEARLY = 0.9  # ... if these are, by this share of the highest worth, those that first tokens need
+NEARLY = 0.97  # ... if these are, by this share of the highest worth, those that first tokens need
 FIRST, EVERY = 16, 128  # prompts until there is a sample, and from one to the next
 
 
