@@ -93,7 +93,7 @@ class Search:
             return session.measure(aimed, self.how, title=title)
 
         say(opening_lines(self.settings, self.duration_s, self.how.window))
-        found, measured = find_max_goodput(self.settings, measure, _tell, session.why_gone)
+        found, measured = find_max_goodput(self.settings, measure, _tell)
         first = measured[0].result if measured else {}
         kept = (
             *("model_id", "backend", "slos_ms", "workload", "trace", "window"),

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from bench.load.client.target import why_gone
 from bench.load.figures.slo import Slo
 from bench.load.figures.window import Window
 from bench.load.goodput.probing import find_max_goodput
@@ -161,7 +160,6 @@ def search_goodput(
             f"  {probe.rate:.3g} req/s, seed {probe.seed}: "
             f"{outcome.attainment or 0.0:.1%} of {outcome.num_offered} good"
         ),
-        lambda: why_gone(running.target),
     )
     answers = msgspec.convert(account["answers"], list[TargetAnswer])
     is_interrupted = any(not one.run.is_complete for one in measured)

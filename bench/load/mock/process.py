@@ -44,7 +44,7 @@ def serve_mock(
     """Serve until SIGINT or SIGTERM; `on_listening(url)` is called once connections are accepted.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        BatonError: the address cannot be listened on.
     """
     raise_file_limit()
     with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -69,7 +69,7 @@ async def _serve(
     except OSError as error:
         hint = "; give another --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
-        raise ConfigError(f"cannot listen on `{host}:{port}`: {why}{hint}") from None
+        raise BatonError(f"cannot listen on `{host}:{port}`: {why}{hint}") from None
     gc.freeze()
     if on_listening is not None:
         on_listening(server.url)
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None, program: str = "python -m bench.loa
         serve_mock(settings, options.host, options.port, _print_url, options.with_stdin)
     except BatonError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

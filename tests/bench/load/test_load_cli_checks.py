@@ -255,9 +255,11 @@ def test_the_key_is_not_in_the_command_line() -> None:
 
 
 def test_help_tells_the_exit_statuses_and_what_a_rate_of_chats_is() -> None:
-    output = " ".join(CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output.split())
-    for part in ("3 measured, but INVALID", "4 measured, but no request succeeded", "chats per second"):
-        assert part in output
+    for command in ("run", "sweep", "max-goodput", "report", "compare"):
+        output = " ".join(CliRunner().invoke(app, [command, "--help"], terminal_width=200).output.split())
+        for part in ("0 complete and valid", "3 measured, but INVALID", "5 not all that was asked for"):
+            assert part in output
+    assert "chats per second" in CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output
 
 
 @pytest.mark.parametrize("kind", [LoadOptions, SweepOptions, SearchOptions])
