@@ -24,6 +24,7 @@ from bench.load.goodput.values import (
     SearchSettings,
     SeedAnswer,
     TargetAnswer,
+    figure_of,
 )
 
 
@@ -75,7 +76,7 @@ def so_far(answer: TargetAnswer) -> str:
     """`≥ 1 (seed 0)`, `1.41 (seeds 0, 1)`, `none passed`."""
     if answer.rate is None:
         return "none passed"
-    seeds = [one.seed for one in answer.seeds if one.rate is not None]
+    seeds = figure_of(answer.seeds).seeds
     which = f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
     return f"{'≥ ' if answer.is_lower_bound else ''}{answer.rate:.4g} ({which})"
 
@@ -109,7 +110,7 @@ def seed_words(one: SeedAnswer) -> str:
 def answer_words(answer: TargetAnswer) -> str:
     """`at least 1 req/s (seed 0 only)`; `3.91 req/s (mean of 3 seeds; between 3.9 that passed and …)`."""
     searched = [one for one in answer.seeds if one.end is not End.NOT_SEARCHED]
-    counted = [one.seed for one in answer.seeds if one.rate is not None]
+    counted = figure_of(answer.seeds).seeds
     if answer.rate is None:
         return f"unknown, no rate has passed so far ({_which([one.seed for one in searched], answer)})"
     if searched and all(one.end in NOTHING for one in searched):
