@@ -2,8 +2,8 @@
 
 1. `compare_results` takes results as `result.read_result` gives them.
 2. It warns where the runs did not do the same work, and passes on each run's cautions. A run that is not
-   valid, or incomplete, is shown and marked, but has no ratios, and nothing is held against it; nor have
-   figures of SLOs, between runs with different ones.
+   valid or incomplete, or in which nothing succeeded, is shown, but has no ratios, and nothing is held against
+   it; nor have figures of SLOs, between runs with different ones.
 3. `as_text` is for a terminal, `as_dict` for a file.
 """
 
@@ -121,7 +121,8 @@ def compare_results(results: Sequence[Mapping[str, Any]], labels: Sequence[str] 
     names = _distinct(labels or [str(one.get("label") or one.get("backend") or "run") for one in results])
     valid = tuple(result.get("valid") is not False for result in results)
     complete = tuple(result.get("is_complete") is not False for result in results)
-    judged = tuple(map(operator.and_, valid, complete))
+    succeeded = tuple(result.get("completed") != 0 for result in results)
+    judged = tuple(map(all, zip(valid, complete, succeeded, strict=True)))
     rows = [_row(metric, results, judged) for metric in METRICS]
     return Comparison(
         labels=names,
@@ -255,7 +256,7 @@ def _doubts(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
             warnings.append(f"`{name}` is not valid, so {and_so}: {reasons}")
         warnings += [f"`{name}`, caution: {caution}" for caution in result.get("cautions") or ()]
         if result.get("completed") == 0:
-            warnings.append(f"`{name}` has no request that ended OK, so it has no latencies")
+            warnings.append(f"`{name}` has no request that ended OK, so {and_so}")
     return warnings
 
 

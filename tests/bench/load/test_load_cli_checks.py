@@ -139,6 +139,9 @@ def test_options_that_cannot_work_need_no_server(arguments: tuple[str, ...], par
         (("max-goodput", "--slo", "ttft=1s", "--arrival", "burst"), "burst"),
         (("max-goodput", "--slo", "ttft=1s", "--rate", "2"), "leave --rate out"),
         (("max-goodput", "--slo", "ttft=1s", "--warmup", "60s"), "leave nothing to measure of 60 s"),
+        (("max-goodput", "--slo", "ttft=1s", "--duration", "1s"), "--start-rate 1 offers less than one"),
+        (("run", "--requests", "1", "--rate", "1", "--target", "0.8"), "give --strict too"),
+        (("run", "--requests", "1", "--rate", "1", "--strict", "--target", "nan"), "a share above 0"),
         (("max-goodput", "--slo", "ttft=1s", "--keep-text", "--out", "x.json"), "leave --keep-text out"),
     ],
 )

@@ -177,7 +177,14 @@ def test_an_incomplete_run_is_marked_and_nothing_is_judged_by_it(cut: int) -> No
 
 def test_where_nothing_can_be_judged_it_says_so() -> None:
     bad = {**FAST, "label": "bad", "valid": False, "invalid_reasons": ["It lagged."]}
-    for runs in ([bad, FAST], [FAST, bad], [bad, bad], [{**FAST, "is_complete": False}, SLOW]):
+    nothing = result_of(run_of([]), "nothing")
+    for runs in (
+        [bad, FAST],
+        [FAST, bad],
+        [bad, bad],
+        [{**FAST, "is_complete": False}, SLOW],
+        [FAST, nothing],
+    ):
         found = compare_results(runs)
         assert not found.is_judged
         assert as_dict(found)["is_judged"] is False

@@ -178,7 +178,7 @@ def test_what_a_lost_server_is() -> None:
     assert server_lost(cut_short) is None  # a stream broke, and the server is there
     assert "nothing listens" in (server_lost(gone(cut_short)) or "")
     assert "answers again" in (server_lost(dying()) or "")
-    hung = run_of([answer(0.0, [], status=Status.TIMEOUT, end_s=9.0)])
+    hung = run_of([answer(0.0, [0.1]), answer(1.0, [], status=Status.TIMEOUT, end_s=9.0)])
     assert may_be_gone(hung)
 
 
