@@ -2,8 +2,8 @@
 
 1. `compare_results` takes results as `result.read_result` gives them.
 2. It warns where the runs did not do the same work, and passes on each run's cautions. A run that is not
-   valid or incomplete, or in which nothing succeeded, is shown, but has no ratios, and nothing is held against
-   it; nor have figures of SLOs, between runs with different ones.
+   valid or incomplete, or in which nothing succeeded, is shown, but has no ratios, and nothing is held
+   against it; nor have figures of SLOs, between runs with different ones.
 3. `as_text` is for a terminal, `as_dict` for a file.
 """
 
