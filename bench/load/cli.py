@@ -17,7 +17,7 @@ import orjson
 import typer
 
 from bench.load.cli_checks import check_outputs, check_unvaried, parse_rates, slo_notes
-from bench.load.cli_hints import HintingCommand
+from bench.load.cli_hints import HintingCommand, PlainCommand
 from bench.load.cli_load import ARRIVALS, MEASURING, LoadOptions
 from bench.load.cli_options import option, options
 from bench.load.cli_screen import note, say
@@ -150,7 +150,7 @@ def max_goodput(given: SearchOptions) -> None:
     raise typer.Exit(search_status(found, stop, given.strict))
 
 
-@app.command(epilog=EXIT_HELP)
+@app.command(cls=PlainCommand, epilog=EXIT_HELP)
 def report(
     results: Annotated[list[Path], typer.Argument(help="result files of `run`, `sweep` and `max-goodput`")],
     out: Annotated[Path, typer.Option(help="HTML file to write")] = Path("report.html"),
@@ -171,7 +171,7 @@ def report(
     say(_write_text(out, render_report(runs, searches)))
 
 
-@app.command(epilog=EXIT_HELP)
+@app.command(cls=PlainCommand, epilog=EXIT_HELP)
 def compare(results: Annotated[list[Path], typer.Argument(help="two or more result files")]) -> None:
     """Result files side by side, with ratios to the first where both may be judged."""
     if len(results) < 2:

@@ -154,6 +154,12 @@ One request's own script, over the default: the field `mock` of its body
   baton bench run --url http://127.0.0.1:8001 --extra-body '{"mock": {"stall_after": 5}}' ..."""
 
 
+EXIT_HELP = (
+    "exit status: 0 ended by a signal; 1 it could not listen; 2 a command line that cannot work\n"
+    "(those of all commands: baton bench run --help)"
+)
+
+
 def main(arguments: list[str] | None = None, program: str = "python -m bench.load.mock.process") -> int:
     options = _parser(program).parse_args(arguments)
     try:
@@ -199,7 +205,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program,
         description="An OpenAI-compatible server of scripted timings and faults. It prints its URL as JSON.",
-        epilog=f"fields of a script, and their defaults:\n{fields}\n\n{EXAMPLE}",
+        epilog=f"fields of a script, and their defaults:\n{fields}\n\n{EXAMPLE}\n\n{EXIT_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from bench.load import cli_entry
 from bench.load.cli import SweepOptions, app
 from bench.load.cli_checks import slo_notes
 from bench.load.cli_load import LoadOptions
@@ -290,3 +291,25 @@ def test_endless_arrivals_over_a_trace_take_all_of_it(mock: MockProcess, tmp_pat
     assert written["num_prompts"] == usable
     with pytest.raises(ConfigError, match="--speed-up"):
         plan_settings(LoadOptions(trace=Path(AZURE), rate=2.0, arrival="poisson", speed_up=2.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("run", "--bogus"), "No such option: --bogus"),
+        (("run", "--rate", "abc"), "Invalid value for '--rate'"),
+        (("run", "--rate"), "'--rate' requires an argument"),
+        (("run", "extra"), "unexpected extra argument"),
+        (("compare",), "Missing argument 'results'"),
+        (("report", "--x"), "No such option: --x"),
+    ],
+)
+def test_what_the_parser_refuses_is_one_line_and_a_usage_error(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], part: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli_entry.main(arguments, owns_process=False)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {part}") or part in line
+    assert line.endswith(f"; see baton bench {arguments[0]} --help")
