@@ -57,7 +57,7 @@ SIGNATURES = {
     "baton_model_destroy": "p-",
     "baton_num_stages": "i",
     "baton_model_profile": "pp-",
-    "baton_forward": "piiiippppppppiiipppppi",
+    "baton_forward": "piiiippppppppiiiipppppi",
     "baton_board_open": "pp",
     "baton_board_close": "p-",
     "baton_board_bytes": "i",
