@@ -73,3 +73,9 @@ def test_rates_that_an_earlier_file_lacks_were_not_measured() -> None:
         del earlier[name]
     assert best_rates(SLOW, [earlier]) == SLOW
     assert limit(8, SLOW) == limit(16, SLOW) == limit(32, SLOW) == (limit(16, SLOW)[0], "floating point")
+
+
+def test_all_cores_do_at_least_what_one_does() -> None:
+    """The probe of all cores is the one that other work disturbs most."""
+    disturbed = dataclasses.replace(MACHINE, read_gb_per_s_all_threads=3.0)
+    assert best_rates(disturbed, []).read_gb_per_s_all_threads == MACHINE.read_gb_per_s_one_thread
