@@ -50,7 +50,9 @@ def test_limits_are_those_of_the_quietest_run() -> None:
     assert best == dataclasses.replace(MACHINE, gemm_gflop_per_s_all_threads=3e5)
 
 
-SLOW = dataclasses.replace(MACHINE, gemm_gflop_per_s_all_threads=1.0)  # so that arithmetic decides
+SLOW = dataclasses.replace(  # so that arithmetic decides
+    MACHINE, gemm_gflop_per_s_one_thread=1.0, gemm_gflop_per_s_all_threads=1.0
+)
 
 
 def test_each_format_is_held_against_its_own_arithmetic() -> None:
