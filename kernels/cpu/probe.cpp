@@ -37,9 +37,7 @@ struct Pairs {
 struct Bytes {
     static constexpr int64_t kPerLane = 4;
     static Vec add(Vec sum, Vec factor, Vec term) {
-#if defined(BATON_AVX512) && defined(__AVX512VNNI__)
-        return Vec(IntVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(factor), __m512i(term))));
-#elif defined(BATON_AVX512) && defined(__AVX512BW__)
+#if defined(BATON_AVX512) && defined(__AVX512BW__) && !defined(__AVX512VNNI__)
         const __m512i pairs = _mm512_maddubs_epi16(__m512i(factor), __m512i(term));
         return Vec(IntVec(sum) + IntVec(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
 #elif defined(BATON_AVX2) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -50,10 +48,7 @@ struct Bytes {
         const __m256i pairs = _mm256_maddubs_epi16(__m256i(factor), __m256i(term));
         return Vec(IntVec(sum) + IntVec(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 #else
-        IntVec result = IntVec(sum);
-        for (int shift = 0; shift < 32; shift += 8)
-            result += IntVec((UintVec(factor) >> shift) & 255) * (IntVec(UintVec(term) << (24 - shift)) >> 24);
-        return Vec(result);
+        return Vec(add_quads(IntVec(sum), IntVec(factor), IntVec(term)));
 #endif
     }
 };
