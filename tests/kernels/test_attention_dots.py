@@ -1,5 +1,5 @@
-"""Attention by dot-product instructions (pairs of bf16; integers over int8 KV), by the machine's own where it
-has them and emulated: close to fp64, the same bits on both, and the same for a decode step and a whole prompt."""
+"""Attention by dot products (pairs of bf16; integers over int8 KV), real and emulated: close to fp64,
+the same bits on both, and for a decode step and a whole prompt."""
 
 from __future__ import annotations
 
