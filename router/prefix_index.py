@@ -122,9 +122,9 @@ class PrefixIndex:
         column: Column | None = None
         for num_blocks, rows in levels:
             if column is None:
-                column = self._mask(rows, num_rows) * num_blocks
+                column = self._mask(rows, num_rows) * float(num_blocks)
             elif rows.bit_count() > _FEW:
-                np.maximum(column, self._mask(rows, num_rows) * num_blocks, out=column)
+                np.maximum(column, self._mask(rows, num_rows) * float(num_blocks), out=column)
             else:
                 while rows:
                     lowest = rows & -rows

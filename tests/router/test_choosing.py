@@ -57,7 +57,9 @@ def test_a_worker_says_what_its_columns_say(pool: Fleet) -> None:
 def test_choices(pool: Fleet, kind: type[Few | Many]) -> None:
     some = kind(pool)
     cost = some.column(np.array([1.0, 1.04, 1.05, 2.0]))
-    near = some.near(cost, 0.05)
+    near = some.near(cost, 0.05, some.column(np.array([False, True, True, True])))
+    assert list(near) == [1, 2]  # the least of all is not among them
+    near = some.near(cost, 0.05, some.column(np.array([True, True, True, False])))
     assert list(near) == [0, 1, 2]
     assert some.oldest_of(near, cost, 0.02, NONE) == 0
     assert some.oldest_of(near, cost, 0.10, NONE) == 2  # placed on longest ago

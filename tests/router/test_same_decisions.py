@@ -149,7 +149,7 @@ def digest(group: int) -> str:
     return blake2b("\n".join(lines).encode(), digest_size=12).hexdigest()
 
 
-@pytest.mark.parametrize("group", (*GROUPS, *LARGE))
+@pytest.mark.parametrize("group", [*GROUPS, *LARGE])
 def test_decisions_are_the_recorded_ones(group: int) -> None:
     assert digest(group) == json.loads(RECORD.read_text())[group]
 
