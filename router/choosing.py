@@ -6,10 +6,10 @@
 3. What is chosen by columns (`lowest`, `near`, `oldest`) goes on as a few row numbers.
 
 An operation on a short array costs a quarter of a microsecond, six times one on a number: so a few workers
-are looked at one after the other. With a thousand it costs half of one, most of it overhead. A Python number as
-operand adds a third, an integer more (`one` and `number` do not); `min`, `any`, `where` and a bound by a number
-cost two to four such operations. So minima are looked up by `argmin`, flags as bytes, a bound is applied only
-where it binds, and rows are masked only if one that may not be chosen would be.
+are looked at one after the other. With a thousand it costs half of one, most of it overhead. A Python number
+as operand adds a third, an integer more (`one` and `number` do not); `min`, `any`, `where` and a bound by a
+number cost two to four such operations. So minima are looked up by `argmin`, flags as bytes, a bound is
+applied only where it binds, and rows are masked only if one that may not be chosen would be.
 """
 
 from __future__ import annotations

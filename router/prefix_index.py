@@ -8,7 +8,8 @@
 
 A hash names the whole prefix up to its block (`cluster.block_hash`), and a worker that has a block has all
 blocks before it. So holders only get fewer along a prompt, and where the set changes is found by bisection:
-a look-up costs a few steps per *distinct set of holders*, not per block or worker. A wrong belief costs time,
+a look-up costs a few steps per *distinct set of holders*, not per block or worker; where a system prompt ends
+is guessed first, since each step may read memory that nobody has touched for long. A wrong belief costs time,
 never correctness: workers match their own caches and verify token ids.
 
 Rows are those of the router's `Fleet`; the holders of a hash are the bits of one integer. Hashes are kept in
@@ -27,6 +28,7 @@ from router.fleet import Column
 
 MAX_LEVELS = 32  # different lengths told apart in one look-up; longer ones count as the last of them
 _MAX_MASKS = 256
+_MAX_ENDS = 4096
 _FEW = 12  # rows up to which bits are taken one by one
 
 
@@ -40,6 +42,7 @@ class PrefixIndex:
             int, dict[BlockHash, int]
         ] = {}  # row |-> hash |-> requests that will have it there
         self._bits: list[int] = []
+        self._ends: dict[BlockHash, int] = {}  # first block |-> last one that all its holders had, lately
         self._masks: dict[int, Column] = {}  # rows as bits |-> 1.0 at those; of large sets seen lately
 
     def __len__(self) -> int:
@@ -58,7 +61,8 @@ class PrefixIndex:
         holders, bit = self._holders, self._bit(row)
         for block_hash in hashes:
             stored[block_hash] = None
-            holders[block_hash] = holders.get(block_hash, 0) | bit
+            held = holders.get(block_hash)  # alone it is the row's own number: a large one, that all share
+            holders[block_hash] = bit if held is None else held | bit
 
     def remove(self, row: int, hashes: Iterable[BlockHash]) -> None:
         """Blocks that have left this worker's cache. Fine for unknown ones."""
@@ -87,7 +91,8 @@ class PrefixIndex:
             num_requests = expected.get(block_hash, 0)
             expected[block_hash] = num_requests + 1
             if not num_requests:
-                holders[block_hash] = holders.get(block_hash, 0) | bit
+                held = holders.get(block_hash)
+                holders[block_hash] = bit if held is None else held | bit
 
     def unexpect(self, row: int, hashes: Sequence[BlockHash]) -> None:
         """Undo one `expect` of the same hashes. Fine after `leave`."""
@@ -96,13 +101,11 @@ class PrefixIndex:
             return
         stored = self._stored.get(row, ())
         for block_hash in hashes:
-            num_requests = expected[block_hash] - 1
-            if num_requests:
-                expected[block_hash] = num_requests
-            else:
-                del expected[block_hash]
-                if block_hash not in stored:
-                    self._drop(row, block_hash)
+            num_requests = expected.pop(block_hash)
+            if num_requests > 1:
+                expected[block_hash] = num_requests - 1
+            elif block_hash not in stored:
+                self._drop(row, block_hash)
         if not expected:
             del self._expected[row]
 
@@ -148,9 +151,10 @@ class PrefixIndex:
         holders, levels = self._holders, []
         rows = holders.get(hashes[0], 0) if hashes else 0
         last = len(hashes) - 1
+        end = guess = self._ends.get(hashes[0], 0) if rows else 0
         at = 0  # all of `rows` have the blocks up to this one
         while rows:
-            if holders.get(hashes[last], 0) & rows == rows:
+            if (held := holders.get(hashes[last], 0)) == rows or held & rows == rows:
                 levels.append((last + 1, rows))
                 break
             if len(levels) == MAX_LEVELS:
@@ -159,16 +163,25 @@ class PrefixIndex:
             low, high = at, last  # all have the one, not all the other
             while high - low > 1:
                 middle = (low + high) // 2
-                if holders.get(hashes[middle], 0) & rows == rows:
+                if low < guess < high:
+                    middle, guess = guess, end + 1 if guess == end else 0
+                if (held := holders.get(hashes[middle], 0)) == rows or held & rows == rows:
                     low = middle
                 else:
                     high = middle
+            if at == 0 and rows.bit_count() > _FEW:
+                self._note_end(hashes[0], low)
             further = holders.get(hashes[high], 0) & rows
             levels.append((low + 1, rows))
             rows, at = further, high
         return levels
 
     # ---- parts
+
+    def _note_end(self, first: BlockHash, end: int) -> None:
+        if len(self._ends) >= _MAX_ENDS:
+            self._ends.clear()
+        self._ends[first] = end
 
     def _bit(self, row: int) -> int:
         while row >= len(self._bits):
