@@ -11,7 +11,7 @@ The policy is the live one: above some number of workers it decides in cells (`r
 
 One process, nothing else measured. Garbage is collected as in the live router, which freezes what it has
 loaded. On a busy machine the slowest calls are those in which the kernel gave the core to somebody else: they
-are counted (`lost`), and the p99 of the others is told beside the p99 of all, which is the one that is judged.
+are counted (`lost`), and the p99 of the others is told beside the p99 of all, by which it is judged.
 """
 
 from __future__ import annotations
