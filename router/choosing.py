@@ -210,7 +210,8 @@ class Many:
     @staticmethod
     def only(flags: Flags) -> int:
         as_bytes = flags.tobytes()
-        return as_bytes.index(1) if as_bytes.count(1) == 1 else NONE
+        row = as_bytes.find(1)  # NONE if there is none
+        return row if as_bytes.find(1, row + 1) == NONE else NONE
 
     @staticmethod
     def near(cost: Column, share: float, among: Flags) -> Rows:

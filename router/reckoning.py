@@ -89,10 +89,11 @@ class Formulas:
             return _NEVER
         own_s = self.own_s(worker, cached, moving)
         mine_s = worker.work_s + own_s
-        if pool.least(worker.rows) > 0:
+        load = worker.rows + worker.queued_load_s  # nothing of either: it is idle
+        if pool.least(load) > 0:
             share, start_s = self._share(worker, mine_s), self.limit_s / 2
         else:
-            is_idle = worker.rows + worker.queued_load_s == 0
+            is_idle = load == 0
             share = pool.at_least(0.95 * worker.on_time_share, self.settings.min_share)
             start_s = worker.fixed_s + worker.floor_s
             if not pool.is_every(is_idle):
