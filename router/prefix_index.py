@@ -14,7 +14,7 @@ never correctness: workers match their own caches and verify token ids.
 
 Rows are those of the router's `Fleet`; the holders of a hash are the bits of one integer. Hashes are kept in
 plain dictionaries, which the garbage collector does not look into: a million of them in sets would stop the
-router for a fifth of a second each time. The index is several of them, since one that grows is copied at once.
+router for a fifth of a second each time. The index is several, since one that grows is copied at once.
 """
 
 from __future__ import annotations
