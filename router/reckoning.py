@@ -252,10 +252,10 @@ class Formulas:
         """A row's share of what it costs that anybody decodes there: the price of mixed steps, and prompts
         that are in time only if nobody does. So rows gather, and prompts elsewhere have all of a step."""
         pool, least_s = self.pool, self.settings.price_from * self.limit_s
+        if pool.most(worker.mixed_s) <= least_s and pool.most(worker.haste) <= 0:
+            return 0.0
         price_s = worker.haste * self.limit_s
         price_s += worker.mixed_s
-        if pool.most(price_s) <= least_s:
-            return 0.0
         shared_s = price_s / (worker.rows + worker.coming_rows + 1)
         shared_s = pool.instead(shared_s, spread_s > self.settings.gather_fill * self.limit_s, price_s)
         return pool.unless(shared_s, price_s > least_s, 0.0)
