@@ -31,7 +31,7 @@ NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never t
 
 _T = TypeVar("_T", bound=np.generic)
 
-_FLOATS = 24
+_FLOATS = 25
 _FLAGS = 3
 
 
@@ -70,6 +70,7 @@ class Worker(msgspec.Struct, frozen=True, gc=False):
     worth: float
     mixed_s: float
     haste: float
+    far_load_s: float
     can_prefill: bool
     can_decode: bool
     can_send: bool
@@ -131,6 +132,7 @@ class Fleet:
         self.worth: Column = floats[21]  # of its seconds as prefill: the share of prompts it is in time with
         self.mixed_s: Column = floats[22]  # of the step model
         self.haste: Column = floats[23]  # of the best: share of prompts in time only if nobody decodes there
+        self.far_load_s: Column = floats[24]  # what rows that are computed elsewhere will add to each step
         self.can_prefill: Flags = flags[0]
         self.can_decode: Flags = flags[1]
         self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere

@@ -23,7 +23,8 @@ _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
     safety: float = 0.985  # share of the targets that predictions must stay within
-    min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
+    min_share: float = 0.003  # of a step, assumed for prompts when decode leaves less: next to nothing
+    kv_share: float = 0.5  # of the pool: rows that hold more have shorter steps, so that they leave sooner
     early: float = 0.6  # share of the TTFT target within which a worker is well in time
     near: float = 0.05  # costs within this share of the least are equal
     tie: float = 0.02  # predictions within this share of the best are equal
@@ -120,7 +121,11 @@ class Formulas:
         return Waits(own_s, pool.unless(ttft_s, able, math.inf), lacks_kv, mine_s, start_s, mixed_s)
 
     def _share(self, worker: Figure, mine_s: Figure) -> Figure:
-        """Of a step, what decode leaves to prompts on time, once all that is queued decodes."""
+        """Of a step, what decode leaves to prompts on time, once all that is queued or will come decodes.
+
+        Chunks lengthen steps, so rows hold their KV for longer. Where they hold much of it, KV is scarcer
+        than time: only what leaves the rows within `kv_share` is offered.
+        """
         pool, ask, limit_s = self.pool, self.ask, self.limit_s
         staying = pool.at_most(mine_s, min(self.targets.ttft_s, ask.life_s / 2)) / -ask.life_s
         staying += pool.one  # 1 - that / life
@@ -132,7 +137,12 @@ class Formulas:
         share += pool.one
         share *= worker.per_token_s
         reading_s += worker.queued_load_s
+        reading_s += worker.far_load_s
         share += reading_s
+        held = worker.context + worker.coming_context
+        bearable = worker.kv_tokens * self.settings.kv_share
+        if pool.most(held - bearable) > 0:  # a step is shorter by as much
+            share *= pool.at_least(held / pool.at_least(bearable, 1.0), 1.0)
         share /= -limit_s
         share += pool.one
         reading_s += worker.floor_s

@@ -324,6 +324,11 @@ class WorkerBook:
         fleet.context[row] = context if context > 0 else 0
         fleet.coming_rows[row] = foreign.coming_rows + totals.coming_rows
         fleet.coming_context[row] = foreign.coming_context + totals.coming_context
+        fleet.far_load_s[row] = _rows_s(
+            fleet.coming_rows[row] - totals.queued_rows,
+            fleet.coming_context[row] - totals.queued_context,
+            model,
+        )
         fleet.kv_used[row] = num_blocks * geometry.block_size
         view.write_room(
             row,
@@ -361,4 +366,9 @@ def _work_s(totals: Totals, model: StepModel) -> float:
 
 
 def _load_s(totals: Totals, model: StepModel) -> float:
-    return totals.queued_rows * model.per_token_s + totals.queued_context * model.per_context_s
+    return _rows_s(totals.queued_rows, totals.queued_context, model)
+
+
+def _rows_s(num_rows: float, context: float, model: StepModel) -> float:
+    """What they add to each step."""
+    return num_rows * model.per_token_s + context * model.per_context_s

@@ -79,7 +79,7 @@ def test_a_summary_is_the_mean_worker_of_those_that_may_compute() -> None:
 def test_a_cell_of_one_busy_worker_is_judged_as_placement_judges_the_worker() -> None:
     """But for half a step of waiting, and what placement keeps of a step as safety."""
     cell = fleet(1)
-    cell.work_s[0], cell.rows[0], cell.context[0] = 0.3, 60, 60_000
+    cell.work_s[0], cell.rows[0], cell.context[0] = 0.3, 60, 48_000
     targets = Targets(1e3, STEP_S)
     settings = ElasticSettings(safety=1.0)
     expected = predicted_ttft_s(cell, Ask(2_000, 100.0), targets, settings)[0] - STEP_S / 2

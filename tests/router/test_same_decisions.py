@@ -54,6 +54,7 @@ def draw_fleet(rng: random.Random, num_workers: int, most_edges: int | None = No
             fleet.context[row] = fleet.rows[row] * rng.randrange(4_000)
             fleet.coming_rows[row] = rng.randrange(4)
             fleet.coming_context[row] = fleet.coming_rows[row] * rng.randrange(4_000)
+            fleet.far_load_s[row] = rng.choice((0.0, 0.5)) * fleet.coming_rows[row] * fleet.per_token_s[row]
         fleet.kv_used[row] = fullness * rng.random() * fleet.kv_tokens[row]
         fleet.kv_promised[row] = rng.choice((0.0, 0.0, 2_000.0))
         fleet.last_placed[row] = rng.randrange(num_workers)

@@ -155,6 +155,9 @@ class ElasticPolicy:
         fleet.coming_context[decode] += sign * request.num_tokens
         if decode != request.prefill_at:
             fleet.kv_promised[decode] += sign * request.num_tokens
+            model = self._workers[decode].model
+            load_s = model.per_token_s + model.per_context_s * request.num_tokens
+            fleet.far_load_s[decode] += sign * load_s
 
     def _promise(self, request: Request) -> None:
         """KV where it is computed, until the prompt begins and holds it."""

@@ -78,7 +78,8 @@ class Shadow(ElasticPolicy):
             self._book.heartbeat(name, WorkerState.READY, load, now)
         view = self._book.view()
         rows = [view.rows[name] for name in self._names]
-        view.fleet.last_placed[rows] = fleet.last_placed  # this router has placed all of them
+        view.fleet.last_placed[rows] = fleet.last_placed  # this router has placed all of them ...
+        view.fleet.far_load_s[rows] = fleet.far_load_s  # ... and knows who of those coming is computed there
         for column in ("work_s", "late_s", "rows", "context", "coming_rows", "coming_context", "can_decode"):
             assert np.array_equal(getattr(view.fleet, column)[rows], getattr(fleet, column)), column
         return view
