@@ -57,6 +57,25 @@ def test_decode_stays_where_the_others_are_full() -> None:
     assert placed(pool, 1_000).decode == placed(pool, 1_000).prefill == 0
 
 
+def test_rows_on_their_way_to_a_worker_leave_no_time_for_prompts_there() -> None:
+    pool = fleet([H100, H20])
+    pool.can_decode[0], pool.work_s[0] = False, 0.35  # not well in time
+    pool.rows[1], pool.context[1] = 60, 60_000
+    assert placed(pool, 200).prefill == 1
+    pool.coming_rows[1], pool.coming_context[1] = 100, 60_000
+    pool.far_load_s[1] = 100 * H20.per_token_s + 60_000 * H20.per_context_s
+    assert placed(pool, 200).prefill == 0
+
+
+def test_rows_that_hold_much_of_the_kv_are_not_slowed_down_by_prompts() -> None:
+    pool = fleet([H100, H20])
+    pool.can_decode[0], pool.work_s[0] = False, 0.35  # not well in time
+    pool.rows[1], pool.context[1] = 20, 180_000
+    assert placed(pool, 700).prefill == 1
+    pool.kv_tokens[1] = 200_000
+    assert placed(pool, 700).prefill == 0
+
+
 def test_a_cached_prefix_draws_the_request() -> None:
     pool = fleet([H100] * 3)
     pool.work_s[1] = 0.02

@@ -109,12 +109,15 @@ def test_load_is_what_was_reported_and_what_was_placed_since() -> None:
     made.place(D0, MINE, Claim(Phase.COMING, 50, num_blocks=20))
     assert (view.slots[d0], view.blocks[d0]) == (9, 80)
     assert (view.fleet.coming_rows[d0], view.fleet.coming_context[d0]) == (1, 50)
+    each_s, per_key_s = view.fleet.per_token_s[d0], view.fleet.per_context_s[d0]
+    assert view.fleet.far_load_s[d0] == pytest.approx(each_s + 50 * per_key_s) != 0.0
     # The worker reports it, and what another router sent: nothing is counted twice.
     beat(made, D0, 0.5, running=2, waiting=1, blocks_used=35, decode_rows=2, coming_rows=1, coming_context=50)
     assert (view.slots[d0], view.blocks[d0]) == (7, 65)
     assert (view.fleet.rows[d0], view.fleet.coming_rows[d0]) == (2, 1)
     made.decoding(D0, MINE)
     assert (view.fleet.rows[d0], view.fleet.context[d0], view.fleet.coming_rows[d0]) == (3, 50, 0)
+    assert view.fleet.far_load_s[d0] == 0.0
     # Between heartbeats places become free at once.
     made.remove(D0, MINE)
     assert (view.slots[d0], view.blocks[d0], view.fleet.rows[d0]) == (8, 85, 2)
@@ -154,7 +157,7 @@ def test_a_local_prompt_is_load_to_come_then_a_row() -> None:
     made.place(D0, MINE, prompt(400, stays=True))
     load_s = CPU.per_token_s + 400 * CPU.per_context_s
     assert fleet.queued_load_s[d0] == pytest.approx(load_s)
-    assert (fleet.coming_rows[d0], fleet.rows[d0]) == (1, 0)
+    assert (fleet.coming_rows[d0], fleet.rows[d0], fleet.far_load_s[d0]) == (1, 0, 0.0)
     beat(made, D0, 1.0, queued_load_s=load_s, coming_rows=1, coming_context=400)
     assert fleet.queued_load_s[d0] == pytest.approx(load_s)
     made.prefilled(D0, MINE)

@@ -136,6 +136,35 @@ def test_elastic_serves_more_than_a_fixed_chunk_under_overload() -> None:
     assert attainment("elastic") > attainment("colocated:512") + 0.1
 
 
+def lognormal_rows(count: int, mean: float, longest: int, most_output: int) -> list[TraceRow]:
+    draw = random.Random(0)
+    lengths = [round(min(longest, draw.lognormvariate(mean, 0.9))) + 1 for _ in range(count)]
+    return [
+        TraceRow(float(index), length, draw.randint(20, most_output)) for index, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pool", "trace", "slo", "split", "rate", "length_s"),
+    [
+        # long prompts: chunks beside rows on an H20 would fill its KV, and rows would go to the H100s
+        ([H100, H100, H20, H20], (9.0, 60_000, 600), "ttft=5s,tpot=50ms", "static:2p2d:srf", 9.0, 120.0),
+        # many rows: what is on its way to an H20 leaves no time for prompts there
+        ([H100, H20, H20, H20], (6.6, 6_000, 400), "ttft=1s,tpot=30ms", "static:1p3d:srf", 70.0, 30.0),
+    ],
+)
+def test_elastic_serves_more_than_a_split_of_unequal_kinds_under_overload(
+    pool: list[Hardware], trace: tuple[float, int, int], slo: str, split: str, rate: float, length_s: float
+) -> None:
+    requests = lognormal_rows(2_000, *trace)
+
+    def attainment(text: str) -> float:
+        setup = Setup(requests, pool, parse_policy(text, len(pool)), parse_slos(slo), length_s)
+        return run_trial(setup, rate, 0).attainment
+
+    assert attainment("elastic") > attainment(split) + 0.015
+
+
 def test_gap_limit_is_kept_by_elastic() -> None:
     slos = parse_slos("ttft=1s,tpot=25ms,gap=30ms")
     setup = Setup(rows(400), [H100] * 2, parse_policy("elastic", 2), slos, 20.0)
