@@ -8,7 +8,7 @@
 
 namespace baton {
 
-constexpr int64_t kAheadBytes = 128 * 1024;  // of L2: what fits L1 is too near for memory
+constexpr int64_t kAheadBytes = 32 * 1024;  // an item begins by asking for so many: more only waits, fewer are too near for memory
 constexpr int64_t kLine = 64;
 
 // One sequence's keys (`which` 0) and values (1), found through its block table.

@@ -56,6 +56,7 @@ HEADERS = (
     "gemm_int8.h",
     "gemm_words.h",
     "operand.h",
+    "kv_ahead.h",
     "kv_rows.h",
     "processors.h",
     "guests.h",

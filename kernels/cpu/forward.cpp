@@ -14,12 +14,17 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "kv_ahead.h"
 #include "operand.h"
 #include "rowwise.h"
 #include "selection.h"
 #include "stopwatch.h"
 #include "team.h"
 
+#ifndef RIDE_LEAST
+#define RIDE_LEAST 16
+#define RIDE_MOST 256
+#endif
 namespace baton {
 namespace {
 
@@ -36,6 +41,8 @@ struct Sizes {
     int64_t query() const { return num_heads * head_dim; }
     int64_t kv() const { return num_kv_heads * head_dim; }
     int64_t qkv() const { return query() + 2 * kv(); }
+    // Weights that a row meets between two attentions.
+    int64_t num_between() const { return hidden * (query() + 3 * inner + qkv()); }
 };
 
 struct Batch {
@@ -117,7 +124,7 @@ public:
           x_(static_cast<T*>(batch.hidden)), pool_(static_cast<char*>(batch.pool)),
           shape_(KvShape(s_.num_layers, batch.block_size, s_.num_kv_heads, s_.head_dim, batch.kv_int8, sizeof(T) == 2),
                  s_.num_heads, model.scale),
-          items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
+          items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())), kv_ahead_(kv_to_come()),
           operands_(model.team, model.int8_memory, model.bf16_memory, std::max(batch.num_tokens, batch.num_logit_rows),
                     std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
@@ -139,17 +146,20 @@ public:
             const Layer& layer = model_.layers[size_t(index)];
             if (rank == 0) model_.team.recruit(index == 0);
             const float* normed = norm(watch, rank, layer.input_norm);
-            product(rank, normed, layer.qkv, batch_.num_tokens, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
+            product(rank, normed, layer.qkv, batch_.num_tokens, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()},
+                    ride(index, layer.qkv, s_.num_between() - s_.qkv() * s_.hidden));
             meet(watch, StepStage::kQkv);
             heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
             meet(watch, StepStage::kHeads);
             attention(rank, index);
             meet(watch, StepStage::kAttention);
-            product(rank, a_, layer.output, batch_.num_tokens, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
+            product(rank, a_, layer.output, batch_.num_tokens, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden},
+                    ride(index + 1, layer.output, 0));
             meet(watch, StepStage::kOutput);
             normed = norm(watch, rank, layer.mlp_norm);
-            gated(watch, rank, normed, layer);
-            product(rank, inner_, layer.down, batch_.num_tokens, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
+            gated(watch, rank, normed, layer, index);
+            product(rank, inner_, layer.down, batch_.num_tokens, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden},
+                    ride(index + 1, layer.down, s_.hidden * (s_.query() + 2 * s_.inner)));
             meet(watch, StepStage::kDown);
         }
         logits(watch, rank);
@@ -187,11 +197,27 @@ private:
         return target;
     }
 
+    // The keys and values that products ask for: where rows are enough that they leave memory idle.
+    KvAhead kv_to_come() const {
+        if (batch_.num_tokens < RIDE_LEAST || batch_.num_tokens > RIDE_MOST) return {};
+        return KvAhead(shape_.kv, pool_, batch_.context_lens, batch_.block_tables, batch_.max_blocks, batch_.num_seqs);
+    }
+
+    // Of the keys and values of `layer`, what a product asks for before which `done` weights of those between two
+    // attentions were multiplied.
+    KvRide ride(int64_t layer, const void* packed, int64_t done) const {
+        if (kv_ahead_.num_bytes() == 0 || layer == s_.num_layers) return {};
+        const PackedHeader& header = header_of(packed);
+        return KvRide(kv_ahead_, layer, done, done + header.out_features * header.in_features, s_.num_between(),
+                      ceil_div(header.out_features, header.panel));
+    }
+
     // This rank's share of a product's columns.
     template <typename Output>
     void product(int64_t rank, const float* x, const void* packed, int64_t num_rows, int64_t in_features,
-                 const Output& output) {
-        const Operand rows = operands_.prepare(rank, x, packed, num_rows, in_features);
+                 const Output& output, const KvRide& ride = {}) {
+        Operand rows = operands_.prepare(rank, x, packed, num_rows, in_features);
+        rows.ride = ride;
         const Share panels(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
         spread(rank, rows, packed, panels.begin, panels.end, output);
     }
@@ -205,10 +231,12 @@ private:
 
     // silu(gate) * up to inner_. A panel of ups meets the gates of its columns while those are in cache, unless a panel
     // holds some of either.
-    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer) {
-        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer);
+    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t index) {
+        const KvRide asked = ride(index + 1, layer.gate_up, s_.hidden * s_.query());
+        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer, asked);
         const int64_t panel = header_of(layer.gate_up).panel, first_up = s_.inner / panel;
-        const Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
+        Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
+        rows.ride = asked;
         const Share panels(first_up, rank, size_);
         model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels, [&](int64_t begin, int64_t end) {
             static thread_local Scratch memory;
@@ -222,9 +250,9 @@ private:
     }
 
     // Gate and up to wide_, then silu(gate) * up.
-    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer) {
+    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, const KvRide& asked) {
         product(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden,
-                Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner});
+                Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner}, asked);
         meet(watch, StepStage::kGateUp);
         const Share columns(s_.inner, rank, size_);
         const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, batch_.num_tokens));
@@ -310,6 +338,7 @@ private:
     char* pool_;                 // rows of keys and values, see `KvShape`
     const Shape shape_;
     const std::vector<Item> items_;
+    const KvAhead kv_ahead_;
     Operands operands_;
 };
 

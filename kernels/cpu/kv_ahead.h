@@ -1,0 +1,134 @@
+// Keys and values that the next layer's attention reads, asked for while the products before it compute.
+//
+// Where many rows share a weight, products wait for arithmetic and leave most of the memory's time unused, while
+// attention, which meets each key once, waits for memory. So each tile of a product asks for a few lines of what
+// attention will read (`Ride`); by then these are in the last cache. It is a hint: no result depends on it.
+//
+// 1. `KvAhead` lists the stretches of a layer's keys and values that a batch will read, one after the other.
+// 2. A product between two attentions has a part of that list by its share of their multiply-adds (`during`), each of its
+//    panels an equal part of this, wherever it is computed.
+// 3. `KvRide::Cursor` walks a piece's panels and gives each tile its stretch, none over two stretches of the list.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kv_rows.h"
+#include "threads.h"
+
+namespace baton {
+
+// What a tile asks for beside its panels: a line at each of its first steps over k.
+struct Ride {
+    static constexpr int64_t kLineBytes = 64;
+
+    const char* at = nullptr;
+    int64_t num_lines = 0;
+
+    void ask(int64_t k) const {
+        if (k < num_lines) prefetch_l2(at + k * kLineBytes);
+    }
+};
+
+class KvAhead {
+public:
+    // Of nothing.
+    KvAhead() = default;
+
+    // Positions [0, context_lens[s]) of every sequence, whose blocks are block_tables[s * max_blocks ...].
+    KvAhead(const KvShape& kv, const char* pool, const int32_t* context_lens, const int32_t* block_tables,
+            int64_t max_blocks, int64_t num_seqs)
+        : pool_(pool), layer_bytes_(kv.offset(0, 1, 0)) {
+        for (int64_t s = 0; s < num_seqs; ++s)
+            for (int64_t position = 0; position < context_lens[s]; position += kv.block_size) {
+                const int64_t slot = block_tables[s * max_blocks + position / kv.block_size] * kv.block_size;
+                const int64_t tokens = std::min<int64_t>(kv.block_size, context_lens[s] - position);
+                for (int64_t which = 0; which < 2; ++which)
+                    add(kv.offset(slot, 0, which), tokens * kv.token_bytes());
+            }
+    }
+
+    int64_t num_bytes() const { return ends_.empty() ? 0 : ends_.back(); }
+
+private:
+    friend class KvRide;
+
+    void add(int64_t offset, int64_t num_bytes) {
+        const int64_t begin = this->num_bytes();
+        if (begin > 0 && begins_.back() + begin == offset) {  // goes on where the last one ends
+            ends_.back() += num_bytes;
+            return;
+        }
+        begins_.push_back(offset - begin);
+        ends_.push_back(begin + num_bytes);
+    }
+
+    const char* pool_ = nullptr;
+    int64_t layer_bytes_ = 0;
+    // Bytes [ends_[i - 1], ends_[i]) of the list lie in the pool's first layer at begins_[i] and as many on.
+    std::vector<int64_t> begins_, ends_;
+};
+
+// The part of the list that one product asks for.
+class KvRide {
+public:
+    KvRide() = default;
+
+    // [begin, end) of `total` parts of a layer's list, in num_panels equal ones.
+    KvRide(const KvAhead& kv, int64_t layer, int64_t begin, int64_t end, int64_t total, int64_t num_panels)
+        : kv_(&kv), layer_(kv.pool_ + layer * kv.layer_bytes_), first_(kv.num_bytes() * begin / total),
+          num_bytes_(kv.num_bytes() * end / total - first_), num_panels_(num_panels) {}
+
+    // For panels from `panel` on, each passed by `tiles` tiles.
+    class Cursor {
+    public:
+        Cursor(const KvRide& ride, int64_t panel, int64_t tiles)
+            : ride_(ride), tile_(panel * tiles), tiles_(tiles) {
+            if (ride_.num_bytes_ == 0) return;
+            at_ = end_of(tile_);
+            const std::vector<int64_t>& ends = ride_.kv_->ends_;
+            stretch_ = size_t(std::upper_bound(ends.begin(), ends.end(), at_) - ends.begin());
+            settle();
+        }
+
+        // The next tile's.
+        Ride next() {
+            if (ride_.num_bytes_ == 0) return {};
+            const std::vector<int64_t>& ends = ride_.kv_->ends_;
+            ++tile_;
+            if (stretch_ == ends.size()) return {};
+            const int64_t from = at_;
+            at_ = end_of(tile_);
+            settle();
+            const Ride result{ride_.layer_ + ride_.kv_->begins_[stretch_] + from,
+                              ceil_div(at_ - from, Ride::kLineBytes)};
+            if (at_ == ends[stretch_]) ++stretch_;
+            return result;
+        }
+
+    private:
+        int64_t end_of(int64_t tile) const {
+            return ride_.first_ + ride_.num_bytes_ * tile / (ride_.num_panels_ * tiles_);
+        }
+
+        // A tile ends with the stretch where this would end within half a tile from there, or before.
+        void settle() {
+            const std::vector<int64_t>& ends = ride_.kv_->ends_;
+            const int64_t half = ride_.num_bytes_ / (ride_.num_panels_ * tiles_) / 2;
+            if (stretch_ < ends.size() && at_ > ends[stretch_] - half) at_ = ends[stretch_];
+        }
+
+        const KvRide& ride_;
+        int64_t tile_, at_ = 0;
+        const int64_t tiles_;
+        size_t stretch_ = 0;
+    };
+
+private:
+    const KvAhead* kv_ = nullptr;
+    const char* layer_ = nullptr;
+    int64_t first_ = 0, num_bytes_ = 0, num_panels_ = 1;
+};
+
+}  // namespace baton
