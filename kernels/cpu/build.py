@@ -50,6 +50,7 @@ HEADERS = (
     "attention_panels.h",
     "attention_tiles.h",
     "core_board.h",
+    "gated.h",
     "gemm.h",
     "gemm_amx.h",
     "gemm_dot.h",

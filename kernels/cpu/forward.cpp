@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "gated.h"
 #include "kv_ahead.h"
 #include "operand.h"
 #include "rowwise.h"
@@ -21,10 +22,6 @@
 #include "stopwatch.h"
 #include "team.h"
 
-#ifndef RIDE_LEAST
-#define RIDE_LEAST 16
-#define RIDE_MOST 256
-#endif
 namespace baton {
 namespace {
 
@@ -81,35 +78,6 @@ public:
     double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
 
-// Sums of some columns from `first` on, biased and rounded to T, kept for the `Ups` of the same columns.
-template <typename T>
-struct Gates {
-    T* data;  // [rows, width]
-    const float* bias;  // or null
-    int64_t first, width;
-
-    void write(int64_t row, int64_t column, Vec value) const {
-        if (bias != nullptr) value += load(bias + column);
-        store(data + row * width + column - first, value);
-    }
-};
-
-// inner[row, column] = silu(gate) * up, both rounded to T before; ups are `inner_size` columns after their gates.
-template <typename T>
-struct Ups {
-    const T* gates;
-    const float* bias;  // or null
-    int64_t first, width, inner_size;
-    float* inner;
-
-    void write(int64_t row, int64_t column, Vec value) const {
-        if (bias != nullptr) value += load(bias + column);
-        column -= inner_size;
-        const Vec gate = load(gates + row * width + column - first);
-        store(inner + row * inner_size + column, silu_mul<T>(gate, round_to<T>(value)));
-    }
-};
-
 int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
     for (int64_t i = 0; i < count; ++i)
         if (values[i] < 0 || values[i] >= limit) return i;
@@ -157,7 +125,7 @@ public:
                     ride(index + 1, layer.output, 0));
             meet(watch, StepStage::kOutput);
             normed = norm(watch, rank, layer.mlp_norm);
-            gated(watch, rank, normed, layer, index);
+            gated(watch, rank, normed, layer, ride(index + 1, layer.gate_up, s_.hidden * s_.query()));
             product(rank, inner_, layer.down, batch_.num_tokens, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden},
                     ride(index + 1, layer.down, s_.hidden * (s_.query() + 2 * s_.inner)));
             meet(watch, StepStage::kDown);
@@ -197,9 +165,9 @@ private:
         return target;
     }
 
-    // The keys and values that products ask for: where rows are enough that they leave memory idle.
+    // The keys and values that products ask for: fewer rows leave memory no time for it, more need their caches themselves.
     KvAhead kv_to_come() const {
-        if (batch_.num_tokens < RIDE_LEAST || batch_.num_tokens > RIDE_MOST) return {};
+        if (batch_.num_tokens < kFewestRidden || batch_.num_tokens > kMostRidden) return {};
         return KvAhead(shape_.kv, pool_, batch_.context_lens, batch_.block_tables, batch_.max_blocks, batch_.num_seqs);
     }
 
@@ -231,12 +199,11 @@ private:
 
     // silu(gate) * up to inner_. A panel of ups meets the gates of its columns while those are in cache, unless a panel
     // holds some of either.
-    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t index) {
-        const KvRide asked = ride(index + 1, layer.gate_up, s_.hidden * s_.query());
-        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer, asked);
+    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, const KvRide& ride) {
+        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer, ride);
         const int64_t panel = header_of(layer.gate_up).panel, first_up = s_.inner / panel;
         Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
-        rows.ride = asked;
+        rows.ride = ride;
         const Share panels(first_up, rank, size_);
         model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels, [&](int64_t begin, int64_t end) {
             static thread_local Scratch memory;
@@ -250,9 +217,9 @@ private:
     }
 
     // Gate and up to wide_, then silu(gate) * up.
-    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, const KvRide& asked) {
+    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, const KvRide& ride) {
         product(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden,
-                Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner}, asked);
+                Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner}, ride);
         meet(watch, StepStage::kGateUp);
         const Share columns(s_.inner, rank, size_);
         const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, batch_.num_tokens));
@@ -299,9 +266,14 @@ private:
         shape.layer = index;
         const Share items(int64_t(items_.size()), rank, size_);
         const auto attend_all = [&](int64_t begin, int64_t end) {
-            for (int64_t item = begin; item < end; ++item)
+            static thread_local int64_t last = 0;  // a thread takes items from the front or from the back
+            for (int64_t item = begin; item < end; ++item) {
+                const bool forth = item == items.begin || (item > last && item < items.end - 1);
+                const int64_t then = item + (forth ? 1 : -1);
+                last = item;
                 attend(items_[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
-                       batch_.block_tables, batch_.max_blocks, a_);
+                       batch_.block_tables, batch_.max_blocks, a_, then < items.end ? &items_[size_t(then)] : nullptr);
+            }
         };
         // their costs differ: one by one
         model_.team.divide(rank, items.begin, items.end, 1, 1, attend_all, items.end - items.begin);
@@ -325,6 +297,8 @@ private:
         watch.lap(StepStage::kBest);
     }
 
+    static constexpr int64_t kFewestRidden = 16, kMostRidden = 256;  // rows, while products ask for keys and values
+    static_assert(kFewestRidden > kRowTile);  // in several tiles a panel
     static constexpr int64_t kTilePanels = 4;  // the most that a tile takes at once
 
     Model& model_;

@@ -1,13 +1,13 @@
-// Keys and values that the next layer's attention reads, asked for while the products before it compute.
+// Keys and values that the next attention reads, asked for while the products before it compute.
 //
 // Where many rows share a weight, products wait for arithmetic and leave most of the memory's time unused, while
 // attention, which meets each key once, waits for memory. So each tile of a product asks for a few lines of what
 // attention will read (`Ride`); by then these are in the last cache. It is a hint: no result depends on it.
 //
 // 1. `KvAhead` lists the stretches of a layer's keys and values that a batch will read, one after the other.
-// 2. A product between two attentions has a part of that list by its share of their multiply-adds (`during`), each of its
-//    panels an equal part of this, wherever it is computed.
-// 3. `KvRide::Cursor` walks a piece's panels and gives each tile its stretch, none over two stretches of the list.
+// 2. A product between two attentions asks for a part of that list by its share of their multiply-adds (`KvRide`), each of
+//    its panels for an equal part of this, whoever computes it.
+// 3. `KvRide::Cursor` walks some panels and gives each tile its lines, of one stretch.
 #pragma once
 
 #include <algorithm>
@@ -33,15 +33,20 @@ struct Ride {
 
 class KvAhead {
 public:
+    // Of a layer: more would neither fit the last cache beside the weights nor come in time.
+    static constexpr int64_t kMostBytes = int64_t(12) << 20;
+
     // Of nothing.
     KvAhead() = default;
 
-    // Positions [0, context_lens[s]) of every sequence, whose blocks are block_tables[s * max_blocks ...].
+    // Positions [0, context_lens[s]) of every sequence s, in the blocks block_tables[s * max_blocks ...]; the rest of what is
+    // too much is left out.
     KvAhead(const KvShape& kv, const char* pool, const int32_t* context_lens, const int32_t* block_tables,
             int64_t max_blocks, int64_t num_seqs)
         : pool_(pool), layer_bytes_(kv.offset(0, 1, 0)) {
         for (int64_t s = 0; s < num_seqs; ++s)
             for (int64_t position = 0; position < context_lens[s]; position += kv.block_size) {
+                if (num_bytes() >= kMostBytes) return;
                 const int64_t slot = block_tables[s * max_blocks + position / kv.block_size] * kv.block_size;
                 const int64_t tokens = std::min<int64_t>(kv.block_size, context_lens[s] - position);
                 for (int64_t which = 0; which < 2; ++which)
@@ -80,49 +85,48 @@ public:
         : kv_(&kv), layer_(kv.pool_ + layer * kv.layer_bytes_), first_(kv.num_bytes() * begin / total),
           num_bytes_(kv.num_bytes() * end / total - first_), num_panels_(num_panels) {}
 
-    // For panels from `panel` on, each passed by `tiles` tiles.
+    // Over panels from `panel` on, each passed by `tiles` tiles.
     class Cursor {
     public:
         Cursor(const KvRide& ride, int64_t panel, int64_t tiles)
-            : ride_(ride), tile_(panel * tiles), tiles_(tiles) {
+            : ride_(ride), num_tiles_(ride.num_panels_ * tiles), tile_(panel * tiles) {
             if (ride_.num_bytes_ == 0) return;
-            at_ = end_of(tile_);
             const std::vector<int64_t>& ends = ride_.kv_->ends_;
-            stretch_ = size_t(std::upper_bound(ends.begin(), ends.end(), at_) - ends.begin());
-            settle();
+            const auto stretch = std::upper_bound(ends.begin(), ends.end(), begin_of(tile_));
+            stretch_ = size_t(stretch - ends.begin());
+            at_ = settled(begin_of(tile_));
+            leave_ended();
         }
 
         // The next tile's.
         Ride next() {
-            if (ride_.num_bytes_ == 0) return {};
-            const std::vector<int64_t>& ends = ride_.kv_->ends_;
             ++tile_;
-            if (stretch_ == ends.size()) return {};
-            const int64_t from = at_;
-            at_ = end_of(tile_);
-            settle();
-            const Ride result{ride_.layer_ + ride_.kv_->begins_[stretch_] + from,
-                              ceil_div(at_ - from, Ride::kLineBytes)};
-            if (at_ == ends[stretch_]) ++stretch_;
+            if (ride_.num_bytes_ == 0 || stretch_ == ride_.kv_->ends_.size()) return {};
+            const char* const stretch = ride_.layer_ + ride_.kv_->begins_[stretch_];
+            const char* const at = stretch + at_ - reinterpret_cast<uintptr_t>(stretch + at_) % Ride::kLineBytes;
+            at_ = settled(begin_of(tile_));
+            const Ride result{at, ceil_div(stretch + at_ - at, Ride::kLineBytes)};
+            leave_ended();
             return result;
         }
 
     private:
-        int64_t end_of(int64_t tile) const {
-            return ride_.first_ + ride_.num_bytes_ * tile / (ride_.num_panels_ * tiles_);
+        int64_t begin_of(int64_t tile) const {
+            return (ride_.first_ + ride_.num_bytes_ * tile / num_tiles_) / Ride::kLineBytes * Ride::kLineBytes;
         }
 
-        // A tile ends with the stretch where this would end within half a tile from there, or before.
-        void settle() {
-            const std::vector<int64_t>& ends = ride_.kv_->ends_;
-            const int64_t half = ride_.num_bytes_ / (ride_.num_panels_ * tiles_) / 2;
-            if (stretch_ < ends.size() && at_ > ends[stretch_] - half) at_ = ends[stretch_];
+        // A tile ends with its stretch if it would end after it, or less than half a tile before.
+        int64_t settled(int64_t end) const {
+            const int64_t half = ride_.num_bytes_ / num_tiles_ / 2, last = ride_.kv_->ends_[stretch_];
+            return end > last - half ? last : end;
         }
+
+        void leave_ended() { stretch_ += at_ == ride_.kv_->ends_[stretch_]; }
 
         const KvRide& ride_;
-        int64_t tile_, at_ = 0;
-        const int64_t tiles_;
-        size_t stretch_ = 0;
+        const int64_t num_tiles_;
+        int64_t tile_, at_ = 0;  // `at_` in the list
+        size_t stretch_ = 0;     // where it lies
     };
 
 private:
