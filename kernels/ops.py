@@ -108,7 +108,7 @@ class DecoderShape:
 class StepResult:
     """Tensors of a forward pass; they are overwritten by the next one."""
 
-    hidden: Tensor  # [num_tokens, hidden_size] after the last layer, before the final norm
+    hidden: Tensor  # [num_tokens, hidden_size] after the last layer, before the final norm; empty if not kept
     logits: Tensor  # fp32 [num_logit_rows, vocab_size]
     best: Tensor  # int64 [num_logit_rows]: the first largest logit of a row, or its first NaN
     maxima: Tensor | None = None  # fp32 [num_logit_rows, blocks]: the largest logit of each `MAXIMA_BLOCK`
@@ -122,7 +122,9 @@ class FusedForward(Protocol):
         """Pieces of work done so far on cores that belong to other workers, which rested."""
         ...
 
-    def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult: ...
+    def __call__(self, batch: StepBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:
+        """Rows that ask for no logits end with the last layer's keys and values, unless `keep_hidden`."""
+        ...
 
 
 class SamplingParameters(Protocol):

@@ -60,16 +60,17 @@ class Decoder:
         """The backend's own pass, if it has one and is used."""
         return self._fused
 
-    def forward(self, batch: PackedBatch, pool: Tensor) -> StepResult:
+    def forward(self, batch: PackedBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:
         """Compute a step: keys and values of the batch's tokens to `pool`, logits of its `logit_rows`.
+        Without `keep_hidden` other rows end with the last layer's keys and values.
 
         The result's tensors may be overwritten by the next step.
         """
         if self._fused is not None:
-            return self._fused(batch, pool)
+            return self._fused(batch, pool, keep_hidden)
         hidden = self.hidden(batch, pool)
         logits = self.logits(hidden[batch.logit_rows])
-        return StepResult(hidden, logits, logits.argmax(dim=-1))
+        return StepResult(hidden if keep_hidden else hidden[:0], logits, logits.argmax(dim=-1))
 
     def hidden(self, batch: PackedBatch, pool: Tensor) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the last layer, before the final norm.

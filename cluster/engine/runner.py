@@ -116,10 +116,11 @@ class ModelRunner:
     ) -> list[TokenOutput]:
         specs = [row.sample for row in rows if row.sample is not None]
         self._choose.prepare(specs)
-        result = self.decoder.forward(batch, self._pool)
+        has_scores = any(row.score is not None for row in rows)
+        result = self.decoder.forward(batch, self._pool, keep_hidden=has_scores)
         if await_history is not None:
             await_history()
-        if any(row.score is not None for row in rows):
+        if has_scores:
             score_prompts(result.hidden, rows, self.decoder.logits)
         return self.choose(result, rows) if specs else []
 

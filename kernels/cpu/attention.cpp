@@ -12,16 +12,17 @@
 // A decode item takes all KV heads, so that a block is read from memory as one stretch, and each KV head once for its
 // whole group of query heads; a prefill item takes one, and many rows share what is packed.
 //
-// Where the model is bf16 and the machine adds pairs of products, rows stay bf16, int8 ones become so (which is exact), and
-// so do weights (`attention_pairs.h`).
+// Where the model is bf16 and the machine has dot products, keys and values of bf16 meet queries and weights of bf16 by
+// pairs (`attention_pairs.h`), and those of int8 meet integers (`attention_bytes.h`).
 //
 // Orders that make the bits: a score is one chain over head_dim, times the key's factor (the softmax scale, and in int8
 // the key's own); a partition's sum is one chain per lane over the partition and a fixed tree over lanes; its weighted
 // sum is one chain in key order per element. With pairs, chains are over pairs, a score's are four, and weights
-// meet values rounded to bf16. None depends on the item, so a decode step and a prefill chunk agree (where
+// meet values rounded to bf16; sums of integers are exact. None depends on the item, so a decode step and a prefill chunk agree (where
 // values are finite: a later key of a tile has weight 0, but is multiplied).
 #include "attention.h"
 
+#include "attention_bytes.h"
 #include "attention_pages.h"
 #include "attention_pairs.h"
 #include "attention_tiles.h"
@@ -41,8 +42,8 @@ Reading reading_of(const Item& item, const Shape& shape, const int32_t* block_ta
 
 // One KV head's share of an item: its rows and what they have accumulated so far.
 struct HeadState {
-    float *q, *accumulator, *partial;  // [rows, dim]; with pairs q is bf16
-    float *scores;                     // [rows, kPartition]; then weights, with pairs bf16 at the start of their row
+    float *q, *accumulator, *partial;  // [rows, dim]; with pairs q is bf16, of integers an `IntegerQuery` and partial int32
+    float *scores;                     // [rows, kPartition]; then weights, bf16 ones or `IntegerWeights` in the same memory
     float *running_max, *running_sum;  // [rows]
 
     static int64_t num_floats(int64_t num_rows, int64_t dim) {
@@ -61,26 +62,29 @@ struct HeadState {
 
 template <typename T, typename Kv>
 class Attention {
-    static constexpr bool kPairs = kHasDot && std::is_same_v<T, bf16>;
     static constexpr bool kInt8 = sizeof(Kv) == 1;
-    static constexpr bool kIsWidened = kPairs && kInt8;
+    static constexpr bool kPairs = kHasDot && std::is_same_v<T, bf16> && !kInt8;
+    static constexpr bool kIntegers = kHasDot && std::is_same_v<T, bf16> && kInt8;
+    static constexpr int kMostInPlace = kIntegers ? kMostByteRows : kMostRows;
+    static constexpr int64_t kUnit = kIntegers ? kQuadGroup : kGroup;  // elements that are taken at once
 
 public:
     Attention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position, const Reading* then)
         : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim),
-          dim_(ceil_div(head_dim_, kGroup) * kGroup), rows_(item.num_queries * shape.group), first_position_(first_position),
+          dim_(ceil_div(head_dim_, kUnit) * kUnit), rows_(item.num_queries * shape.group), first_position_(first_position),
           end_(first_position + item.num_queries), chunk_(rows_ < 4 * kMostRows ? kFewKeys : kPartition),
-          in_place_(rows_ <= kMostRows && head_dim_ % kGroup == 0),
+          in_place_(rows_ <= kMostRows && head_dim_ % kUnit == 0),
           ahead_(pages_, reading_of(item, shape, pages.block_table, end_), then) {
         static thread_local Scratch scratch;
         const int64_t head_floats = HeadState::num_floats(rows_, dim_);
         const int64_t row_floats = ceil_div(dim_ * 4 + kScaleBytes, 64) * 16;
-        float* memory = scratch.floats(chunk_ * dim_ + (kWidth + 1) * row_floats + item.num_heads * head_floats);
+        float* memory = scratch.floats(chunk_ * dim_ + (2 * kWidth + 1) * row_floats + item.num_heads * head_floats);
         panel_ = memory, memory += chunk_ * dim_;
         zeros_ = reinterpret_cast<const char*>(memory);
         std::fill(memory, memory + row_floats, 0.0f), memory += row_floats;
         std::fill(factors_, factors_ + kPartition, shape.scale);
         staged_ = reinterpret_cast<char*>(memory), memory += kWidth * row_floats;
+        wide_rows_ = reinterpret_cast<char*>(memory), memory += kWidth * row_floats;
         row_bytes_ = row_floats * 4;
         heads_.reserve(size_t(item.num_heads));
         for (int64_t head = 0; head < item.num_heads; ++head)
@@ -109,7 +113,9 @@ private:
     }
 
     void take_query(HeadState& head, int64_t r, const T* source) {
-        if constexpr (kPairs) {
+        if constexpr (kIntegers) {
+            IntegerQuery(head.q + r * dim_, dim_).take(source, head_dim_, dim_, in_place_);
+        } else if constexpr (kPairs) {
             bf16* row = pair_queries(head) + r * dim_;
             std::memset(static_cast<void*>(row + head_dim_), 0, size_t(dim_ - head_dim_) * sizeof(bf16));
             std::memcpy(static_cast<void*>(row), source, size_t(head_dim_) * sizeof(bf16));
@@ -126,17 +132,22 @@ private:
         const auto give = [&](int64_t d, Vec sum) {
             if (d < head_dim_) store_partial(target + d, round_to<T>(sum / head.running_sum[r]), head_dim_ - d);
         };
-        for (int64_t d = 0; d < dim_; d += kGroup) {
-            Vec ordered[2] = {load(sums + d), load(sums + d + kWidth)};
-            if constexpr (kPairs) in_order<Kv>(load(sums + d), load(sums + d + kWidth), ordered);
-            give(d, ordered[0]), give(d + kWidth, ordered[1]);
+        for (int64_t d = 0; d < dim_; d += kUnit) {
+            alignas(64) float ordered[kUnit];
+            if (kIntegers && in_place_)
+                store_quads_in_order(sums + d, ordered);
+            else if constexpr (kPairs || kIntegers)
+                for (int64_t i = 0; i < kUnit; i += kGroup) store_pairs_in_order(sums + d + i, ordered + i);
+            else
+                std::memcpy(ordered, sums + d, sizeof ordered);
+            for (int64_t i = 0; i < kUnit; i += kWidth) give(d + i, load(ordered + i));
         }
     }
 
     static bf16* pair_queries(const HeadState& head) { return reinterpret_cast<bf16*>(head.q); }
-    // Weights of the keys from `first` of the partition on.
-    static const bf16* pair_weights(const HeadState& head, int64_t first) {
-        return reinterpret_cast<const bf16*>(head.scores) + first;
+    // A row's weights of the keys from `first` of the partition on.
+    static const char* weights(const HeadState& head, int64_t r, int64_t first, int64_t num_bytes) {
+        return reinterpret_cast<const char*>(head.scores + r * kPartition) + first * num_bytes;
     }
 
     // body(rows in chunk order, position of the first, count) per chunk of the partition and head
@@ -169,10 +180,16 @@ private:
         return scale;
     }
 
-    // The scales of int8 rows; those that fill up the last group have none.
+    // The scales of int8 rows; where there is none, 0.
     void load_scales(int64_t count, float factor) {
         for (int64_t j = 0; j < count; ++j) factors_[j] = scale_at(j) * factor;
-        for (int64_t j = count; j % kGroup != 0; ++j) factors_[j] = 0.0f;
+        std::fill(factors_ + count, factors_ + kPartition, 0.0f);
+    }
+
+    bool scales_are_numbers() const {
+        Vec sum = {};
+        for (int64_t j = 0; j < kPartition; j += kWidth) sum += load(factors_ + j) * 0.0f;
+        return sum_lanes(sum) == 0.0f;
     }
 
     // A copy of a row, zeros after its end.
@@ -183,60 +200,74 @@ private:
         return staged;
     }
 
-    // kWidth keys as products take them; where they lie, if they are so already.
+    // `count` rows, kWidth at most, that may be read to `dim_`: where they lie, if that does not go past their ends.
+    const char* const* whole_rows(const char* const* rows, int64_t count) {
+        if (head_dim_ == dim_) return rows;
+        for (int64_t i = 0; i < count; ++i) staged_rows_[i] = stage(rows[i], i);
+        return staged_rows_;
+    }
+
+    // kWidth keys as a panel of pairs takes them.
     const char* const* key_rows(const char* const* rows) {
-        if (!kIsWidened && head_dim_ == dim_) return rows;
+        rows = whole_rows(rows, kWidth);
+        if constexpr (!kIntegers) return rows;
         for (int64_t i = 0; i < kWidth; ++i) {
-            if constexpr (kIsWidened) {
-                widen_row(rows[i], head_dim_, dim_, staged_ + i * row_bytes_);
-                staged_rows_[i] = staged_ + i * row_bytes_;
-            } else {
-                staged_rows_[i] = stage(rows[i], i);  // reading whole steps would go past the end of a row
+            char* const target = wide_rows_ + i * row_bytes_;
+            for (int64_t d = 0; d < dim_; d += kGroup) {
+                const Halves some = halves<Kv>(rows[i] + d);
+                std::memcpy(target + d * 2, &some, sizeof some);
             }
+            staged_rows_[i] = target;
         }
         return staged_rows_;
     }
 
-    char* pair_panel() const { return reinterpret_cast<char*>(panel_); }
+    char* panel() const { return reinterpret_cast<char*>(panel_); }
+    int64_t strip_bytes() const { return chunk_ / 2 * kGroup * 4; }
 
     void pack(int64_t count) {
         for (int64_t j = 0; j < count; j += kWidth) {
-            const char* const* rows = key_rows(addresses_ + j);
-            if constexpr (kPairs)
-                pack_quarters(rows, dim_, pair_panel() + j * dim_ * int64_t(sizeof(bf16)));
+            if constexpr (kPairs || kIntegers)
+                pack_quarters(key_rows(addresses_ + j), dim_ * 2, panel() + j * dim_ * 2);
             else
-                pack_keys<Kv>(rows, dim_, panel_ + j / kGroup * dim_ * kGroup + j % kGroup);
+                pack_keys<Kv>(whole_rows(addresses_ + j, kWidth), dim_, panel_ + j / kGroup * dim_ * kGroup + j % kGroup);
             ahead_.advance(std::min(kWidth, count - j) * shape_.kv.row_bytes);
         }
-        if (!kPairs && count % kGroup != 0 && count % kGroup <= kWidth)  // the other half of the last group
+        if (!kPairs && !kIntegers && count % kGroup != 0 && count % kGroup <= kWidth)  // the other half of the last group
             for (int64_t d = 0; d < dim_; ++d)
                 store(panel_ + (count / kGroup * dim_ + d) * kGroup + kWidth, Vec{});
     }
 
     // The few rows of an item and the chunk's keys, read where they lie; what a row does not see is masked later.
     template <int Rows>
-    void score_in_place(const HeadState& head, int64_t count, float* scores) {
-        constexpr int64_t step = kPairs ? kWidth : kGroup;
+    void score_in_place(const HeadState& head, int64_t r, int64_t count, float* scores) {
+        constexpr int64_t step = kPairs || kIntegers ? kWidth : kGroup;
         for (int64_t j = 0; j < count; j += step) {
-            if constexpr (kPairs)
-                score_pairs_in_place<Rows>(pair_queries(head), dim_, key_rows(addresses_ + j), factors_ + j, scores + j);
+            if constexpr (kIntegers)
+                score_bytes_in_place<Rows>(head.q + r * dim_, dim_, addresses_ + j, factors_ + j, scores + j);
+            else if constexpr (kPairs)
+                score_pairs_in_place<Rows>(pair_queries(head), dim_, addresses_ + j, factors_ + j, scores + j);
             else
-                score_keys<Kv, Rows, 2>(head.q, dim_, addresses_ + j, factors_ + j, scores + j);
-            ahead_.advance(std::min(step, count - j) * shape_.kv.row_bytes);
+                score_keys<Kv, Rows, 2>(head.q + r * dim_, dim_, addresses_ + j, factors_ + j, scores + j);
+            if (r == 0) ahead_.advance(std::min(step, count - j) * shape_.kv.row_bytes);
         }
     }
 
     template <int Rows>
-    void add_in_place(const HeadState& head, int64_t first, int64_t count) {
+    void add_in_place(const HeadState& head, int64_t r, int64_t first, int64_t count) {
+        float* const partial = head.partial + r * dim_;
         for (int64_t j = 0; j < count; j += kGroup) {
             const int64_t some = std::min(kGroup, count - j);
-            if constexpr (kPairs)
-                add_value_pairs_in_place<Kv, Rows>(pair_weights(head, first + j), addresses_ + j, ceil_div(some, 2), dim_,
-                                                   head.partial);
+            if constexpr (kIntegers)
+                add_value_quads_in_place<Rows>(weights(head, r, first + j, 1), addresses_ + j, ceil_div(some, 4), dim_,
+                                               partial);
+            else if constexpr (kPairs)
+                add_value_pairs_in_place<Rows>(weights(head, r, first + j, 2), addresses_ + j, ceil_div(some, 2), dim_,
+                                               partial);
             else
-                add_values_in_place<Kv, Rows>(head.scores + first + j, addresses_ + j, head_dim_, some, dim_,
-                                              head.partial);
-            ahead_.advance(some * shape_.kv.row_bytes);
+                add_values_in_place<Kv, Rows>(head.scores + r * kPartition + first + j, addresses_ + j, head_dim_, some,
+                                              dim_, partial);
+            if (r == 0) ahead_.advance(some * shape_.kv.row_bytes);
         }
     }
 
@@ -252,60 +283,86 @@ private:
             if constexpr (kInt8) load_scales(count, shape_.scale);
             float* const scores = head.scores + position - start;
             if (in_place_) {
-                by_rows(0, rows_, [&](int64_t, auto rows) { score_in_place<rows.value>(head, count, scores); });
+                by_rows<kMostInPlace>(0, rows_, [&](int64_t r, auto rows) {
+                    score_in_place<rows.value>(head, r, count, scores + r * kPartition);
+                });
                 return;
             }
             pack(count);
             by_rows(from, rows_, [&](int64_t r, auto rows) {
                 const int64_t num_keys = visible(r + rows.value - 1, position, count);
                 float* const target = scores + r * kPartition;
-                if constexpr (kPairs)
-                    score_pairs<rows.value>(pair_queries(head) + r * dim_, dim_, pair_panel(), num_keys, factors_, target);
+                if constexpr (kIntegers)
+                    score_shorts<rows.value>(head.q + r * dim_, dim_, panel(), num_keys, factors_, target);
+                else if constexpr (kPairs)
+                    score_pairs<rows.value>(pair_queries(head) + r * dim_, dim_, panel(), num_keys, factors_, target);
                 else
                     score_groups<rows.value>(head.q + r * dim_, dim_, panel_, ceil_div(num_keys, kGroup), factors_,
                                              target);
             });
         });
+        if constexpr (kInt8) locate(start, end - start, 1);
         for (HeadState& head : heads_) {
+            if constexpr (kInt8) load_scales(end - start, 1.0f);
+            const bool all_numbers = !kIntegers || scales_are_numbers();
             for (int64_t r = from; r < rows_; ++r) {
-                const float rescale = softmax_row<std::conditional_t<kPairs && !kInt8, bf16, float>>(
-                    head.scores + r * kPartition, visible(r, start, kPartition), head.running_max[r],
-                    head.running_sum[r]);
+                const float rescale = to_weights(head, r, visible(r, start, kPartition), all_numbers);
                 for (int64_t d = r * dim_; d < (r + 1) * dim_; d += kWidth)
                     store(head.accumulator + d, load(head.accumulator + d) * rescale);
             }
             std::fill(head.partial + from * dim_, head.partial + rows_ * dim_, 0.0f);
+            if constexpr (kInt8)
+                for (int64_t j = 0; j < end - start; ++j) addresses_[j] += shape_.kv.row_bytes;
         }
         each_chunk(start, end, 1, [&](HeadState& head, int64_t position, int64_t count) {
             const int64_t first = position - start;
-            if constexpr (kInt8) apply_scales(head, first, from, count);
             if (in_place_) {
-                by_rows(0, rows_, [&](int64_t, auto rows) { add_in_place<rows.value>(head, first, count); });
+                by_rows<kMostInPlace>(0, rows_, [&](int64_t r, auto rows) { add_in_place<rows.value>(head, r, first, count); });
                 return;
             }
             widen(count);
             by_rows(from, rows_, [&](int64_t r, auto rows) {
                 const int64_t num_keys = visible(r + rows.value - 1, position, count);
                 float* const partial = head.partial + r * dim_;
-                if constexpr (kPairs)
-                    add_value_pairs<rows.value>(pair_weights(head, first) + r * 2 * kPartition, pair_panel(),
-                                                chunk_ / 2 * kGroup * 4, ceil_div(num_keys, 2), dim_, partial);
+                if constexpr (kPairs || kIntegers)
+                    add_value_pairs<std::conditional_t<kPairs, Bf16Pair, ShortPair>, rows.value>(
+                        weights(head, r, first, 2), panel(), strip_bytes(), ceil_div(num_keys, 2), dim_, partial);
                 else
                     add_values<rows.value>(head.scores + first + r * kPartition, panel_, chunk_ * kGroup, num_keys, dim_,
                                            partial);
             });
         });
         for (HeadState& head : heads_)
-            for (int64_t i = from * dim_; i < rows_ * dim_; i += kWidth)
-                store(head.accumulator + i, load(head.accumulator + i) + load(head.partial + i));
+            for (int64_t r = from; r < rows_; ++r)
+                for (int64_t i = r * dim_; i < (r + 1) * dim_; i += kWidth)
+                    store(head.accumulator + i, load(head.accumulator + i) + partial_sums(head, r, i));
+    }
+
+    static Vec partial_sums(const HeadState& head, int64_t r, int64_t i) {
+        if constexpr (kIntegers)
+            return __builtin_convertvector(load_words(head.partial + i), Vec) *
+                   *IntegerWeights(head.scores + r * kPartition).scale;
+        return load(head.partial + i);
+    }
+
+    // A row's scores to weights of the values, whose scales are in factors_.
+    float to_weights(const HeadState& head, int64_t r, int64_t num_visible, [[maybe_unused]] bool all_numbers) {
+        float* const scores = head.scores + r * kPartition;
+        float &running_max = head.running_max[r], &running_sum = head.running_sum[r];
+        if constexpr (kIntegers)
+            return (all_numbers ? IntegerWeights::take<true> : IntegerWeights::take<false>)(
+                scores, num_visible, factors_, in_place_, running_max, running_sum);
+        const float rescale = softmax_row<std::conditional_t<kPairs, bf16, float>>(scores, num_visible, running_max, running_sum);
+        if constexpr (kInt8)
+            for (int64_t j = 0; j < kPartition; j += kWidth) store(scores + j, load(scores + j) * load(factors_ + j));
+        return rescale;
     }
 
     void widen(int64_t count) {
-        if constexpr (kPairs) {
-            for (int64_t j = 0; j < count; j += 2) {
-                const char *even = addresses_[j], *odd = addresses_[j + 1];  // after the last one lie zeros
-                if (head_dim_ != dim_) even = stage(even, 0), odd = stage(odd, 1);
-                pack_pair<Kv>(even, odd, dim_, chunk_ / 2 * kGroup * 4, pair_panel() + j / 2 * kGroup * 4);
+        if constexpr (kPairs || kIntegers) {
+            for (int64_t j = 0; j < count; j += 2) {  // after the last one lie zeros
+                const char* const* rows = whole_rows(addresses_ + j, 2);
+                pack_pair<Kv>(rows[0], rows[1], dim_, strip_bytes(), panel() + j / 2 * kGroup * 4);
                 if (j % kWidth == kWidth - 2) ahead_.advance(kWidth * shape_.kv.row_bytes);
             }
             return;
@@ -313,17 +370,6 @@ private:
         for (int64_t j = 0; j < count; ++j) {
             widen_value<Kv>(addresses_[j], head_dim_, dim_, chunk_ * kGroup, panel_ + j * kGroup);
             if (j % kWidth == kWidth - 1) ahead_.advance(kWidth * shape_.kv.row_bytes);
-        }
-    }
-
-    // Weights of int8 values take the values' scales; with pairs they are then narrowed, to where no later ones lie.
-    void apply_scales(const HeadState& head, int64_t first, int64_t from, int64_t count) {
-        load_scales(count, 1.0f);
-        for (int64_t r = from; r < rows_; ++r) {
-            float* const weights = head.scores + r * kPartition;
-            auto* const target = reinterpret_cast<std::conditional_t<kPairs, bf16, float>*>(weights);
-            for (int64_t j = 0; j < count; j += kWidth)
-                store_fast(target + first + j, load(weights + first + j) * load(factors_ + j));
         }
     }
 
@@ -335,7 +381,7 @@ private:
     Ahead ahead_;
     float* panel_;       // keys: [groups of the chunk, dim, kGroup]; values: [strips, chunk, kGroup]
     const char* zeros_;  // a row
-    char* staged_;       // kWidth rows of row_bytes_
+    char *staged_, *wide_rows_;  // kWidth rows of row_bytes_ each
     int64_t row_bytes_;
     std::vector<HeadState> heads_;
     const char *addresses_[kPartition], *staged_rows_[kWidth];

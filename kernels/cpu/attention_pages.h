@@ -8,7 +8,7 @@
 
 namespace baton {
 
-constexpr int64_t kAheadBytes = 32 * 1024;  // an item begins by asking for so many: more only waits, fewer are too near for memory
+constexpr int64_t kAheadBytes = 32 * 1024;  // fewer come too late; with more, a first item waits for what it asks
 constexpr int64_t kLine = 64;
 
 // One sequence's keys (`which` 0) and values (1), found through its block table.
@@ -36,8 +36,8 @@ struct Reading {
 };
 
 // Asks memory for rows some bytes before they are used, in the order of use: blocks lie anywhere, where no hardware
-// prefetcher looks. Keys of a partition, its values, the next keys; of each token, the item's heads. Then likewise the first
-// rows of the item that comes `then`, if one does: an item that begins has nothing to compute while it waits.
+// prefetcher looks. Keys of a partition, its values, the next keys; of each token, the item's heads. Then the first rows
+// of the item that comes `then`, if one does: an item that begins has nothing to compute while it waits.
 class Ahead {
 public:
     Ahead(const Pages& pages, const Reading& own, const Reading* then)

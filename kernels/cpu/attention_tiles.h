@@ -16,7 +16,7 @@ namespace baton {
 // Tiles are compiled once, not once per place and type that uses them: half the time of a first start.
 #define BATON_NOINLINE __attribute__((noinline))
 
-constexpr int64_t kMostRows = 6;  // of a tile
+constexpr int kMostRows = 6;  // of a tile
 
 // sums[r][v] += row(r) * line(v). The fewer of the two are held in registers beside the sums.
 template <int Rows, int Vecs, typename Row, typename Line>
@@ -166,18 +166,22 @@ BATON_NOINLINE void add_values(const float* weights, const float* values, int64_
         value_tile<Rows, 1>(weights, values + d / kGroup * strip, strip, count, dim, out + d);
 }
 
-// body(first row, constant number of rows) over [begin, end), six at most and in tiles of nearly equal size.
-template <typename Body>
+// body(first row, constant number of rows) over [begin, end), `Most` at most (six or less) and in tiles of nearly equal
+// size.
+template <int Most = kMostRows, typename Body>
 inline void by_rows(int64_t begin, int64_t end, const Body& body) {
+    const auto tile = [&]<int Rows>(std::integral_constant<int, Rows> rows) {
+        if constexpr (Rows <= Most) body(begin, rows);
+    };
     while (begin < end) {
-        const int64_t left = end - begin, tiles = (left + 5) / 6, rows = (left + tiles - 1) / tiles;
+        const int64_t left = end - begin, tiles = (left + Most - 1) / Most, rows = (left + tiles - 1) / tiles;
         switch (rows) {
-            case 1: body(begin, std::integral_constant<int, 1>()); break;
-            case 2: body(begin, std::integral_constant<int, 2>()); break;
-            case 3: body(begin, std::integral_constant<int, 3>()); break;
-            case 4: body(begin, std::integral_constant<int, 4>()); break;
-            case 5: body(begin, std::integral_constant<int, 5>()); break;
-            default: body(begin, std::integral_constant<int, 6>());
+            case 1: tile(std::integral_constant<int, 1>()); break;
+            case 2: tile(std::integral_constant<int, 2>()); break;
+            case 3: tile(std::integral_constant<int, 3>()); break;
+            case 4: tile(std::integral_constant<int, 4>()); break;
+            case 5: tile(std::integral_constant<int, 5>()); break;
+            default: tile(std::integral_constant<int, 6>());
         }
         begin += rows;
     }
@@ -212,14 +216,27 @@ inline void store_fast(bf16* target, Vec value) {
 #endif
 }
 
+// A row's scores [kPartition] past `visible` become -inf; returns the running maximum with them.
+inline float mask_scores(float* scores, int64_t visible, float running_max) {
+    for (int64_t j = visible; j < kPartition; ++j) scores[j] = -kInfinity;
+    Vec highest = load(scores);
+    for (int64_t j = kWidth; j < kPartition; j += kWidth) highest = max(highest, load(scores + j));
+    return std::max(running_max, max_lanes(highest));
+}
+
+// The running pair with a partition's weights; returns the factor for what was accumulated before.
+inline float extend(Vec total, float new_max, float& running_max, float& running_sum) {
+    const float rescale = exp_of_negative(splat(running_max - new_max))[0];
+    running_max = new_max;
+    running_sum = running_sum * rescale + sum_lanes(total);
+    return rescale;
+}
+
 // Scores [kPartition] of one row to weights exp(score - max), in place, as W from the row's start; rescales and extends
 // the running pair. Returns the factor for what was accumulated before.
 template <typename W>
 inline float softmax_row(float* scores, int64_t visible, float& running_max, float& running_sum) {
-    for (int64_t j = visible; j < kPartition; ++j) scores[j] = -kInfinity;
-    Vec highest = load(scores);
-    for (int64_t j = kWidth; j < kPartition; j += kWidth) highest = max(highest, load(scores + j));
-    const float new_max = std::max(running_max, max_lanes(highest));
+    const float new_max = mask_scores(scores, visible, running_max);
     W* const weights = reinterpret_cast<W*>(scores);  // written no further than scores are read
     Vec total = {};
     for (int64_t j = 0; j < kPartition; j += kWidth) {
@@ -227,10 +244,7 @@ inline float softmax_row(float* scores, int64_t visible, float& running_max, flo
         store_fast(weights + j, some);
         total += some;
     }
-    const float rescale = exp_of_negative(splat(running_max - new_max))[0];
-    running_max = new_max;
-    running_sum = running_sum * rescale + sum_lanes(total);
-    return rescale;
+    return extend(total, new_max, running_max, running_sum);
 }
 
 }  // namespace baton

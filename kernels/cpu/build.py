@@ -45,9 +45,11 @@ SOURCES = (
 )
 HEADERS = (
     "attention.h",
+    "attention_bytes.h",
     "attention_pages.h",
     "attention_pairs.h",
     "attention_panels.h",
+    "attention_quarters.h",
     "attention_tiles.h",
     "core_board.h",
     "gated.h",

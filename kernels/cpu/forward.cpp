@@ -7,7 +7,9 @@
 //    time; row-wise work splits rows, columns or heads; attention splits items. Who is done takes pieces from who is
 //    not. A barrier stands wherever one rank reads what another wrote: few rows are normed by every rank for itself,
 //    and gates meet the ups of their columns where these are multiplied.
-// 4. The largest logit of each row, and of each block of it, is found while the row is still in cache.
+// 4. Past the last layer's keys and values nobody reads a row but for its logits: from there on only rows that ask for
+//    logits are computed, unless the caller wants all hidden states.
+// 5. The largest logit of each row, and of each block of it, is found while the row is still in cache.
 //
 // Every element goes through the operations of `gemm.h`, `rowwise.h` and `attention.h` in the order, and with the
 // roundings to the model's type, of the operations called one by one: results are equal bit for bit.
@@ -48,13 +50,17 @@ struct Batch {
     const int32_t *query_starts, *context_lens, *block_tables;
     void* pool;
     int64_t num_blocks, block_size, kv_int8;
+    int64_t keep_hidden;  // 0: `hidden` ends as work memory
     void* hidden;    // [num_tokens, hidden] of the model's type
     float* logits;   // [num_logit_rows, vocab]
     int64_t* best;   // [num_logit_rows]
     float* maxima;   // [num_logit_rows, blocks of vocab]
+
+    // Rows end before the last layer does.
+    bool is_trimmed() const { return !keep_hidden && num_logit_rows < num_tokens; }
 };
 
-enum class Fault : int64_t { kNone, kToken, kPosition, kSlot, kSequence, kLogitRow };
+enum class Fault : int64_t { kNone, kToken, kPosition, kSlot, kSequence, kLogitRow, kLogitOrder };
 
 class Model {
 public:
@@ -92,7 +98,8 @@ public:
           x_(static_cast<T*>(batch.hidden)), pool_(static_cast<char*>(batch.pool)),
           shape_(KvShape(s_.num_layers, batch.block_size, s_.num_kv_heads, s_.head_dim, batch.kv_int8, sizeof(T) == 2),
                  s_.num_heads, model.scale),
-          items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())), kv_ahead_(kv_to_come()),
+          items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
+          last_items_(batch.is_trimmed() ? asked(items_, batch) : items_), kv_ahead_(kv_to_come()),
           operands_(model.team, model.int8_memory, model.bf16_memory, std::max(batch.num_tokens, batch.num_logit_rows),
                     std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
@@ -110,23 +117,31 @@ public:
         for (int64_t m = rows.begin; m < rows.end; ++m)
             std::memcpy(x_ + m * s_.hidden, embedding + batch_.tokens[m] * s_.hidden, size_t(s_.hidden) * sizeof(T));
         if (batch_.num_tokens <= kOwnRows) meet(watch, StepStage::kEmbedding);
+        int64_t num_rows = batch_.num_tokens;
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
             if (rank == 0) model_.team.recruit(index == 0);
-            const float* normed = norm(watch, rank, layer.input_norm);
-            product(rank, normed, layer.qkv, batch_.num_tokens, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()},
+            const float* normed = norm(watch, rank, layer.input_norm, num_rows);
+            product(rank, normed, layer.qkv, num_rows, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()},
                     ride(index, layer.qkv, s_.num_between() - s_.qkv() * s_.hidden));
             meet(watch, StepStage::kQkv);
             heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
             meet(watch, StepStage::kHeads);
-            attention(rank, index);
+            const bool is_last = index == s_.num_layers - 1;
+            attention(rank, index, is_last ? last_items_ : items_);
             meet(watch, StepStage::kAttention);
-            product(rank, a_, layer.output, batch_.num_tokens, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden},
+            if (is_last && batch_.is_trimmed()) {
+                if (batch_.num_logit_rows == 0) return;
+                num_rows = batch_.num_logit_rows;
+                if (rank == 0) keep_asked();
+                meet(watch, StepStage::kAttention);
+            }
+            product(rank, a_, layer.output, num_rows, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden},
                     ride(index + 1, layer.output, 0));
             meet(watch, StepStage::kOutput);
-            normed = norm(watch, rank, layer.mlp_norm);
-            gated(watch, rank, normed, layer, ride(index + 1, layer.gate_up, s_.hidden * s_.query()));
-            product(rank, inner_, layer.down, batch_.num_tokens, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden},
+            normed = norm(watch, rank, layer.mlp_norm, num_rows);
+            gated(watch, rank, normed, layer, num_rows, ride(index + 1, layer.gate_up, s_.hidden * s_.query()));
+            product(rank, inner_, layer.down, num_rows, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden},
                     ride(index + 1, layer.down, s_.hidden * (s_.query() + 2 * s_.inner)));
             meet(watch, StepStage::kDown);
         }
@@ -145,10 +160,30 @@ private:
         watch.lap(stage, Stopwatch::kWait);
     }
 
-    // All rows of x_ normed, fp32: few of them by every rank for itself, many by all together.
-    const float* norm(Stopwatch& watch, int64_t rank, const void* weight) {
-        const bool own = batch_.num_tokens <= kOwnRows;
-        const Share rows(batch_.num_tokens, own ? 0 : rank, own ? 1 : size_);
+    // Items with a row that asks for logits.
+    static std::vector<Item> asked(const std::vector<Item>& items, const Batch& batch) {
+        std::vector<Item> result;
+        const int64_t* end = batch.logit_rows + batch.num_logit_rows;
+        for (const Item& item : items) {
+            const int64_t* row = std::lower_bound(batch.logit_rows, end, item.first_query);
+            if (row != end && *row < item.first_query + item.num_queries) result.push_back(item);
+        }
+        return result;
+    }
+
+    // What the rest of the pass reads of the rows that ask for logits, moved to the front; they ascend.
+    void keep_asked() {
+        for (int64_t r = 0; r < batch_.num_logit_rows; ++r) {
+            const int64_t m = batch_.logit_rows[r];
+            std::memmove(x_ + r * s_.hidden, x_ + m * s_.hidden, size_t(s_.hidden) * sizeof(T));
+            std::memmove(a_ + r * s_.query(), a_ + m * s_.query(), size_t(s_.query()) * sizeof(float));
+        }
+    }
+
+    // The first rows of x_ normed, fp32: few of them by every rank for itself, many by all together.
+    const float* norm(Stopwatch& watch, int64_t rank, const void* weight, int64_t num_rows) {
+        const bool own = num_rows <= kOwnRows;
+        const Share rows(num_rows, own ? 0 : rank, own ? 1 : size_);
         float* target = own ? own_ + rank * kOwnRows * s_.hidden : a_;
         const auto norm_rows = [&](int64_t begin, int64_t end) {
             for (int64_t m = begin; m < end; ++m)
@@ -165,7 +200,7 @@ private:
         return target;
     }
 
-    // The keys and values that products ask for: fewer rows leave memory no time for it, more need their caches themselves.
+    // The keys and values that products ask for: fewer rows leave memory no time for it, more need caches themselves.
     KvAhead kv_to_come() const {
         if (batch_.num_tokens < kFewestRidden || batch_.num_tokens > kMostRidden) return {};
         return KvAhead(shape_.kv, pool_, batch_.context_lens, batch_.block_tables, batch_.max_blocks, batch_.num_seqs);
@@ -199,16 +234,17 @@ private:
 
     // silu(gate) * up to inner_. A panel of ups meets the gates of its columns while those are in cache, unless a panel
     // holds some of either.
-    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, const KvRide& ride) {
-        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer, ride);
+    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t num_rows,
+               const KvRide& ride) {
+        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer, num_rows, ride);
         const int64_t panel = header_of(layer.gate_up).panel, first_up = s_.inner / panel;
-        Operand rows = operands_.prepare(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden);
+        Operand rows = operands_.prepare(rank, x, layer.gate_up, num_rows, s_.hidden);
         rows.ride = ride;
         const Share panels(first_up, rank, size_);
         model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels, [&](int64_t begin, int64_t end) {
             static thread_local Scratch memory;
             const int64_t first = begin * panel, width = (end - begin) * panel;
-            T* gates = typed(memory, batch_.num_tokens * width);
+            T* gates = typed(memory, num_rows * width);
             multiply<T>(rows, layer.gate_up, begin, end, Gates<T>{gates, layer.gate_up_bias, first, width});
             multiply<T>(rows, layer.gate_up, first_up + begin, first_up + end,
                         Ups<T>{gates, layer.gate_up_bias, first, width, s_.inner, inner_});
@@ -217,14 +253,15 @@ private:
     }
 
     // Gate and up to wide_, then silu(gate) * up.
-    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, const KvRide& ride) {
-        product(rank, x, layer.gate_up, batch_.num_tokens, s_.hidden,
+    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t num_rows,
+                     const KvRide& ride) {
+        product(rank, x, layer.gate_up, num_rows, s_.hidden,
                 Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner}, ride);
         meet(watch, StepStage::kGateUp);
         const Share columns(s_.inner, rank, size_);
-        const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, batch_.num_tokens));
+        const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, num_rows));
         model_.team.divide(rank, columns.begin, columns.end, unit, least, [&](int64_t begin, int64_t end) {
-            for (int64_t m = 0; m < batch_.num_tokens; ++m) {
+            for (int64_t m = 0; m < num_rows; ++m) {
                 const T* gates = wide_ + m * 2 * s_.inner + begin;
                 silu_mul_row(gates, gates + s_.inner, end - begin, inner_ + m * s_.inner + begin);
             }
@@ -261,18 +298,18 @@ private:
         rotate_head(source, model_.cos + row, model_.sin + row, dim, target);
     }
 
-    void attention(int64_t rank, int64_t index) {
+    void attention(int64_t rank, int64_t index, const std::vector<Item>& all) {
         Shape shape = shape_;
         shape.layer = index;
-        const Share items(int64_t(items_.size()), rank, size_);
+        const Share items(int64_t(all.size()), rank, size_);
         const auto attend_all = [&](int64_t begin, int64_t end) {
             static thread_local int64_t last = 0;  // a thread takes items from the front or from the back
             for (int64_t item = begin; item < end; ++item) {
                 const bool forth = item == items.begin || (item > last && item < items.end - 1);
                 const int64_t then = item + (forth ? 1 : -1);
                 last = item;
-                attend(items_[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
-                       batch_.block_tables, batch_.max_blocks, a_, then < items.end ? &items_[size_t(then)] : nullptr);
+                attend(all[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
+                       batch_.block_tables, batch_.max_blocks, a_, then < items.end ? &all[size_t(then)] : nullptr);
             }
         };
         // their costs differ: one by one
@@ -283,8 +320,8 @@ private:
         if (batch_.num_logit_rows == 0) return;
         const Share rows(batch_.num_logit_rows, rank, size_);
         for (int64_t r = rows.begin; r < rows.end; ++r)
-            rms_norm_row(x_ + batch_.logit_rows[r] * s_.hidden, static_cast<const T*>(model_.final_norm), model_.eps,
-                         s_.hidden, a_ + r * s_.hidden);
+            rms_norm_row(x_ + (batch_.is_trimmed() ? r : batch_.logit_rows[r]) * s_.hidden,
+                         static_cast<const T*>(model_.final_norm), model_.eps, s_.hidden, a_ + r * s_.hidden);
         meet(watch, StepStage::kNorm);
         product(rank, a_, model_.lm_head, batch_.num_logit_rows, s_.hidden,
                 Store<float>{batch_.logits, nullptr, s_.vocab});
@@ -311,7 +348,7 @@ private:
     float* own_;                 // [ranks, kOwnRows, hidden]: few rows normed, a copy per rank
     char* pool_;                 // rows of keys and values, see `KvShape`
     const Shape shape_;
-    const std::vector<Item> items_;
+    const std::vector<Item> items_, last_items_;  // last_items_: of the last layer
     const KvAhead kv_ahead_;
     Operands operands_;
 };
@@ -324,6 +361,8 @@ Fault check(const Model& model, const Batch& batch, int64_t* index) {
     if (outside(batch.positions, batch.num_tokens, model.sizes.max_positions)) return Fault::kPosition;
     if (outside(batch.slots, batch.num_tokens, batch.num_blocks * batch.block_size)) return Fault::kSlot;
     if (outside(batch.logit_rows, batch.num_logit_rows, batch.num_tokens)) return Fault::kLogitRow;
+    for (*index = 1; batch.is_trimmed() && *index < batch.num_logit_rows; ++*index)
+        if (batch.logit_rows[*index - 1] >= batch.logit_rows[*index]) return Fault::kLogitOrder;
     *index = first_unfit(batch.query_starts, batch.context_lens, batch.block_tables, batch.max_blocks, batch.num_seqs,
                          batch.num_tokens, batch.num_blocks, batch.block_size);
     return *index >= 0 ? Fault::kSequence : Fault::kNone;
@@ -380,12 +419,12 @@ void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(mod
 int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t max_blocks, int64_t num_logit_rows,
                       const int64_t* tokens, const int64_t* positions, const int64_t* slots, const int64_t* logit_rows,
                       const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
-                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, void* hidden, float* logits,
-                      int64_t* best, float* maxima, int64_t* index) {
+                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, int64_t keep_hidden,
+                      void* hidden, float* logits, int64_t* best, float* maxima, int64_t* index) {
     Model& m = *static_cast<Model*>(model);
     const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens, positions, slots, logit_rows,
-                      query_starts, context_lens, block_tables, pool, num_blocks, block_size, kv_int8, hidden, logits,
-                      best, maxima};
+                      query_starts, context_lens, block_tables, pool, num_blocks, block_size, kv_int8, keep_hidden,
+                      hidden, logits, best, maxima};
     const Fault fault = check(m, batch, index);
     if (fault != Fault::kNone) return int64_t(fault);
     m.team.gather(num_tokens <= Model::kMostHelpedTokens);

@@ -1,5 +1,5 @@
-// What a product of gates and ups does with its sums, so that neither goes through memory: gates are kept for the ups of the
-// same columns, which meet them while they are in cache.
+// What a product of gates and ups does with its sums: gates are kept for the ups of the same columns, which meet them while
+// they are in cache.
 #pragma once
 
 #include "rowwise.h"

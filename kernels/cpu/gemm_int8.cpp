@@ -14,9 +14,7 @@ struct DotBytes {
     using Sums = IntVec;
 
     static IntVec add(IntVec sum, IntVec x, IntVec w) {
-#if defined(BATON_AVX512) && defined(__AVX512VNNI__)
-        return IntVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(x), __m512i(w)));
-#elif defined(BATON_AVX512) && defined(__AVX512BW__)
+#if defined(BATON_AVX512) && defined(__AVX512BW__) && !defined(__AVX512VNNI__)
         const __m512i pairs = _mm512_maddubs_epi16(__m512i(x), __m512i(w));
         return sum + IntVec(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 #elif defined(BATON_AVX2) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -27,10 +25,7 @@ struct DotBytes {
         const __m256i pairs = _mm256_maddubs_epi16(__m256i(x), __m256i(w));
         return sum + IntVec(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 #else
-        const UintVec bytes = UintVec(x);
-        for (int shift = 0; shift < 32; shift += 8)
-            sum += IntVec((bytes >> shift) & 255) * (IntVec(UintVec(w) << (24 - shift)) >> 24);
-        return sum;
+        return add_quads(sum, x, w);
 #endif
     }
 };

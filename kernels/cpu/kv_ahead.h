@@ -39,8 +39,8 @@ public:
     // Of nothing.
     KvAhead() = default;
 
-    // Positions [0, context_lens[s]) of every sequence s, in the blocks block_tables[s * max_blocks ...]; the rest of what is
-    // too much is left out.
+    // Positions [0, context_lens[s]) of every sequence s, in the blocks block_tables[s * max_blocks ...]; what is too much
+    // is left out at the end.
     KvAhead(const KvShape& kv, const char* pool, const int32_t* context_lens, const int32_t* block_tables,
             int64_t max_blocks, int64_t num_seqs)
         : pool_(pool), layer_bytes_(kv.offset(0, 1, 0)) {

@@ -57,7 +57,7 @@ SIGNATURES = {
     "baton_model_destroy": "p-",
     "baton_num_stages": "i",
     "baton_model_profile": "pp-",
-    "baton_forward": "piiiippppppppiiipppppi",
+    "baton_forward": "piiiippppppppiiiipppppi",
     "baton_board_open": "pp",
     "baton_board_close": "p-",
     "baton_board_bytes": "i",
@@ -139,7 +139,7 @@ class NativeKernels:
     def packed_layout(self) -> str:
         """What weights are packed for, and all else that results depend on in their last bits."""
         library, unit = self._library, _UNITS[self._isa]
-        attends = "-pairs" if library.baton_dot_is_there() else ""  # by other sums, whatever weights are
+        attends = "-dots" if library.baton_dot_is_there() else ""  # by other sums, whatever weights are
         if self._quantization is Quantization.NONE:
             return f"panels{library.baton_panel_width()}-paired{unit}{attends}"
         unit = unit if self._isa is Isa.AMX else ""  # pairs of bf16 are no matter of int8

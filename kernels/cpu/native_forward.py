@@ -35,7 +35,15 @@ STAGES = (  # `StepStage` in stopwatch.h
     "logits",
     "largest logit",
 )
-_FAULTS = ("", "token id", "position", "slot", "sequence", "logit row")  # `Fault` in forward.cpp
+_FAULTS = (
+    "",
+    "token id",
+    "position",
+    "slot",
+    "sequence",
+    "logit row",
+    "order of logit row",
+)  # `Fault` in forward.cpp
 
 
 class NativeForward:
@@ -101,14 +109,16 @@ class NativeForward:
         self._maxima = torch.empty((0, -(-self._vocab_size // MAXIMA_BLOCK)))
         self._bad_index = ctypes.c_int64()
         self._seen: tuple[Tensor, ...] = ()  # of the step that the arguments and the result are for
+        self._keeps_hidden = True
         self._copies: list[Tensor] = []
         self._arguments: tuple[Any, ...] = ()
         self._result = StepResult(self._hidden, self._logits, self._best, self._maxima)
 
-    def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult:
+    def __call__(self, batch: StepBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:
         """Raises:
         TypeError, ValueError: a tensor of the batch or the pool has another dtype or shape than it must.
-        IndexError: a token, position, slot, block or logit row is out of range; nothing was written.
+        IndexError: a token, position, slot, block or logit row is out of range, or logit rows do not ascend
+        and hidden states are not kept; nothing was written.
         """
         tensors = (
             batch.tokens,
@@ -120,8 +130,9 @@ class NativeForward:
             batch.block_tables,
             pool,
         )
-        if len(self._seen) != len(tensors) or not all(map(is_, tensors, self._seen)):
-            self._look_over(tensors)
+        is_known = keep_hidden is self._keeps_hidden and len(self._seen) == len(tensors)
+        if not is_known or not all(map(is_, tensors, self._seen)):
+            self._look_over(tensors, keep_hidden)
         fault = self._library.baton_forward(*self._arguments)
         if fault:
             num_blocks, _, _, block_size = pool.shape[:4]
@@ -133,7 +144,7 @@ class NativeForward:
             )
         return self._result
 
-    def _look_over(self, tensors: tuple[Tensor, ...]) -> None:
+    def _look_over(self, tensors: tuple[Tensor, ...], keep_hidden: bool) -> None:
         """Check the tensors of a step and list the library's arguments. A step with the same tensors,
         whatever is in them, needs no more."""
         shape = self._shape
@@ -150,7 +161,7 @@ class NativeForward:
         num_blocks, num_layers, block_size, *heads = check_pool(pool, 0, self._hidden)
         if (num_layers, *heads) != (self._layers, shape.num_kv_heads, shape.head_dim):
             raise ValueError(f"`pool` does not fit the model: {tuple(pool.shape)}")
-        self._seen = ()
+        self._seen, self._keeps_hidden = (), keep_hidden
         self._grow(num_tokens, num_rows)
         kept = [array.contiguous() for array in arrays]
         self._arguments = (
@@ -164,6 +175,7 @@ class NativeForward:
             num_blocks,
             block_size,
             pool.dtype is torch.int8,
+            keep_hidden,
             self._hidden.data_ptr(),
             self._logits.data_ptr(),
             self._best.data_ptr(),
@@ -171,7 +183,10 @@ class NativeForward:
             ctypes.addressof(self._bad_index),
         )
         self._result = StepResult(
-            self._hidden[:num_tokens], self._logits[:num_rows], self._best[:num_rows], self._maxima[:num_rows]
+            self._hidden[: num_tokens if keep_hidden else 0],
+            self._logits[:num_rows],
+            self._best[:num_rows],
+            self._maxima[:num_rows],
         )
         if all(map(is_, kept, arrays)):  # a copy would be out of date in the next step
             self._seen = tensors

@@ -69,7 +69,16 @@ inline Vec accumulate(Vec sum, Vec a, Vec b) {
 #endif
 }
 
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+// a > b ? a : b, in one instruction.
+inline Vec max(Vec a, Vec b) {
+#if defined(BATON_AVX512)
+    return _mm512_max_ps(a, b);
+#elif defined(BATON_AVX2)
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // Asked for by an instruction: a function that only calls `__builtin_prefetch` is dropped as having no effect.
 inline void prefetch(const void* address) {

@@ -1,15 +1,18 @@
-// Vectors of 32-bit words that hold several small numbers each, and the sum of products of bf16 pairs.
+// Vectors of 32-bit words that hold several small numbers each, and sums of products: of bf16 pairs, of four bytes.
 //
 // `add_pairs` adds two products to each lane of fp32 sums by the one instruction that does so (`vdpbf16ps`, AVX-512 BF16):
 // lanes of x and w hold a pair each. The odd value's product is added first, then the even one's, each rounded once;
 // subnormals count as zero.
 //
 // Where the compiler's target lacks the instruction, `kHasDot` is false and nobody may add pairs.
+//
+// `add_quads` adds four products of bytes, the first one's unsigned, to each lane of int32 sums, `add_shorts` two of int16:
+// exact everywhere, fast where there are instructions (`vpdpbusd`, `vpdpwssd`, AVX-512 VNNI; whoever has pairs has them).
 #pragma once
 
 #include "simd.h"
 
-#if defined(BATON_DOT_EMULATED) || (defined(BATON_AVX512) && defined(__AVX512BF16__))
+#if defined(BATON_DOT_EMULATED) || (defined(BATON_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__))
 #define BATON_DOT
 #endif
 
@@ -39,6 +42,25 @@ inline Vec add_pairs(Vec sum, IntVec x, IntVec w) {
 }
 #else
 Vec add_pairs(Vec sum, IntVec x, IntVec w);  // never called
+#endif
+
+#if defined(BATON_AVX512) && defined(__AVX512VNNI__)
+inline IntVec add_quads(IntVec sum, IntVec x, IntVec w) {
+    return IntVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(x), __m512i(w)));
+}
+inline IntVec add_shorts(IntVec sum, IntVec x, IntVec w) {
+    return IntVec(_mm512_dpwssd_epi32(__m512i(sum), __m512i(x), __m512i(w)));
+}
+#else
+inline IntVec add_quads(IntVec sum, IntVec x, IntVec w) {
+    for (int shift = 0; shift < 32; shift += 8)
+        sum += IntVec((UintVec(x) >> shift) & 255) * (IntVec(UintVec(w) << (24 - shift)) >> 24);
+    return sum;
+}
+inline IntVec add_shorts(IntVec sum, IntVec x, IntVec w) {
+    const auto low = [](IntVec words) { return IntVec(UintVec(words) << 16) >> 16; };
+    return sum + low(x) * low(w) + (x >> 16) * (w >> 16);
+}
 #endif
 
 inline IntVec load_words(const void* source) {

@@ -52,23 +52,27 @@ class TritonForward:
     def num_borrowed(self) -> int:
         return 0
 
-    def __call__(self, batch: StepBatch, pool: Tensor) -> StepResult:
+    def __call__(self, batch: StepBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:
         if not self._is_compiled:
             self.compile_ahead(pool)
         ops, eps = self._ops, self._shape.rms_norm_eps
         residual = functional.embedding(batch.tokens, self._weights.embedding)
         update: Tensor | None = None
+        last_layer = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
             normed, residual = self._add_norm(update, residual, layer.input_norm)
             attended = self._attention(normed, layer, index, batch, pool)
+            if index == last_layer and not keep_hidden:
+                attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             update = ops.linear(attended, layer.output, layer.output_bias)
             normed, residual = self._add_norm(update, residual, layer.mlp_norm)
             inner = ops.silu_mul(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
             update = ops.linear(inner, layer.down, layer.down_bias)
         hidden = residual if update is None else residual + update
-        last = ops.rms_norm(hidden[batch.logit_rows], self._weights.final_norm, eps)
+        rows = hidden[batch.logit_rows] if keep_hidden else hidden
+        last = ops.rms_norm(rows, self._weights.final_norm, eps)
         logits = ops.linear_fp32(last, self._weights.lm_head)
-        return StepResult(hidden, logits, logits.argmax(dim=-1))
+        return StepResult(hidden if keep_hidden else hidden[:0], logits, logits.argmax(dim=-1))
 
     def compile_ahead(self, pool: Tensor) -> None:
         """What later batches may need of kernels that come in variants."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster.engine.model_spec import Dtype
-from cluster.engine.packed_batch import pack
+from cluster.engine.packed_batch import PackedBatch, pack
 from kernels.cpu.backend import CpuBackend
 from kernels.ops import DecoderShape
 from kernels.quantization import Quantization
@@ -95,14 +95,31 @@ def assert_fused_equals_one_by_one(
     fused, oracle = (Engine(prepared, backend, fuse=fuse, kv_int8=kv_int8) for fuse in (True, False))
     vocab_size = prepared.spec.vocab_size
     for ours, theirs in zip(make_batches(fused, vocab_size), make_batches(oracle, vocab_size), strict=True):
+        batch, before = pack(ours, BLOCK_SIZE, 512, fused.device), fused.pool.clone()
         with torch.inference_mode():
-            actual = fused.decoder.forward(pack(ours, BLOCK_SIZE, 512, fused.device), fused.pool)
+            actual = fused.decoder.forward(batch, fused.pool)
             expected = oracle.decoder.forward(pack(theirs, BLOCK_SIZE, 512, oracle.device), oracle.pool)
         assert torch.equal(actual.hidden, expected.hidden)
         assert torch.equal(actual.logits, expected.logits)
         assert actual.best.tolist() == expected.logits.argmax(dim=-1).tolist()
         assert torch.equal(fused.pool, oracle.pool)
         assert actual.hidden.isfinite().all()
+        for asked in (slice(None), slice(1, None, 2), slice(1), slice(0)):
+            fused.pool.copy_(before)
+            assert_only_asked_rows(fused, batch, asked, expected.logits[asked], oracle.pool)
+
+
+def assert_only_asked_rows(
+    engine: Engine, batch: PackedBatch, asked: slice, logits: torch.Tensor, pool: torch.Tensor
+) -> None:
+    """The step in which fewer rows ask: their logits and all keys and values are the same."""
+    fewer = dataclasses.replace(batch, logit_rows=batch.logit_rows[asked])
+    with torch.inference_mode():
+        result = engine.decoder.forward(fewer, engine.pool, keep_hidden=False)
+    assert torch.equal(result.logits, logits)
+    assert result.best.tolist() == logits.argmax(dim=-1).tolist()
+    assert result.hidden.shape[0] == 0
+    assert torch.equal(engine.pool, pool)
 
 
 @pytest.fixture
@@ -142,6 +159,13 @@ def test_an_index_out_of_range_is_refused_before_anything_is_written(
     with torch.inference_mode(), pytest.raises(IndexError, match=message):
         engine.decoder.forward(batch, engine.pool)
     assert torch.equal(engine.pool, before)
+
+
+def test_logit_rows_out_of_order_are_refused_where_others_are_left_out(engine: Engine) -> None:
+    batch = pack([engine.row(0, [5, 6, 7], 0)], BLOCK_SIZE, 512, engine.device)
+    batch.logit_rows = torch.tensor([2, 1])
+    with torch.inference_mode(), pytest.raises(IndexError, match="order of logit row 1"):
+        engine.decoder.forward(batch, engine.pool, keep_hidden=False)
 
 
 def test_a_pool_of_another_model_is_refused(engine: Engine) -> None:

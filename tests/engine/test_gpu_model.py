@@ -149,7 +149,7 @@ def test_what_cannot_work_is_one_line(opened: Any, monkeypatch: pytest.MonkeyPat
         opened(quantization="int8")
     engine = opened()
 
-    def broken(*arguments: Any) -> Any:
+    def broken(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("out of resource: shared memory\nRequired: 300000, limit: 232448")
 
     monkeypatch.setattr(Decoder, "forward", broken)

@@ -275,7 +275,7 @@ def test_out_of_memory_fails_one_step_in_one_sentence(
     world.step(one)
     world.step(one)
 
-    def full(*arguments: Any) -> Any:
+    def full(*arguments: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
 
     with monkeypatch.context() as patched:

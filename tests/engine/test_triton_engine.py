@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from cluster.engine.model_spec import Dtype
+from cluster.engine.packed_batch import pack
 from cluster.engine.runner import ModelRunner
-from tests.engine.tiny_models import Engine, prompts
+from tests.engine.tiny_models import BLOCK_SIZE, Engine, prompts
 from tests.kernels.triton_support import DEVICE, require
 
 backend_module = require("kernels.triton.backend")
@@ -49,6 +51,19 @@ def test_chunks_decode_steps_and_companions_do_not_change_bits(make_engine: Any)
     assert torch.equal(chunked.hidden([chunked.row(0, prompt[12:], 12)])[0], expected[12:])
     assert torch.equal(chunked.kv(0, len(prompt)), whole.kv(0, len(prompt)))
     assert torch.equal(chunked.logits(expected[-1:])[0], whole.logits(expected[-3:])[2])
+
+
+def test_rows_that_ask_for_no_logits_end_with_their_keys_and_values(make_engine: Any) -> None:
+    whole, trimmed = make_engine(), make_engine()
+    results = []
+    for engine in (whole, trimmed):
+        rows = [engine.row(0, tokens()[:5], 0), engine.row(1, tokens()[5:8], 0)]
+        batch = dataclasses.replace(pack(rows, BLOCK_SIZE, 512, engine.device), logit_rows=torch.tensor([4]))
+        with torch.inference_mode():
+            results.append(engine.decoder.forward(batch, engine.pool, keep_hidden=engine is whole))
+    assert torch.equal(results[0].logits, results[1].logits)
+    assert torch.equal(whole.pool, trimmed.pool)
+    assert (len(results[0].hidden), len(results[1].hidden)) == (8, 0)
 
 
 def test_it_is_close_to_the_reference(checkpoint: Any, prepare: Any) -> None:

@@ -98,11 +98,16 @@ class World:
 
     def largest_error(self, index: int) -> Tensor:
         """Of an output in bf16: it is rounded once, and its weights may have been; each moves a number by at
-        most 2^-8 of itself."""
+        most 2^-8 of itself. In int8, weights times the scales of their values may have become whole 65,280ths
+        of the largest instead."""
         weights, v = self._weights_and_values(index)
-        return (
-            2**-8 * self.exact(index).abs() + 2**-8 * (weights @ v.abs()).transpose(0, 1) + 1e-5 * self.size
-        )
+        rounded = 2**-8 * (weights @ v.abs())
+        if self.pool.dtype is torch.int8:
+            scales = v.abs().amax(-1) / 127
+            steps = (weights * scales[:, None]).amax(-1) / 65280
+            seen = (weights > 0).double() @ (v.abs() / scales[..., None].clamp(min=1e-300))
+            rounded += steps[..., None] / 2 * seen
+        return 2**-8 * self.exact(index).abs() + rounded.transpose(0, 1) + 1e-5 * self.size
 
     def _weights_and_values(self, index: int) -> tuple[Tensor, Tensor]:
         sequence = self.sequences[index]

@@ -199,14 +199,16 @@ class TestKinds:
 
     @pytest.mark.parametrize("isa", ["simd", "amx"])
     @pytest.mark.parametrize("quantization", list(Quantization))
-    def test_whoever_attends_by_pairs_has_another_layout(self, library, monkeypatch, isa, quantization):
+    def test_whoever_attends_by_dot_products_has_another_layout(
+        self, library, monkeypatch, isa, quantization
+    ):
         monkeypatch.setenv("BATON_CPU_ISA", isa)
         names = []
         for has_dot in (0, 1):
             machine = SimpleNamespace(**{name: getattr(library, name) for name in SIGNATURES})
             machine.baton_dot_is_there = lambda answer=has_dot: answer
             names.append(NativeKernels(machine, 1, quantization).packed_layout)
-        assert names[1] == f"{names[0]}-pairs"
+        assert names[1] == f"{names[0]}-dots"
 
     @pytest.mark.parametrize(
         ("isa", "dtype", "quantization", "kind"),
