@@ -36,9 +36,14 @@ rows, columns, depth = 512, 1536, 1536
 for name, dtype, repeats in (("fp32", torch.float32, 20), ("bf16", torch.bfloat16, 3)):
     a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(depth, columns, dtype=dtype)
     rates[name] = best_rate(lambda: a @ b, 2 * rows * columns * depth, repeats)
+x, w = torch.ones(rows, depth, dtype=torch.int8), torch.ones(depth, columns, dtype=torch.int8)
+rates["int8"] = best_rate(lambda: torch._int_mm(x, w), 2 * rows * columns * depth, 3)
 try:
-    read, multiply_adds = MachineProbe(num_threads).measure()
+    probe = MachineProbe(num_threads)
+    read, multiply_adds = probe.measure()
     rates["read"], rates["registers"] = max(rates["read"], read / 1e9), 2 * multiply_adds / 1e9
+    rates["fp32"] = max(rates["fp32"], 2 * probe.fp32_multiply_adds_per_s() / 1e9)
+    rates["int8"] = max(rates["int8"], 2 * probe.byte_multiply_adds_per_s() / 1e9)
 except BuildError:  # torch's products are the yardstick
     pass
 print(json.dumps(rates))
@@ -49,9 +54,10 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 
 class _Rates(msgspec.Struct):
     read: float  # GB/s, of memory far larger than the caches
-    fp32: float  # GFLOP/s of a 512 x 1536 x 1536 product
-    bf16: float
-    registers: float = 0.0  # GFLOP/s of multiply-adds that wait for no memory
+    fp32: float  # GFLOP/s of a 512 x 1536 x 1536 product, or from registers if that is more
+    bf16: float  # of a product
+    int8: float  # as fp32
+    registers: float = 0.0  # GFLOP/s of multiply-adds that wait for no memory, in fp32 or pairs of bf16
 
     @property
     def gflop_per_s(self) -> float:
@@ -70,6 +76,11 @@ class Machine:
     read_gb_per_s_all_threads: float
     gemm_gflop_per_s_one_thread: float  # the best of torch's products and of multiply-adds from registers
     gemm_gflop_per_s_all_threads: float
+    # The same of fp32 alone and of int8, two operations per multiply-add; 0: not measured.
+    fp32_gflop_per_s_one_thread: float = 0.0
+    fp32_gflop_per_s_all_threads: float = 0.0
+    int8_gop_per_s_one_thread: float = 0.0
+    int8_gop_per_s_all_threads: float = 0.0
 
 
 def _measure(num_threads: int) -> _Rates:
@@ -121,6 +132,10 @@ def describe_machine() -> Machine:
         read_gb_per_s_all_threads=round(together.read, 1),
         gemm_gflop_per_s_one_thread=one.gflop_per_s,
         gemm_gflop_per_s_all_threads=together.gflop_per_s,
+        fp32_gflop_per_s_one_thread=round(one.fp32, 1),
+        fp32_gflop_per_s_all_threads=round(together.fp32, 1),
+        int8_gop_per_s_one_thread=round(one.int8, 1),
+        int8_gop_per_s_all_threads=round(together.int8, 1),
     )
 
 

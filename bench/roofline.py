@@ -126,8 +126,14 @@ class Roofline:
 
         Prefill may overlap with decode entirely, so its weights are read for free.
         """
+        work = self.closed_loop(concurrency, input_tokens, output_tokens)
+        return concurrency * output_tokens / work.least_seconds(self.bytes_per_s, self.flops_per_s)
+
+    def closed_loop(self, concurrency: int, input_tokens: int, output_tokens: int) -> Work:
+        """Of one request of each of `concurrency`."""
         context = input_tokens + output_tokens / 2
         decode = self.decode_step(concurrency, context).times(output_tokens - 1)
-        prefill = Work(0.0, self.prefill(input_tokens).flops).times(concurrency)
-        seconds = (decode + prefill).least_seconds(self.bytes_per_s, self.flops_per_s)
-        return concurrency * output_tokens / seconds
+        return decode + Work(0.0, self.prefill(input_tokens).flops).times(concurrency)
+
+    def is_memory_bound(self, work: Work) -> bool:
+        return work.read_bytes / self.bytes_per_s >= work.flops / self.flops_per_s

@@ -5,14 +5,17 @@
 2. A *column* is a list of numbers (`Few`) or an array (`Many`). `map` applies a formula to columns.
 3. What is chosen by columns (`lowest`, `near`, `oldest`) goes on as a few row numbers.
 
-An operation on a short array costs nearly a microsecond, fifteen times one on a number: so a few workers are
-looked at one after the other. With a thousand, it costs a microsecond too, and its overhead is most of that;
-numpy's own `min` and `any` cost three, `where` four. So minima are looked up by `argmin`, flags as bytes.
+An operation on a short array costs a quarter of a microsecond, six times one on a number: so a few workers
+are looked at one after the other. With a thousand it costs half of one, most of it overhead. A Python number
+as operand adds a third, an integer more (`one` and `number` do not); `min`, `any`, `where` and a bound by a
+number cost two to four such operations. So minima are looked up by `argmin`, flags as bytes, a bound is
+applied only where it binds, and rows are masked only if one that may not be chosen would be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any, Final
 
 import numpy as np
@@ -43,13 +46,28 @@ def highest(column: Column) -> float:
     return column.item(column.argmax())
 
 
+def lowest(column: Column) -> float:
+    """As `column.min()`."""
+    return column.item(column.argmin())
+
+
+def _number(value: float) -> Column:
+    return np.array(value, dtype=np.float64)
+
+
 class Few:
     """Each worker by itself."""
 
+    one: Figure = 1  # as operand of a figure
+    number: Callable[[float], Figure] = (
+        float  # the same, of any; worth it for one that is used more than once
+    )
     at_most: Callable[[Figure, Figure], Figure] = min
     at_least: Callable[[Figure, Figure], Figure] = max
     is_some: Callable[[Figure], bool] = bool  # a formula's flag is set for any of those it is about
     is_every: Callable[[Figure], bool] = bool  # it is for all of them
+    most: Callable[[Figure], float] = float  # of a figure, among those
+    least: Callable[[Figure], float] = float
 
     def __init__(self, fleet: Fleet) -> None:
         self.workers = fleet.workers()
@@ -80,6 +98,11 @@ class Few:
         return figure if flag else other
 
     @staticmethod
+    def either(flag: Figure, value: float, other: float) -> Figure:
+        """`value` where `flag` is set, else `other`."""
+        return value if flag else other
+
+    @staticmethod
     def is_out(flag: Figure) -> bool:
         """Nothing needs to be worked out where `flag` is not set."""
         return not flag
@@ -106,10 +129,10 @@ class Few:
         return row
 
     @staticmethod
-    def near(cost: Figures, share: float) -> Chosen:
-        """Rows whose cost is within this share of the least."""
-        most = min(cost) * (1 + share)
-        return [row for row, each in enumerate(cost) if each <= most]
+    def near(cost: Figures, share: float, among: Figures) -> Chosen:
+        """Of the rows that are set in `among`, some, those whose cost is within this share of the least."""
+        most = min(compress(cost, among)) * (1 + share)
+        return [row for row, each in enumerate(cost) if among[row] and each <= most]
 
     def oldest_of(self, rows: Chosen, score: Figures, share: float, preferred: int) -> int:
         """Of these rows, and of those whose score is within this share of the least: the preferred one, else
@@ -127,12 +150,15 @@ class Few:
 class Many:
     """All workers at once; methods as those of `Few`."""
 
-    at_most: Callable[[Figure, Figure], Figure] = np.minimum
-    at_least: Callable[[Figure, Figure], Figure] = np.maximum
+    one: Figure = np.array(1.0)
+    number: Callable[[float], Figure] = staticmethod(_number)
     is_some: Callable[[Flags], bool] = staticmethod(is_any)
     is_every: Callable[[Flags], bool] = staticmethod(are_all)
+    most: Callable[[Figure], float] = staticmethod(highest)
+    least: Callable[[Figure], float] = staticmethod(lowest)
     any: Callable[[Flags], bool] = staticmethod(is_any)
     all: Callable[[Flags], bool] = staticmethod(are_all)
+    lowest: Callable[[Column], float] = staticmethod(lowest)
 
     def __init__(self, fleet: Fleet) -> None:
         self.workers = fleet
@@ -153,6 +179,20 @@ class Many:
         return formula(*columns)
 
     @staticmethod
+    def at_most(figure: Column, other: Figure) -> Figure:
+        """May be `figure` itself."""
+        if isinstance(other, float) and highest(figure) <= other:
+            return figure
+        return np.minimum(figure, other)
+
+    @staticmethod
+    def at_least(figure: Column, other: Figure) -> Figure:
+        """May be `figure` itself."""
+        if isinstance(other, float) and lowest(figure) >= other:
+            return figure
+        return np.maximum(figure, other)
+
+    @staticmethod
     def instead(figure: Figure, flags: Figure, other: Figure) -> Figure:
         return np.where(flags, other, figure) if is_any(flags) else figure
 
@@ -160,29 +200,42 @@ class Many:
     def unless(figure: Figure, flags: Figure, other: Figure) -> Figure:
         return figure if are_all(flags) else np.where(flags, figure, other)
 
+    def either(self, flags: Flags, value: float, other: float) -> Figure:
+        return self.workers.either(flags, value, other)
+
     @staticmethod
     def is_out(flags: Figure) -> bool:
         return False
 
     @staticmethod
-    def lowest(column: Column) -> float:
-        return column.item(column.argmin())
-
-    @staticmethod
     def only(flags: Flags) -> int:
         as_bytes = flags.tobytes()
-        return as_bytes.index(1) if as_bytes.count(1) == 1 else NONE
+        row = as_bytes.find(1)  # NONE if there is none
+        return row if as_bytes.find(1, row + 1) == NONE else NONE
 
     @staticmethod
-    def near(cost: Column, share: float) -> Rows:
-        rows: Rows = (cost <= cost.item(cost.argmin()) * (1 + share)).nonzero()[0]
-        return rows
+    def near(cost: Column, share: float, among: Flags) -> Rows:
+        row = cost.argmin()
+        least = cost.item(row)
+        rows = _within(cost, least * (1 + share), among)
+        if among.item(row):
+            return rows
+        least_among = lowest(cost[rows if len(rows) else among])
+        return rows if least_among == least else _within(cost, least_among * (1 + share), among)
 
     def oldest_of(self, rows: Chosen, score: Column, share: float, preferred: int) -> int:
-        best = rows[self.near(score[rows], share)]
+        score = score[rows]
+        best = rows[score <= lowest(score) * (1 + share)]
         if preferred != NONE and preferred in best:
             return preferred
         return int(best[self.workers.last_placed[best].argmin()])
+
+
+def _within(cost: Column, most: float, among: Flags) -> Rows:
+    flags = cost <= most
+    flags &= among
+    rows: Rows = flags.nonzero()[0]
+    return rows
 
 
 Pool = Few | Many

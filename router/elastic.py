@@ -85,10 +85,9 @@ def choose_decode(
 
 def predicted_ttft_s(fleet: Fleet, ask: Ask, targets: Targets, settings: ElasticSettings) -> Column:
     """Per worker, in the order of the fleet."""
-    pool = pool_of(fleet)
-    waits = Formulas(pool, ask, targets, settings).waits
-    everyone = pool.column(np.ones(fleet.num_workers, dtype=np.bool_))
-    return np.array(pool.map(_TTFT_S, pool.map(waits, pool.workers, everyone, pool.column(ask.cached))))
+    everyone = np.ones(fleet.num_workers, dtype=np.bool_)
+    decision = _Decision(fleet, ask, targets, settings)
+    return np.array(decision.predicted_ttft_s(everyone))
 
 
 class _Decision:
@@ -102,6 +101,7 @@ class _Decision:
         self._settings = settings
         self._of = Formulas(self._pool, ask, targets, settings)
         self._decodes = self._pool.column(fleet.can_decode if ask.may_decode is None else ask.may_decode)
+        self._moving = None if ask.cached is None else float(ask.num_tokens) - ask.cached
         self._staying = 1.0  # see `Formulas.staying`
         self._step_s: Figures | None = None
         self._decode_s: Figures | None = None
@@ -111,7 +111,7 @@ class _Decision:
         able = pool.map(of.may_compute, pool.workers, pool.column(may_prefill), self._decodes)
         if not pool.any(able):
             return TurnAway(None)
-        waits = pool.map(of.waits, pool.workers, able, pool.column(ask.cached))
+        waits = self._waits(able)
         first_s = in_time_s = pool.map(_TTFT_S, waits)
         soonest_s = pool.lowest(in_time_s)
         if soonest_s > ttft_s:
@@ -122,22 +122,31 @@ class _Decision:
         self._staying = of.staying(wait_s)
         prefill = pool.only(able)
         if prefill == NONE:
-            prefill = self._choose_prefill(in_time_s, waits)
+            prefill = self._choose_prefill(able, in_time_s, waits)
         return Place(prefill, self.choose_decode(prefill, wait_s), float(first_s[prefill]))
 
-    def _choose_prefill(self, ttft_s: Figures, waits: Figures) -> int:
+    def predicted_ttft_s(self, able: Flags) -> Figures:
+        return self._pool.map(_TTFT_S, self._waits(self._pool.column(able)))
+
+    def _waits(self, able: Figures) -> Figures:
+        pool = self._pool
+        cached, moving = pool.column(self._ask.cached), pool.column(self._moving)
+        return pool.map(self._of.waits, pool.workers, able, cached, moving)
+
+    def _choose_prefill(self, able: Figures, ttft_s: Figures, waits: Figures) -> int:
         """Where the prompt costs least decode elsewhere, of the workers well in time; else the soonest."""
         pool, of, settings, preferred = self._pool, self._of, self._settings, self._ask.near_prefill
         in_time = pool.map(of.is_in_time, waits)
         if not pool.any(in_time):
-            return pool.oldest_of(pool.near(ttft_s, settings.tie), ttft_s, settings.tie, preferred)
+            near = pool.near(ttft_s, settings.tie, able)
+            return pool.oldest_of(near, ttft_s, settings.tie, preferred)
         if not pool.all(pool.map(_CAN_SEND, pool.workers)):  # some decode what they compute
             good = pool.map(of.is_good, pool.workers, in_time, self._step_of_each())
             in_time = good if pool.any(good) else in_time
         if (alone := pool.only(in_time)) != NONE:
             return alone
-        cost = pool.map(of.prefill_cost, pool.workers, in_time, waits, self._decode_of_each())
-        return pool.oldest_of(pool.near(cost, settings.near), ttft_s, settings.tie, preferred)
+        cost = pool.map(of.prefill_cost, pool.workers, waits, self._decode_of_each())
+        return pool.oldest_of(pool.near(cost, settings.near, in_time), ttft_s, settings.tie, preferred)
 
     def choose_decode(self, prefill: int, wait_s: float) -> int:
         pool, ask, of, settings, decodes = self._pool, self._ask, self._of, self._settings, self._decodes
@@ -149,8 +158,7 @@ class _Decision:
         if (alone := pool.only(decodes)) not in (NONE, prefill):
             return alone
         step_s, gap_s = self._step_of_each(), self._targets.gap_s * settings.safety
-        moving = ask.num_tokens if ask.cached is None else ask.num_tokens - ask.cached
-        num_bytes = moving * ask.kv_bytes_per_token
+        num_bytes = (ask.num_tokens if self._moving is None else self._moving) * ask.kv_bytes_per_token
         moving_s = pool.column(self._fleet.exposed_s(prefill, num_bytes, settings.handoff_s))
         can = pool.map(of.can_decode, pool.workers, decodes, step_s, moving_s)
         spread_s = pool.map(of.spread_s, step_s, moving_s)
@@ -160,15 +168,16 @@ class _Decision:
             good[prefill] = can[prefill] and step_s[prefill] <= of.limit_s * settings.local_bonus
         if not pool.any(good):
             can = can if pool.any(can) else decodes
-            over_s = pool.map(of.masked, step_s, can)
-            best = pool.oldest_of(pool.near(over_s, settings.tie), over_s, settings.tie, ask.near_decode)
-            is_near = can[prefill] and step_s[prefill] <= over_s[best] * settings.local_bonus
+            near = pool.near(step_s, settings.tie, can)
+            best = pool.oldest_of(near, step_s, settings.tie, ask.near_decode)
+            is_near = can[prefill] and step_s[prefill] <= step_s[best] * settings.local_bonus
             return prefill if is_near else best
-        cost = pool.map(of.decode_cost, pool.workers, good, self._decode_of_each())
-        if decodes[prefill] and cost[prefill] <= pool.lowest(cost) * (1 + settings.near):
+        cost = pool.map(of.decode_cost, pool.workers, self._decode_of_each())
+        near = pool.near(cost, settings.near, good)
+        if decodes[prefill] and prefill in near:
             return prefill
-        taken_s = pool.map(of.with_kv_taken, pool.workers, spread_s, pool.column(ask.cached))
-        return pool.oldest_of(pool.near(cost, settings.near), taken_s, settings.tie, ask.near_decode)
+        taken_s = pool.map(of.with_kv_taken, pool.workers, spread_s, pool.column(self._moving))
+        return pool.oldest_of(near, taken_s, settings.tie, ask.near_decode)
 
     def _is_best_where_computed(self, at: Worker) -> bool:
         """No other worker is cheaper by more than `near`, and this one has room within the target: what the

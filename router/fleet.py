@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +27,8 @@ Flags = NDArray[np.bool_]
 NOBODY = StepModel(0.0, 0.0, 1.0, 0.0, 0.0)  # of a row without a worker
 EXPOSED = 0.1  # share of a transfer that is not hidden behind the prefill
 NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never the least
+
+_T = TypeVar("_T", bound=np.generic)
 
 _FLOATS = 21
 _FLAGS = 3
@@ -68,14 +71,25 @@ class Worker(msgspec.Struct, frozen=True, gc=False):
     can_send: bool
 
 
+def grown(table: NDArray[_T], num_columns: int) -> NDArray[_T]:
+    """The table, with room for so many columns; it doubles, so that they may come one by one."""
+    num_rows, room = table.shape
+    if num_columns <= room:
+        return table
+    larger = np.zeros((num_rows, max(num_columns, 2 * room)), dtype=table.dtype)
+    larger[:, :room] = table
+    return larger
+
+
 class Fleet:
-    """See the module. The columns are views of two tables, bound anew by `resize`."""
+    """See the module. The columns are views of two tables, bound anew by `resize`. The tables have room for
+    more; columns end with the last row that was ever taken, so that decisions see few of nobody's."""
 
     def __init__(
         self, models: Sequence[StepModel], kv_tokens: Sequence[float], bytes_s: Sequence[float]
     ) -> None:
         self.edges: dict[int, EdgeRow] = {}
-        self._bind(np.zeros((_FLOATS, 0)), np.zeros((_FLAGS, 0), dtype=np.bool_))
+        self._bind(np.zeros((_FLOATS, 0)), np.zeros((_FLAGS, 0), dtype=np.bool_), 0)
         self.resize(len(models))
         for row, model in enumerate(models):
             self.set_model(row, model)
@@ -84,10 +98,12 @@ class Fleet:
         self.bytes_s[:] = bytes_s
         self.can_prefill[:] = self.can_decode[:] = self.can_send[:] = True
 
-    def _bind(self, floats: Column, flags: Flags) -> None:
+    def _bind(self, floats: Column, flags: Flags, num_workers: int) -> None:
         self._floats, self._flags = floats, flags
         self._least_reading: float | None = None  # not known
-        self.num_workers = floats.shape[1]
+        self._either: tuple[tuple[bytes, float, float], Column] | None = None  # what was asked for, answered
+        self.num_workers = num_workers
+        floats, flags = floats[:, :num_workers], flags[:, :num_workers]
         # the worker's step model; `reading`: of a key, in tokens computed
         self.fixed_s, self.floor_s, self.per_token_s = floats[0], floats[1], floats[2]
         self.per_context_s, self.per_attention_s, self.reading = floats[3], floats[4], floats[5]
@@ -114,10 +130,7 @@ class Fleet:
         """More rows, of nobody. `edges` are the caller's."""
         old = self.num_workers
         assert num_rows >= old, (num_rows, old)
-        floats = np.zeros((_FLOATS, num_rows))
-        flags = np.zeros((_FLAGS, num_rows), dtype=np.bool_)
-        floats[:, :old], flags[:, :old] = self._floats, self._flags
-        self._bind(floats, flags)
+        self._bind(grown(self._floats, num_rows), grown(self._flags, num_rows), num_rows)
         for row in range(old, num_rows):
             self.clear(row)
 
@@ -144,6 +157,13 @@ class Fleet:
             self._least_reading = float(self.reading.min()) if self.num_workers else 0.0
         return self._least_reading
 
+    def either(self, flags: Flags, value: float, other: float) -> Column:
+        """One of two numbers each, `value` where the flag is set. Kept until something else is asked for."""
+        asked = flags.tobytes(), value, other
+        if self._either is None or self._either[0] != asked:
+            self._either = asked, np.where(flags, value, other)
+        return self._either[1]
+
     def exposed_s(self, prefill: int, num_bytes: Column | float, handoff_s: float) -> Column:
         """How long the stream stands still while `num_bytes` move from `prefill` to each worker."""
         edge = self.edges.get(prefill)
@@ -159,13 +179,14 @@ class Fleet:
 
     def workers(self) -> list[Worker]:
         """All rows, as of now."""
-        rows = zip(self._floats.T.tolist(), self._flags.T.tolist(), strict=True)
+        floats, flags = self._floats[:, : self.num_workers], self._flags[:, : self.num_workers]
+        rows = zip(floats.T.tolist(), flags.T.tolist(), strict=True)
         return [Worker(*floats, *flags) for floats, flags in rows]
 
     def copy(self) -> Fleet:
         """A recorded view: what it says does not change any more."""
         other = Fleet([], [], [])
-        other._bind(self._floats.copy(), self._flags.copy())
+        other._bind(self._floats.copy(), self._flags.copy(), self.num_workers)
         other.edges = {
             row: EdgeRow(edge.base_s.copy(), edge.byte_s.copy()) for row, edge in self.edges.items()
         }
@@ -180,8 +201,9 @@ class Fleet:
     def equals(self, other: Fleet) -> bool:
         """Every entry."""
         return (
-            np.array_equal(self._floats, other._floats)
-            and np.array_equal(self._flags, other._flags)
+            self.num_workers == other.num_workers
+            and np.array_equal(self._floats[:, : self.num_workers], other._floats[:, : self.num_workers])
+            and np.array_equal(self._flags[:, : self.num_workers], other._flags[:, : self.num_workers])
             and self.edges.keys() == other.edges.keys()
             and all(
                 np.array_equal(edge.base_s, other.edges[row].base_s)

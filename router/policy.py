@@ -107,7 +107,7 @@ class Elastic:
         ready = fleet.can_decode
         if not is_any(ready):
             return Reject(RejectReason.NO_WORKER)
-        large = view.decode_capacity >= max(1, request.max_kv_tokens)
+        large = view.decode_capacity >= float(max(1, request.max_kv_tokens))
         if request.too_large_for:
             _bar(view, large, request.too_large_for)
         if not is_any(large):
@@ -121,7 +121,7 @@ class Elastic:
         decodes &= large
         if not is_any(decodes):
             return Reject(RejectReason.BUSY)
-        prefills = view.send_capacity >= request.num_tokens
+        prefills = view.send_capacity >= float(request.num_tokens)
         if request.avoid:
             decodes = _without(view, decodes, request.avoid)
             _bar(view, prefills, request.avoid)
@@ -143,11 +143,11 @@ class Elastic:
     ) -> Ask:
         cached = None
         if cached_blocks is not None:
-            cached = cached_blocks * view.block_size
+            cached = cached_blocks * float(view.block_size)
             if (
                 len(request.hashes) * view.block_size >= request.num_tokens
             ):  # the last token is always computed
-                np.minimum(cached, request.num_tokens - 1, out=cached)
+                np.minimum(cached, request.num_tokens - 1.0, out=cached)
         life_s = view.mean_life_s()
         if life_s is None:
             life_s = request.expected_output * self.defaults.tpot_s
@@ -178,9 +178,9 @@ class Elastic:
         """Per worker, blocks for the uncached prompt and the growth a new request should find at once; one
         figure where nothing is cached."""
         tokens = min(request.num_tokens + self.config.growth_tokens, request.max_kv_tokens)
-        num_blocks = -(-max(tokens, request.num_tokens) // view.block_size)
+        num_blocks = float(-(-max(tokens, request.num_tokens) // view.block_size))
         if cached_blocks is None:
-            return float(max(1, num_blocks))
+            return max(1.0, num_blocks)
         most_cached = min((request.num_tokens - 1) // view.block_size, num_blocks - 1)
         if len(request.hashes) > most_cached:
             cached_blocks = np.minimum(cached_blocks, most_cached)

@@ -76,22 +76,24 @@ class Formulas:
         self.targets = targets
         self.settings = settings
         self.limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety  # of a step
+        self.num_tokens = pool.number(ask.num_tokens)
 
     def may_compute(self, worker: Figure, able: Figure, decodes: Figure) -> Figure:
         """For somebody: it hands over, or goes on itself."""
         return able & (worker.can_send | decodes)
 
-    def waits(self, worker: Figure, able: Figure, cached: Figure) -> Waits:
+    def waits(self, worker: Figure, able: Figure, cached: Figure, moving: Figure) -> Waits:
         """Most of the time of a decision goes here."""
         pool, ask = self.pool, self.ask
         if pool.is_out(able):
             return _NEVER
-        own_s = self.own_s(worker, cached)
+        own_s = self.own_s(worker, cached, moving)
         mine_s = worker.work_s + own_s
-        is_idle = worker.rows + worker.queued_load_s == 0
-        if not pool.is_some(is_idle):
+        load = worker.rows + worker.queued_load_s  # nothing of either: it is idle
+        if pool.least(load) > 0:
             share, start_s = self._share(worker, mine_s), self.limit_s / 2
         else:
+            is_idle = load == 0
             share = pool.at_least(0.95 * worker.on_time_share, self.settings.min_share)
             start_s = worker.fixed_s + worker.floor_s
             if not pool.is_every(is_idle):
@@ -99,11 +101,10 @@ class Formulas:
                 start_s = pool.unless(start_s, is_idle, self.limit_s / 2)
         held = worker.kv_used + worker.kv_promised
         lacking = held - worker.kv_tokens
-        lacks_kv: Figure = lacking > -(ask.num_tokens + 1)
-        if not pool.is_some(lacks_kv):
-            lacks_kv = False
-        else:  # what is held goes within the life of a row, or with the prompts before
-            lacks_kv = lacks_kv & (held > 0)
+        lacks_kv: Figure = False
+        if pool.most(lacking) > -(ask.num_tokens + 1):
+            # what is held goes within the life of a row, or with the prompts before
+            lacks_kv = (lacking > -(ask.num_tokens + 1)) & (held > 0)
             lacking += ask.num_tokens + 1
             hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
             start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
@@ -114,38 +115,38 @@ class Formulas:
     def _share(self, worker: Figure, mine_s: Figure) -> Figure:
         """Of a step, what decode leaves to prompts on time, once all that is queued decodes."""
         pool, ask, limit_s = self.pool, self.ask, self.limit_s
-        staying = pool.at_most(mine_s, min(self.targets.ttft_s, ask.life_s / 2))  # then 1 - that / life
-        staying /= -ask.life_s
-        staying += 1
+        staying = pool.at_most(mine_s, min(self.targets.ttft_s, ask.life_s / 2)) / -ask.life_s
+        staying += pool.one  # 1 - that / life
         reading_s = worker.context * staying
-        reading_s += ask.num_tokens
+        reading_s += self.num_tokens
         reading_s *= worker.per_context_s
         reading_s += worker.fixed_s
         share = worker.rows * staying  # then 1 - the load of decode / step
-        share += 1
+        share += pool.one
         share *= worker.per_token_s
         reading_s += worker.queued_load_s
         share += reading_s
         share /= -limit_s
-        share += 1
+        share += pool.one
         reading_s += worker.floor_s
-        share = pool.instead(share, reading_s > limit_s, 0.0)
+        if pool.most(reading_s) > limit_s:
+            share = pool.instead(share, reading_s > limit_s, 0.0)
         share *= worker.on_time_share
         return pool.at_least(share, self.settings.min_share)
 
-    def own_s(self, worker: Figure, cached: Figure) -> Figure:
-        """Seconds of its uncached tokens."""
+    def own_s(self, worker: Figure, cached: Figure, moving: Figure) -> Figure:
+        """Seconds of its uncached tokens, `moving`; all of them where it is None, as `cached` is."""
         num_tokens = self.ask.num_tokens
         if cached is None:
             each_s = worker.per_attention_s * ((num_tokens + 1) / 2)
             each_s += worker.per_token_s
             each_s *= num_tokens
             return each_s
-        keys = cached + (num_tokens + 1)
-        keys /= 2  # on average, of an uncached token
+        keys = cached + (num_tokens + 1.0)
+        keys /= 2.0  # on average, of an uncached token
         keys *= worker.per_attention_s
         keys += worker.per_token_s
-        keys *= num_tokens - cached
+        keys *= moving
         return keys
 
     def late_s(self, worker: Figure, able: Figure, waits: Figure) -> Figure:
@@ -184,20 +185,20 @@ class Formulas:
             return math.inf
         step_s = worker.rows * staying
         step_s += worker.coming_rows
-        step_s += 1
+        step_s += pool.one
         step_s *= worker.per_token_s
         step_s = pool.at_least(step_s, worker.floor_s)
         step_s += worker.fixed_s
         reading_s = worker.context * staying
         reading_s += worker.coming_context
-        reading_s += self.ask.num_tokens
+        reading_s += self.num_tokens
         reading_s *= worker.per_context_s
         step_s += reading_s
         return step_s
 
     def decode_s(self, worker: Figure) -> Figure:
         """Seconds of one token of it in a step."""
-        seconds = worker.per_context_s * self.ask.num_tokens
+        seconds = worker.per_context_s * self.num_tokens
         seconds += worker.per_token_s
         return seconds
 
@@ -207,20 +208,22 @@ class Formulas:
 
     def is_good(self, worker: Figure, in_time: Figure, step_s: Figure) -> Figure:
         """It may decode what it computes, or need not."""
-        good = step_s <= self.limit_s * self.settings.local_bonus
-        return in_time & (good | worker.can_send)
+        most_s = self.limit_s * self.settings.local_bonus
+        if self.pool.most(step_s) <= most_s:
+            return in_time
+        return in_time & ((step_s <= most_s) | worker.can_send)
 
-    def prefill_cost(self, worker: Figure, in_time: Figure, waits: Figure, decode_s: Figure) -> Figure:
+    def prefill_cost(self, worker: Figure, waits: Figure, decode_s: Figure) -> Figure:
         cost = waits.own_s / decode_s
-        cost = self.pool.unless(cost, worker.can_decode, cost * self.settings.prefill_only_worth)
-        return self.pool.unless(cost, in_time, math.inf)
+        cost *= self.pool.either(worker.can_decode, 1.0, self.settings.prefill_only_worth)
+        return cost
 
     def can_decode(self, worker: Figure, decodes: Figure, step_s: Figure, moving_s: Figure) -> Figure:
         """It has room for the KV, and the hand-off fits into a gap."""
         room = worker.kv_tokens * (1 - self.settings.kv_headroom)
         room -= worker.kv_used
         room -= worker.kv_promised
-        can = decodes & (room >= self.ask.num_tokens + self.ask.expected_output)
+        can = decodes & (room >= float(self.ask.num_tokens + self.ask.expected_output))
         if math.isinf(self.targets.gap_s):
             return can
         return can & (step_s + moving_s <= self.targets.gap_s * self.settings.safety)
@@ -233,14 +236,10 @@ class Formulas:
         """For a row computed elsewhere, within the target."""
         return can & (spread_s <= self.settings.far_fill * self.limit_s)
 
-    def decode_cost(self, worker: Figure, good: Figure, decode_s: Figure) -> Figure:
-        return self.masked(decode_s / worker.per_token_s, good)
+    def decode_cost(self, worker: Figure, decode_s: Figure) -> Figure:
+        return decode_s / worker.per_token_s
 
-    def with_kv_taken(self, worker: Figure, spread_s: Figure, cached: Figure) -> Figure:
-        moving = self.ask.num_tokens if cached is None else self.ask.num_tokens - cached
+    def with_kv_taken(self, worker: Figure, spread_s: Figure, moving: Figure) -> Figure:
+        moving = self.ask.num_tokens if moving is None else moving
         share = self.settings.kv_worth * self.limit_s * moving / self.pool.at_least(worker.kv_tokens, 1.0)
         return spread_s + share
-
-    def masked(self, figure: Figure, flag: Figure) -> Figure:
-        """Where the flag is not set: never the least."""
-        return self.pool.unless(figure, flag, math.inf)

@@ -13,7 +13,7 @@ import numpy as np
 from cluster.ids import WorkerId
 from cluster.wire.messages import KVGeometry, Role
 from router.choosing import highest
-from router.fleet import Column, Fleet
+from router.fleet import Column, Fleet, grown
 from router.prefix_index import PrefixIndex
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
@@ -51,6 +51,9 @@ class ClusterView:
     guessed: set[int] = field(default_factory=set)  # rows of workers whose step model is not measured
     abilities: int = 0  # grows with every change of what some worker may do, or of who is here
     num_lives: int = 0  # rows with a life
+    _table: Column = field(
+        default_factory=lambda: np.zeros((len(_COLUMNS), 0))
+    )  # the columns, and room for more
     _sum_of_lives_s: float | None = None  # None: a life has changed since
     # what a decision asks of several of these at once, so that it need not put them together each time
     decode_capacity: Column = field(default_factory=lambda: np.zeros(0))  # 0: it may not decode
@@ -110,12 +113,11 @@ class ClusterView:
 
     def _grow(self) -> int:
         row = len(self.ids)
-        num_rows = max(4, 2 * row)
-        self.ids += [None] * (num_rows - row)
-        self.fleet.resize(num_rows)
-        more = num_rows - row
-        for name in _COLUMNS:
-            setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
+        self.ids.append(None)
+        self.fleet.resize(row + 1)
+        self._table = grown(self._table, row + 1)
+        for name, column in zip(_COLUMNS, self._table, strict=True):
+            setattr(self, name, column[: row + 1])
         return row
 
     # ---- what more than placement asks

@@ -17,13 +17,14 @@ import orjson
 import typer
 
 from bench.load.cli_checks import check_outputs, check_unvaried, parse_rates, slo_notes
-from bench.load.cli_hints import HintingCommand
-from bench.load.cli_load import ARRIVALS, LoadOptions
+from bench.load.cli_hints import HintingCommand, PlainCommand
+from bench.load.cli_load import ARRIVALS, MEASURING, LoadOptions
 from bench.load.cli_options import option, options
 from bench.load.cli_screen import note, say
 from bench.load.cli_search import Search, SearchOptions
-from bench.load.cli_session import EXIT_HELP, Session, exit_status, search_status, uninterrupted
+from bench.load.cli_session import Session, uninterrupted
 from bench.load.cli_settings import plan_settings, run_settings
+from bench.load.cli_status import EXIT_HELP, Status, exit_status, search_status
 from bench.load.goodput.console import answer_lines
 from bench.load.goodput.probing import server_lost
 from bench.load.plans.settings import at_rate
@@ -40,7 +41,7 @@ from bench.load.results.result import (
 )
 from bench.load.results.summary_text import summary_lines
 from bench.load.runner import Measurement
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import ConfigError
 
 app = typer.Typer(
     name="bench",
@@ -52,13 +53,24 @@ app = typer.Typer(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(LoadOptions):
+class RunOptions(LoadOptions):
+    target: float = option(
+        0.9, "with --strict, the share of all offered requests that must meet every SLO", MEASURING
+    )
+
+    @property
+    def strict_share(self) -> float | None:
+        return self.target if self.strict else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(RunOptions):
     rates: str = option("1,2,4,8", "mean requests per second, one run each", ARRIVALS)
 
 
 @app.command(cls=HintingCommand, epilog=EXIT_HELP)
-@options(LoadOptions)
-def run(given: LoadOptions) -> None:
+@options(RunOptions)
+def run(given: RunOptions) -> None:
     """Offer one load and report what came back."""
     with uninterrupted() as stop:
         plan, how = plan_settings(given), run_settings(given)
@@ -72,7 +84,7 @@ def run(given: LoadOptions) -> None:
             written += _write_report(given.report, [measurement])
         finally:
             say([*summary_lines(measurement.result), *written])
-    raise typer.Exit(exit_status([measurement.result], stop, given.strict))
+    raise typer.Exit(exit_status([measurement.result], stop, strict_share=given.strict_share))
 
 
 @app.command(cls=HintingCommand, epilog=EXIT_HELP)
@@ -102,14 +114,15 @@ def sweep(given: SweepOptions) -> None:
                 say([f"--- {rate:g} req/s", *summary_lines(measurement.result), *written])
             if not measurement.run.is_complete:
                 break
-            lost = server_lost(measurement.run, session.why_gone)
+            lost = server_lost(measurement.run)
             if lost is not None and rate != rates[-1]:
                 break
         say(_write_report(given.report, measured))
         if lost is not None and len(measured) < len(rates):
             missing = ", ".join(f"{rate:g}" for rate in rates[len(measured) :])
-            raise BatonError(f"The sweep ended at {rate:g} req/s, without the rates {missing}: {lost}.")
-    raise typer.Exit(exit_status([one.result for one in measured], stop, given.strict))
+            note(f"INCOMPLETE: the sweep ended at {rate:g} req/s, without the rates {missing}: {lost}")
+    results = [one.result for one in measured]
+    raise typer.Exit(exit_status(results, stop, len(rates), given.strict_share))
 
 
 @app.command(name="max-goodput", cls=HintingCommand, epilog=EXIT_HELP)
@@ -137,7 +150,7 @@ def max_goodput(given: SearchOptions) -> None:
     raise typer.Exit(search_status(found, stop, given.strict))
 
 
-@app.command()
+@app.command(cls=PlainCommand, epilog=EXIT_HELP)
 def report(
     results: Annotated[list[Path], typer.Argument(help="result files of `run`, `sweep` and `max-goodput`")],
     out: Annotated[Path, typer.Option(help="HTML file to write")] = Path("report.html"),
@@ -158,15 +171,16 @@ def report(
     say(_write_text(out, render_report(runs, searches)))
 
 
-@app.command()
+@app.command(cls=PlainCommand, epilog=EXIT_HELP)
 def compare(results: Annotated[list[Path], typer.Argument(help="two or more result files")]) -> None:
-    """Result files side by side, with ratios to the first."""
+    """Result files side by side, with ratios to the first where both may be judged."""
     if len(results) < 2:
         raise ConfigError("compare needs two or more result files")
     read = [read_result(path) for path in results]
     labels = [str(one.get("label") or path.stem) for one, path in zip(read, results, strict=True)]
     comparison = compare_results(read, labels)
     say([as_text(comparison).rstrip("\n")])
+    raise typer.Exit(Status.DONE if comparison.is_judged else Status.NOT_JUDGED)
 
 
 @app.command(

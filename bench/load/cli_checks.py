@@ -24,6 +24,7 @@ _PARTNERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("think", "random_think", "system_tokens"), "turns"),
     (("random_think",), "think"),
     (("keep_text", "save_detailed"), "out"),
+    (("target",), "strict"),
 )
 # Options that describe the same thing in two ways, and why only one can hold.
 _RIVALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -83,6 +84,8 @@ def check_options(given: LoadOptions) -> None:
             raise ConfigError(f"{flag(name)} is above {most:,}: give that or less.")
     if not 0 <= given.temperature < math.inf:  # NaN too
         raise ConfigError(f"--temperature {given.temperature:g}: give a number of 0 or more.")
+    if not 0 < getattr(given, "target", 1.0) <= 1:  # NaN too
+        raise ConfigError("--target: give a share above 0, up to 1, such as 0.9.")
     if given.rate is not None and math.isinf(given.rate):
         raise ConfigError("--rate inf: all at once is --arrival burst, with --requests N and no --rate.")
     if given.rate is not None:

@@ -1,7 +1,8 @@
-"""Command lines that are read differently elsewhere: answered, not guessed at.
+"""Command lines that cannot work: answered in one line, not guessed at.
 
-1. Flags of vLLM's load test are told what they are called here.
-2. An option given twice is an error: all but the last would be ignored.
+1. What the parser refuses is a `ConfigError` like every other option that cannot work.
+2. Flags of vLLM's load test are told what they are called here.
+3. An option given twice is an error: all but the last would be ignored.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 from cluster.errors import ConfigError
@@ -40,22 +42,41 @@ ALL_IN_ONE = {
 }
 
 
-class HintingCommand(TyperCommand):
+_UsageError: Any = typer.BadParameter.__base__  # typer has its own, and no public name for it
+
+
+class PlainCommand(TyperCommand):
+    """A command whose usage errors are one line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """
+        Raises:
+            ConfigError: these are no arguments of this command.
+        """
+        try:
+            parsed: list[str] = super().parse_args(ctx, args)
+        except _UsageError as error:
+            message = error.format_message().rstrip(".")
+            raise ConfigError(f"{message}; see {ctx.command_path} --help") from None
+        return parsed
+
+
+class HintingCommand(PlainCommand):
     """A command that knows what the flags of the other tool are called here."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """
         Raises:
-            ConfigError: one of them was given, or an option twice.
+            ConfigError: as above, one of them was given, or an option twice.
         """
         for argument in args:
             name = argument.partition("=")[0]
             if name in OURS:
                 raise ConfigError(f"No such option: {name}. Here it is {OURS[name]}.")
+        parsed = super().parse_args(ctx, list(args))
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for parameter, num in Counter(order).items():
             if num > 1 and not parameter.multiple and not getattr(parameter, "is_flag", False):
                 name = parameter.opts[0]
                 raise ConfigError(f"{name} is given {num} times: give it once{ALL_IN_ONE.get(name, '')}.")
-        parsed: list[str] = super().parse_args(ctx, args)
         return parsed

@@ -118,7 +118,7 @@ class LoadOptions:
     )
     processes: int = option(1, "client processes", MEASURING)
     percentiles: str = option("50,90,95,99", "percentiles to report", MEASURING)
-    strict: bool = option(False, "exit with 3 if the result is INVALID, 4 if no request succeeded", MEASURING)
+    strict: bool = option(False, "exit with 6 if too few requests met the SLOs", MEASURING)
 
     out: Path | None = option(None, "result file (JSON); requests go to OUT.requests.jsonl beside it", OUTPUT)
     report: Path | None = option(None, "write an HTML report here", OUTPUT)

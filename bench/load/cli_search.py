@@ -12,6 +12,7 @@ from bench.load.cli_options import option
 from bench.load.cli_screen import say
 from bench.load.cli_session import Session
 from bench.load.cli_settings import parse_seconds, plan_settings, run_settings
+from bench.load.figures.window import SteadyWindow, Window
 from bench.load.goodput.console import opening_lines, probe_line
 from bench.load.goodput.probing import find_max_goodput
 from bench.load.goodput.search import GoodputSearch
@@ -77,7 +78,9 @@ class Search:
         duration_s = parse_seconds("--duration", given.duration or DEFAULT_DURATION)
         plan = plan_settings(given, rate=given.start_rate, duration_s=duration_s, random_offset=True)
         at_rate(plan, given.start_rate, given.seed, 0)
-        return cls(settings, plan, run_settings(given, probe_duration_s=duration_s), duration_s)
+        how = run_settings(given, probe_duration_s=duration_s)
+        _check_first_probe(given.start_rate, duration_s, how.window)
+        return cls(settings, plan, how, duration_s)
 
     def run(self, session: Session, label: str | None) -> tuple[dict[str, Any], list[Measurement]]:
         """The search's dict, with what it was made of, and every measurement.
@@ -93,7 +96,7 @@ class Search:
             return session.measure(aimed, self.how, title=title)
 
         say(opening_lines(self.settings, self.duration_s, self.how.window))
-        found, measured = find_max_goodput(self.settings, measure, _tell, session.why_gone)
+        found, measured = find_max_goodput(self.settings, measure, _tell)
         first = measured[0].result if measured else {}
         kept = (
             *("model_id", "backend", "slos_ms", "workload", "trace", "window"),
@@ -111,6 +114,21 @@ class Search:
                 {key: value for key, value in one.result.items() if key != "timeslices"} for one in measured
             ],
         }, measured
+
+
+def _check_first_probe(rate: float, duration_s: float, window: Window | SteadyWindow) -> None:
+    """
+    Raises:
+        ConfigError: it would most likely offer nothing.
+    """
+    measured_s = duration_s
+    if isinstance(window, Window):
+        measured_s -= window.warmup_s + window.cooldown_s
+    if rate * measured_s < 1:
+        raise ConfigError(
+            f"--start-rate {rate:g} offers less than one request in the {measured_s:.3g} s that a probe "
+            "measures: give a higher one, or a longer --duration."
+        )
 
 
 def _tell(probe: Probe, outcome: ProbeOutcome, state: GoodputSearch) -> None:

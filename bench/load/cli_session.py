@@ -4,7 +4,6 @@
 2. `Session.fit` gives them to the settings; `Session.measure` runs one measurement with the live display.
 3. `uninterrupted` owns the signals of the whole command. Before the first request one ends it at once; after
    that they only end the run, and what was measured is written whatever else is pressed.
-4. `exit_status` says in a number what the results are worth.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Self
 
 import msgspec
@@ -22,8 +20,9 @@ import typer
 
 from bench.load.cli_load import LoadOptions, is_given
 from bench.load.cli_screen import note
-from bench.load.client.interrupts import EXIT_INTERRUPTED, CommandSignals, StopSwitch, signals_to
-from bench.load.client.target import Target, parse_target, probe, why_gone
+from bench.load.cli_status import Status
+from bench.load.client.interrupts import CommandSignals, StopSwitch, signals_to
+from bench.load.client.target import Target, parse_target, probe
 from bench.load.client.topology import read_topology
 from bench.load.plans.build import check_plan
 from bench.load.plans.settings import PlanSettings
@@ -33,22 +32,6 @@ from bench.load.runner import Measurement, RunSettings, describe_environment, me
 from cluster.errors import ConfigError
 
 OUR_SERVER = "baton"  # `owned_by` of its models
-
-
-class Status(IntEnum):
-    """Exit statuses of measuring commands; 1 is an error, 2 a command line that cannot be parsed."""
-
-    MEASURED = 0
-    INVALID = 3
-    NOTHING_SUCCEEDED = 4
-    INTERRUPTED = EXIT_INTERRUPTED
-
-
-EXIT_HELP = (
-    "Exit status: 0 measured (valid or not, the result says); 1 an error: nothing was measured, not all of "
-    "a sweep, or the result could not be written; 2 not such a command line; 130 interrupted, what was "
-    "measured is written. With --strict also 3 measured, but INVALID; 4 measured, but no request succeeded."
-)
 
 
 @contextmanager
@@ -129,10 +112,6 @@ class Session:
             for plan in plans:
                 check_plan(plan, tokenizer)
 
-    def why_gone(self) -> str | None:
-        """Why the server no longer answers; None: it does."""
-        return why_gone(self.target)
-
     def measure(self, plan: PlanSettings, settings: RunSettings, title: str | None = None) -> Measurement:
         """One measurement with a live display; text prompts are counted by the server itself."""
         shown = f"{self.model} at {self.target.url}" + (f", {title}" if title else "")
@@ -156,26 +135,3 @@ def api_key(given: LoadOptions, environment: Mapping[str, str]) -> str | None:
             f"--api-key-env {given.api_key_env}: the environment has no such variable, or no text in it."
         )
     return key
-
-
-def exit_status(results: Sequence[Mapping[str, Any]], stop: StopSwitch, is_strict: bool) -> Status:
-    """What the worst of these results is worth. A signal after the last request cost nothing."""
-    if stop.num_stops and not all(result["is_complete"] for result in results):
-        return Status.INTERRUPTED
-    if not is_strict:
-        return Status.MEASURED
-    if not any(result["completed"] for result in results):
-        return Status.NOTHING_SUCCEEDED
-    return Status.MEASURED if all(result["valid"] for result in results) else Status.INVALID
-
-
-def search_status(found: Mapping[str, Any], stop: StopSwitch, is_strict: bool) -> Status:
-    """A search is worth what it found: single invalid probes are part of it, and repeated."""
-    if stop.num_stops and not found["is_complete"]:
-        return Status.INTERRUPTED
-    if not is_strict:
-        return Status.MEASURED
-    if not any(run["completed"] for run in found["runs"]):
-        return Status.NOTHING_SUCCEEDED
-    is_valid = found["is_complete"] and any(probe["valid"] for probe in found["probes"])
-    return Status.MEASURED if is_valid else Status.INVALID

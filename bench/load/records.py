@@ -84,3 +84,5 @@ class RunRecord(msgspec.Struct, kw_only=True):
     wall_s: float  # until the last record
     is_complete: bool  # False: interrupted, or a client process died
     notes: list[str] = []  # why it is not complete, one sentence each
+    # Why the server no longer answered when all was over; None: it did, or nothing gave cause to ask it.
+    server_gone: str | None = None

@@ -1,7 +1,8 @@
 """One measurement from settings to result: what `run`, `sweep` and `max-goodput` have in common.
 
 1. `build_plan` decides every request.
-2. `run_plan` offers it and brings back one record per request.
+2. `run_plan` offers it and brings back one record per request. Where they give cause to doubt it, the server
+   is asked whether it is still there.
 3. `summarize` computes the figures; `build_result` names them.
 4. The caller writes, prints, or searches on.
 """
@@ -16,9 +17,10 @@ from importlib.metadata import version
 from typing import Any
 
 from bench.load.client.pool import DEFAULT_TIMEOUT_S, Progress, StopSwitch, run_plan
-from bench.load.client.target import ServerInfo, Target
+from bench.load.client.target import ServerInfo, Target, why_gone
 from bench.load.client.topology import Topology, config_hash
 from bench.load.figures.metrics import DEFAULT_PERCENTILES, summarize
+from bench.load.figures.outage import may_be_gone
 from bench.load.figures.slo import Slo
 from bench.load.figures.summary import Summary
 from bench.load.figures.window import WHOLE_RUN, SteadyWindow, Window
@@ -80,6 +82,8 @@ def measure(
         keep_text=settings.keep_text,
         stop=stop,
     )
+    if run.is_complete and may_be_gone(run):
+        run.server_gone = why_gone(target)
     summary = summarize(run, settings.slos, settings.window, settings.percentiles)
     result = build_result(
         plan,

@@ -22,7 +22,7 @@ from bench.peers.compare_peers import compare, ready
 from bench.peers.comparison import Comparison, Interrupted
 from bench.peers.load import TraceLoad
 from bench.peers.peer import Peer, Places
-from bench.peers.record import read_written
+from bench.peers.record import read_written, write_files
 from cluster.engine.model_source import ModelSource, resolve_model
 from cluster.errors import BatonError, ConfigError
 
@@ -44,6 +44,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peers", help="names, separated by commas (default: the usual ones; see --list)")
     made.add_argument("--list", action="store_true", help="say what would be measured, and stop")
     made.add_argument("--prepare-only", action="store_true", help="make environments and models, and stop")
+    made.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        help="measure nothing: write the table of this JSON file anew, beside it (or to --out)",
+    )
     made.add_argument("--resume", type=Path, help="JSON file of an earlier comparison to add rounds to")
     made.add_argument(
         "--rounds", type=int, default=2, help="of closed loops (2); 0 with --resume and --trace: search alone"
@@ -256,6 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
+        if options.source is not None:
+            return _write_anew(options.source, options.out)
         comparison, peers = comparison_from(options)
         if options.list:
             for peer in peers:
@@ -274,6 +282,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nothing = "" if any(outcome.rounds for outcome in outcomes) else "; no server could be measured"
     _tell(f"written: {comparison.out}.json and .md{nothing}")
     return 1 if nothing else 0
+
+
+def _write_anew(source: Path, given: Path | None) -> int:
+    """
+    Raises:
+        BatonError: it cannot be read, or its table cannot be written.
+    """
+    written = read_written(source)
+    out = _out(given, source.with_suffix(""))
+    write_files(out, written)
+    _tell(f"written: {out}.json and .md")
+    return 0
 
 
 def _prepare(comparison: Comparison, peers: Sequence[Peer]) -> int:

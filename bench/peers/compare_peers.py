@@ -22,7 +22,7 @@ from bench.machine import Machine
 from bench.peers.comparison import Comparison, Interrupted
 from bench.peers.estimate import Estimate, affordable_probes, longest_search_s
 from bench.peers.facts import cpu_flags, facts_of, model_shape, time_words
-from bench.peers.limits import best_rates, most_tokens_per_s
+from bench.peers.limits import best_rates, limits
 from bench.peers.load import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
@@ -84,9 +84,9 @@ def _compare(
         fastest_seen = best_rates(machine, report.machines)
         loops = [concurrency for concurrency, _ in comparison.closed_loops]
         for peer in peers:
-            outcomes[peer.name].limits_tok_per_s |= most_tokens_per_s(
-                shape, peer, fastest_seen, loops, INPUT_TOKENS, OUTPUT_TOKENS
-            )
+            most, bound_by = limits(shape, peer, fastest_seen, loops, INPUT_TOKENS, OUTPUT_TOKENS)
+            outcomes[peer.name].limits_tok_per_s |= most
+            outcomes[peer.name].limits_bound_by |= bound_by
     num_rounds = comparison.num_rounds
     num_passes = num_rounds + (comparison.trace is not None and num_rounds < 2)  # the last has the searches
     if comparison.is_together:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.load.client.target import why_gone
 from bench.load.figures.slo import Slo
 from bench.load.figures.window import Window
 from bench.load.goodput.probing import find_max_goodput
-from bench.load.goodput.values import DONE, End, Probe, SearchSettings, TargetAnswer
+from bench.load.goodput.values import Probe, SearchSettings
 from bench.load.plans import arrivals
 from bench.load.plans.lengths import parse_lengths
 from bench.load.plans.settings import Oversize, PlanSettings, Synthetic, TraceReplay, at_rate
@@ -35,7 +34,8 @@ from bench.peers.estimate import (
     probe_length_s,
     start_rate,
 )
-from bench.peers.outcome import Goodput, PeerOutcome, SeedBracket, mean_of
+from bench.peers.goodput import goodput_of
+from bench.peers.outcome import Goodput, PeerOutcome, mean_of
 from bench.peers.server import Running
 from cluster.errors import BatonError, ConfigError
 
@@ -161,12 +161,10 @@ def search_goodput(
             f"  {probe.rate:.3g} req/s, seed {probe.seed}: "
             f"{outcome.attainment or 0.0:.1%} of {outcome.num_offered} good"
         ),
-        lambda: why_gone(running.target),
     )
-    answers = msgspec.convert(account["answers"], list[TargetAnswer])
     is_interrupted = any(not one.run.is_complete for one in measured)
     account["probe_wall_s"] = [round(one.run.wall_s, 1) for one in measured]
-    return [goodput_of(answer, account["notes"]) for answer in answers], account, is_interrupted
+    return goodput_of(account), account, is_interrupted
 
 
 def search_settings(
@@ -199,57 +197,6 @@ def search_settings(
         growth=(1 + load.tolerance) ** 2,
         alone_at_min_rate=found is not None and min_rate * found.alone_s <= MOST_ALONE,
         one_seed_below=one_seed_below,
-    )
-
-
-def goodput_of(answer: TargetAnswer, notes: Sequence[str]) -> Goodput:
-    """The mean over the seeds that were searched to their end. Seeds that were not are left out of it, and
-    told; only if none was, the highest rates that had passed stand in, as a lower bound.
-    """
-    done = [one for one in answer.seeds if one.end in DONE]
-    left_out = [str(one.seed) for one in answer.seeds if one not in done]
-    brackets = [
-        SeedBracket(
-            seed=one.seed,
-            passed=one.rate or None,
-            failed=one.failing_rate,
-            end=one.end.value,
-            is_converged=one.is_converged,
-        )
-        for one in answer.seeds
-        if one.end is not End.NOT_SEARCHED
-    ]
-    if not done:
-        return Goodput(
-            target=answer.target,
-            requests_per_s=answer.rate,
-            ci_low=None,
-            ci_high=None,
-            is_converged=False,
-            notes=[*answer.notes, *notes],
-            passed=answer.bracket_low,
-            failed=answer.bracket_high,
-            num_seeds=answer.num_seeds_searched,
-            seeds=brackets,
-        )
-    rates = [one.rate or 0.0 for one in done]
-    told = [note for note in answer.notes if not any(note.startswith(f"Seed {seed}:") for seed in left_out)]
-    enough = [note for note in notes if "which is enough" in note]
-    told += enough
-    if left_out and not enough:
-        told.append(f"time for {len(done)} of {len(answer.seeds)} seeds; no seed {', '.join(left_out)}")
-    return Goodput(
-        target=answer.target,
-        requests_per_s=statistics.fmean(rates),
-        ci_low=answer.ci_low,
-        ci_high=answer.ci_high,
-        is_converged=True,
-        notes=[*told, *(note for note in notes if "invalid" in note or "proves nothing" in note)],
-        passed=min(rates),
-        failed=max(one.failing_rate or 0.0 for one in done),
-        num_seeds=len(done),
-        seeds=brackets,
-        is_out_of_reach=all(one.end is End.OUT_OF_REACH for one in done),
     )
 
 

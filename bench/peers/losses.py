@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 
 from bench.load.results.compare import plain
-from bench.peers.outcome import PeerOutcome, mean_of
+from bench.peers.goodput_table import best_goodput, ratio_text
+from bench.peers.outcome import Goodput, PeerOutcome, mean_of
 
 # field of `Mean`, what it is called, its unit, whether more is better
 _COMPARED = (
@@ -52,33 +53,29 @@ def _figures(outcomes: Sequence[PeerOutcome], concurrency: int, field: str) -> l
 
 
 def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:
-    """The same for max goodput, per target."""
-    sentences = []
-    for baton in (outcome for outcome in outcomes if outcome.is_baton):
-        for own in baton.goodput:
-            rivals = [
-                (other.requests_per_s, outcome.title)
-                for outcome in outcomes
-                if not outcome.is_baton
-                for other in outcome.goodput
-                if other.target == own.target and other.requests_per_s is not None
-            ]
-            best, title = max(rivals, default=(0.0, ""))
-            if own.requests_per_s is None:
-                if best > 0:
-                    sentences.append(
-                        f"{baton.title}: of the rates probed none passed at {own.target:.0%}; {title} passed "
-                        f"{best:.3g} req/s."
-                    )
-                continue
-            if own.is_out_of_reach and best > 0:
-                sentences.append(
-                    f"{baton.title}: {own.target:.0%} is not reachable at any rate; {title} reaches "
-                    f"{best:.3g} req/s."
-                )
-            elif best > own.requests_per_s:
-                sentences.append(
-                    f"{baton.title}: max goodput at {own.target:.0%} of {own.requests_per_s:.3g} req/s is "
-                    f"{own.requests_per_s / best:.2f} times that of {title} ({best:.3g} req/s)."
-                )
-    return sentences
+    """The same for max goodput, per target. A lower bound is told as one: the loss may be smaller."""
+    told = [
+        (baton, _goodput_loss(own, *found))
+        for baton in outcomes
+        if baton.is_baton
+        for own in baton.goodput
+        if (found := best_goodput(outcomes, own.target)) is not None
+    ]
+    return [f"{baton.title}: {loss}." for baton, loss in told if loss is not None]
+
+
+def _goodput_loss(own: Goodput, best: Goodput, title: str) -> str | None:
+    theirs, target = _rate(best), f"{own.target:.0%}"
+    if own.requests_per_s is None:
+        return f"of the rates probed none passed at {target}; {title} passed {theirs}"
+    if own.is_out_of_reach:
+        return f"{target} is not reachable at any rate; {title} reaches {theirs}"
+    if own.requests_per_s >= (best.requests_per_s or 0.0):
+        return None
+    ratio = ratio_text(own, best)
+    times = "an unknown part" if ratio == "–" else f"{ratio} times that"
+    return f"max goodput at {target} of {_rate(own)} is {times} of {title} ({theirs})"
+
+
+def _rate(found: Goodput) -> str:
+    return f"{'at least ' if found.is_lower_bound else ''}{found.requests_per_s or 0.0:.3g} req/s"

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+MEMORY, FLOAT, FP32, INT8 = "memory", "floating point", "fp32", "int8"  # what binds a limit
+
 
 class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """One closed-loop run. Latencies in milliseconds."""
@@ -36,16 +38,20 @@ class SeedBracket(msgspec.Struct, frozen=True, kw_only=True):
     failed: float | None  # the lowest that failed; None: none did
     end: str  # as `bench.load.goodput.values.End` names it
     is_converged: bool
+    is_counted: bool = True  # in the figure
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """Max goodput at one target share, requests per second, with its 95 % interval where there is one."""
+    """Max goodput at one target share, requests per second, with its 95 % interval where there is one. What
+    is a figure, over which seeds, and when it is a lower bound: `bench.load.goodput.values.figure_of`.
+    """
 
     target: float
     requests_per_s: float | None  # None: the search ended before any rate had passed; the notes say why
     ci_low: float | None
     ci_high: float | None
-    is_converged: bool
+    is_converged: bool  # every seed ended that was worth a search; the figure may rest on fewer
+    is_lower_bound: bool = False
     notes: list[str] = []
     passed: float | None = None  # lowest passing rate of the seeds it rests on
     failed: float | None = None  # their highest failing rate
@@ -74,7 +80,7 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     rounds_note: str | None = None  # why it has fewer rounds than others, at every load
     once: dict[int, str] = {}  # by concurrency: the same, at that load
     limits_tok_per_s: dict[int, float] = {}  # by concurrency: the most that machine and bytes allow
-
+    limits_bound_by: dict[int, str] = {}  # by concurrency: MEMORY, or the arithmetic; empty in older files
     skipped: dict[int, str] = {}  # by concurrency: why it was not measured
 
     @property

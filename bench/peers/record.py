@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import orjson
 
 from bench.load.results.files import json_safe, write_atomically
 from bench.load.runner import Measurement
-from bench.peers.outcome import PeerOutcome
+from bench.peers.goodput import goodput_of
+from bench.peers.outcome import Goodput, PeerOutcome
 from bench.peers.table import as_markdown
 from cluster.errors import ConfigError
 
@@ -97,21 +98,26 @@ class Report:
         self._written.searches[name] = found
 
     def write(self) -> None:
-        written = self._written
-        written.parts[-1].load_average = list(os.getloadavg())
-        safe = json_safe(msgspec.to_builtins(written, str_keys=True))
-        text = orjson.dumps(safe, option=orjson.OPT_INDENT_2)
-        write_atomically(self._out.with_name(f"{self._out.name}.json"), [text, b"\n"])
-        runs = [run for outcome in written.peers for one in outcome.rounds for run in one]
-        concurrencies = sorted({run.concurrency for run in runs})
-        facts = [(part.facts, part.machine) for part in written.parts]
-        table = as_markdown(written.peers, concurrencies, facts, written.not_measured)
-        write_atomically(self._out.with_name(f"{self._out.name}.md"), [table.encode()])
+        self._written.parts[-1].load_average = list(os.getloadavg())
+        write_files(self._out, self._written)
         self.is_written = True
 
 
+def write_files(out: Path, written: Written) -> None:
+    """`<out>.json` and `<out>.md`."""
+    safe = json_safe(msgspec.to_builtins(written, str_keys=True))
+    text = orjson.dumps(safe, option=orjson.OPT_INDENT_2)
+    write_atomically(out.with_name(f"{out.name}.json"), [text, b"\n"])
+    runs = [run for outcome in written.peers for one in outcome.rounds for run in one]
+    concurrencies = sorted({run.concurrency for run in runs})
+    facts = [(part.facts, part.machine) for part in written.parts]
+    table = as_markdown(written.peers, concurrencies, facts, written.not_measured)
+    write_atomically(out.with_name(f"{out.name}.md"), [table.encode()])
+
+
 def read_written(path: Path) -> Written:
-    """
+    """Max goodput is read from the searches' own accounts, so that one rule makes all figures.
+
     Raises:
         ConfigError: not the JSON file of a comparison.
     """
@@ -119,11 +125,20 @@ def read_written(path: Path) -> Written:
         whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         for peer in whole.get("peers", ()):
             peer["rounds"] = [[_with_nan(run) for run in one] for one in peer["rounds"]]
-        return msgspec.convert(whole, Written, str_keys=True)
+        written = msgspec.convert(whole, Written, str_keys=True)
+        for outcome in written.peers:
+            account = written.searches.get(outcome.name, {})
+            outcome.goodput = goodput_of(account) if "answers" in account else _bounds(outcome.goodput)
+        return written
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is not the JSON file of a comparison: {error}") from None
+
+
+def _bounds(figures: Sequence[Goodput]) -> list[Goodput]:
+    """Of a file without accounts: what did not converge was a lower bound."""
+    return [msgspec.structs.replace(own, is_lower_bound=not own.is_converged) for own in figures]
 
 
 def _with_nan(run: dict[str, Any]) -> dict[str, Any]:

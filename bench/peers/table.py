@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.peers.goodput_table import goodput_table
 from bench.peers.losses import goodput_losses, losses
-from bench.peers.outcome import Goodput, Mean, PeerOutcome, best_peer, invalid_runs, mean_of
+from bench.peers.outcome import FLOAT, Mean, PeerOutcome, best_peer, invalid_runs, mean_of
+from bench.peers.rows import row
 
 
 def as_markdown(
@@ -24,9 +26,10 @@ def as_markdown(
         lines += ["", f"Run {number} of {len(parts)}:", ""] if len(parts) > 1 else [""]
         lines += [f"- {name}: {value}" for name, value in facts.items()]
         lines += [f"- {name.replace('_', ' ')}: {_value(value)}" for name, value in machine.items()]
+    lines += _legend(outcomes) if concurrencies else []
     for concurrency in concurrencies:
         lines += ["", f"## {concurrency} in flight", "", *_closed_loop_table(outcomes, concurrency)]
-    lines += ["", "## Max goodput", "", *_goodput_table(outcomes)]
+    lines += ["", "## Max goodput", "", *goodput_table(outcomes)]
     lost = [*losses(outcomes, concurrencies), *goodput_losses(outcomes)]
     lines += ["", "## Where Baton loses", ""]
     lines += [f"- {sentence}" for sentence in lost] or ["Nowhere, among what was measured."]
@@ -62,7 +65,7 @@ def _time_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
         return []
     parts = ("loops", "search", "all")
     rows = [
-        _row(one.title, *(f"{one.took_s[part]:.0f}" if part in one.took_s else "–" for part in parts))
+        row(one.title, *(f"{one.took_s[part]:.0f}" if part in one.took_s else "–" for part in parts))
         for one in timed
     ]
     head = ["| server | closed loops s | search s | with starts and stops s |", "|---|---|---|---|"]
@@ -87,18 +90,18 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
         if mean is None:
             reason = one.skipped.get(concurrency, "not measured")
             notes = notes or [reason if one.cannot_run is None else "cannot run on this machine"]
-            rows.append(_row(one.title, one.precision, *["–"] * 7, "; ".join(notes)))
+            rows.append(row(one.title, one.precision, *["–"] * 7, "; ".join(notes)))
             continue
         notes += [f"{mean.num_failed} failed"] if mean.num_failed else []
         notes += [one.once[concurrency]] if concurrency in one.once else []
         notes += [one.rounds_note] if one.rounds_note is not None else []
         rate = mean.output_tok_per_s
         rows.append(
-            _row(
+            row(
                 one.title,
                 one.precision,
                 f"{rate:.1f} ({mean.lowest_tok_per_s:.1f}–{mean.highest_tok_per_s:.1f})",
-                _share(rate, one.limits_tok_per_s.get(concurrency)),
+                _share(one, concurrency, rate),
                 _ratio_to(rate, equals[one.precision_class], one.precision_class),
                 _ratio_to(rate, best, "any"),
                 f"{_ms(mean.ttft_p50_ms)} / {_ms(mean.ttft_p99_ms)}",
@@ -117,95 +120,64 @@ def _ratio_to(rate: float, best: tuple[PeerOutcome, Mean] | None, among: str) ->
     return f"{_ratio(rate, best[1].output_tok_per_s)} ({among})"
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def _ratio(value: float, best: float) -> str:
+    return f"{value / best:.2f}" if best > 0 else "–"
 
 
-def _goodput_table(outcomes: Sequence[PeerOutcome]) -> list[str]:
-    if not any(one.goodput for one in outcomes):
-        reasons = dict.fromkeys(one.goodput_note for one in outcomes if one.goodput_note is not None)
-        return [f"Not measured: {'; '.join(reasons) or 'it was not asked for'}."]
-    targets = dict.fromkeys(own.target for one in outcomes for own in one.goodput)
-    best = {target: _best_goodput(outcomes, target) for target in targets}
-    named = [f"at {target:.0%} {found[1]}" for target, found in best.items() if found is not None]
-    rows = [
-        "The highest rate that passed: the share of all offered requests inside every SLO was at least the "
-        "target. A search has converged when the highest rate that passed and the lowest that failed differ "
-        "by no more than the tolerance (above, at `trace`): the true rate lies between them. One that "
-        "did not converge tells the highest rate that had passed when it stopped (≥): a lower bound, and so "
-        "is its part in a ratio. Where even requests one at a time miss the target, no rate reaches it.",
-        "",
-        f"Best peer: {', '.join(named) or 'none was found'}.",
-        "",
-        "| server | target | req/s | each seed: passed – failed | seeds | 95 % interval "
-        "| to best peer | notes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for one in outcomes:
-        if not one.goodput:
-            reason = one.goodput_note or one.cannot_run or "not measured"
-            rows.append(_row(one.title, *["–"] * 6, reason))
-        for own in one.goodput:
-            found = best[own.target]
-            rows.append(
-                _row(
-                    one.title,
-                    f"{own.target:.0%}",
-                    _rate(own),
-                    _brackets(own),
-                    str(own.num_seeds or "–"),
-                    "–" if own.ci_low is None else f"{own.ci_low:.3g}–{_bound(own.ci_high)}",
-                    _ratio(own.requests_per_s, None if found is None else found[0]),
-                    "; ".join([*([] if own.is_converged else ["not converged"]), *own.notes]),
-                )
-            )
-    return rows
+def _share(outcome: PeerOutcome, concurrency: int, rate: float) -> str:
+    """`83% (memory)`; older files do not say what binds."""
+    limit = outcome.limits_tok_per_s.get(concurrency)
+    if limit is None:
+        return "–"
+    binds = outcome.limits_bound_by.get(concurrency)
+    words = [f"{rate / limit:.0%}", *([] if binds is None else [f"({binds})"])]
+    if _is_of_another_arithmetic(outcome, concurrency):
+        return f"{' '.join(words)} \\*"
+    if rate > limit:
+        words.append("above it: the machine was faster here than when its rates were measured")
+    return " ".join(words)
 
 
-def _best_goodput(outcomes: Sequence[PeerOutcome], target: float) -> tuple[float, str] | None:
-    found = [
-        (own.requests_per_s, outcome.title)
-        for outcome in outcomes
-        if not outcome.is_baton
-        for own in outcome.goodput
-        if own.target == target and own.requests_per_s  # none found, or no rate: no yardstick
-    ]
-    return max(found, default=None)
+def _is_of_another_arithmetic(outcome: PeerOutcome, concurrency: int) -> bool:
+    """Whether its products may be in int8, and its limit takes floating point, or may do so."""
+    return outcome.weight_bits < 16 and outcome.limits_bound_by.get(concurrency) in (None, FLOAT)
 
 
-def _brackets(found: Goodput) -> str:
-    """`2.1 – 2.5; 1.9 – 2.2 (not converged)`; an older file has the ends over all seeds alone."""
-    if found.seeds:
-        return "; ".join(
-            f"{'none' if one.passed is None else f'{one.passed:.3g}'} – {_bound(one.failed)}"
-            f"{'' if one.is_converged else ' (not converged)'}"
-            for one in found.seeds
-        )
-    return "–" if found.failed is None else f"{_bound(found.passed)} – {_bound(found.failed)}"
+LIMIT = (
+    "- **of its limit**: output tokens per second as a share of the most that the row's own format allows "
+    "on this machine. Two things bind it, {which}. *Memory*: each decode step reads all weights once and "
+    "the KV of all its tokens, at the best read rate measured (above). *Arithmetic*: two operations per "
+    "parameter and token of prompt and answer, and attention, at the best rate measured: of fp32 for "
+    "32-bit rows, of the best floating point for 16-bit rows, of int8 for rows of fewer bits, where those "
+    "were measured (above); else of the best floating point for all. It lets both overlap entirely and "
+    "knows no overhead."
+)
+ANOTHER_ARITHMETIC = (
+    "- \\*: the share is of what memory and *floating-point* arithmetic allow, since no rate of int8 was "
+    "measured here. A row of 8 bits or fewer may multiply in int8, twice as much per instruction as pairs "
+    "of bf16 and four times as much as fp32: where arithmetic binds this is no limit for it, and it may "
+    "pass 100 %."
+)
+PERCENTILES = (
+    "- **p50 / p99** are means over the rounds of each round's percentile. A p99 of the 3 to 32 requests "
+    "of a round is, in effect, their slowest one."
+)
 
 
-def _rate(found: Goodput) -> str:
-    if found.requests_per_s is None:
-        return "not found"
-    if found.is_out_of_reach:
-        return "0: not reachable at any rate"
-    return f"{'' if found.is_converged else '≥ '}{found.requests_per_s:.3g}"
-
-
-def _ratio(value: float | None, best: float | None) -> str:
-    return "–" if value is None or best is None or not best > 0 else f"{value / best:.2f}"
-
-
-def _share(value: float, limit: float | None) -> str:
-    return "–" if limit is None else f"{value / limit:.0%}"
+def _legend(outcomes: Sequence[PeerOutcome]) -> list[str]:
+    """What the columns of the closed loops say, once."""
+    limited = [(one, at) for one in outcomes for at in one.limits_tok_per_s]
+    lines = ["", "## How to read the closed loops", ""]
+    if limited:
+        is_named = all(at in one.limits_bound_by for one, at in limited)
+        lines.append(LIMIT.format(which="the cell names which" if is_named else "whichever is less"))
+    if any(_is_of_another_arithmetic(*pair) for pair in limited):
+        lines.append(ANOTHER_ARITHMETIC)
+    return [*lines, PERCENTILES]
 
 
 def _ms(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _bound(value: float | None) -> str:
-    return "open" if value is None else f"{value:.3g}"
 
 
 def _value(value: object) -> str:

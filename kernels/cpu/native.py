@@ -72,6 +72,8 @@ SIGNATURES = {
     "baton_lifeline_hold": "ip",
     "baton_lifeline_release": "p-",
     "baton_probe_multiply_adds": "iid",
+    "baton_probe_fp32_multiply_adds": "iid",
+    "baton_probe_byte_multiply_adds": "iid",
     "baton_probe_read": "piid",
     "baton_maxima_block": "i",
     "baton_sampler_create": "ip",

@@ -1,6 +1,6 @@
-// What this machine can do at most, for benchmarks to state their results against: multiply-adds from registers (of pairs
-// of bf16 where it has them, else of fp32)
-// and reads from memory, on as many threads as a step would use. Each call is short: take the best of several.
+// What this machine can do at most, for benchmarks to state their results against: multiply-adds from registers (of fp32,
+// of pairs of bf16 where it has them, of bytes) and reads from memory, on as many threads as a step would use. Each call is
+// short: take the best of several.
 #include <chrono>
 
 #include "simd.h"
@@ -23,27 +23,60 @@ inline void keep(Vec& value) {
 #endif
 }
 
-constexpr int64_t kPerLane = kHasDot ? 2 : 1;  // multiply-adds
+struct Floats {
+    static constexpr int64_t kPerLane = 1;  // multiply-adds
+    static Vec add(Vec sum, Vec factor, Vec term) { return fma(sum, factor, term); }
+};
 
-inline Vec multiply_add(Vec sum, Vec factor, Vec term) {
-    if constexpr (kHasDot)
-        return add_pairs(sum, IntVec(factor), IntVec(term));
-    else
-        return fma(sum, factor, term);
-}
+struct Pairs {
+    static constexpr int64_t kPerLane = 2;
+    static Vec add(Vec sum, Vec factor, Vec term) { return add_pairs(sum, IntVec(factor), IntVec(term)); }
+};
 
+// As the products of `gemm_int8.cpp`, by the fewest instructions that the machine has for four of a lane.
+struct Bytes {
+    static constexpr int64_t kPerLane = 4;
+    static Vec add(Vec sum, Vec factor, Vec term) {
+#if defined(BATON_AVX512) && defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+        const __m512i pairs = _mm512_maddubs_epi16(__m512i(factor), __m512i(term));
+        return Vec(IntVec(sum) + IntVec(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
+#elif defined(BATON_AVX2) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        return Vec(IntVec(_mm256_dpbusd_epi32(__m256i(sum), __m256i(factor), __m256i(term))));
+#elif defined(BATON_AVX2) && defined(__AVXVNNI__)
+        return Vec(IntVec(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(factor), __m256i(term))));
+#elif defined(BATON_AVX2)
+        const __m256i pairs = _mm256_maddubs_epi16(__m256i(factor), __m256i(term));
+        return Vec(IntVec(sum) + IntVec(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+#else
+        return Vec(add_quads(IntVec(sum), IntVec(factor), IntVec(term)));
+#endif
+    }
+};
+
+template <typename Kind>
 float multiply_add(int64_t num_rounds) {
     Vec a = splat(1.0f), b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
     Vec factor = splat(0.999f), term = splat(1e-3f);
     keep(a), keep(b), keep(c), keep(d), keep(e), keep(f), keep(g), keep(h), keep(i), keep(j);
     for (int64_t round = 0; round < num_rounds; ++round) {
-        a = multiply_add(a, factor, term), b = multiply_add(b, factor, term), c = multiply_add(c, factor, term);
-        d = multiply_add(d, factor, term), e = multiply_add(e, factor, term), f = multiply_add(f, factor, term);
-        g = multiply_add(g, factor, term), h = multiply_add(h, factor, term), i = multiply_add(i, factor, term);
-        j = multiply_add(j, factor, term);
-        keep(factor);
+        a = Kind::add(a, factor, term), b = Kind::add(b, factor, term), c = Kind::add(c, factor, term);
+        d = Kind::add(d, factor, term), e = Kind::add(e, factor, term), f = Kind::add(f, factor, term);
+        g = Kind::add(g, factor, term), h = Kind::add(h, factor, term), i = Kind::add(i, factor, term);
+        j = Kind::add(j, factor, term);
+        keep(factor), keep(term);
     }
     return sum_lanes(((a + b) + (c + d)) + ((e + f) + (g + h)) + (i + j));
+}
+
+// Per second over all threads, `num_rounds` x 10 vectors on each.
+template <typename Kind>
+double multiply_adds_per_s(int64_t num_rounds, int64_t num_threads) {
+    const auto start = Clock::now();
+    parallel_ranges(num_threads, num_threads, 1, [&](int64_t, int64_t) {
+        volatile float result = multiply_add<Kind>(num_rounds);
+        (void)result;
+    });
+    return double(num_threads * num_rounds * 10 * kWidth * Kind::kPerLane) / seconds_since(start);
 }
 
 float read(const float* data, int64_t count) {
@@ -63,14 +96,20 @@ using namespace baton;
 
 extern "C" {
 
-// Multiply-adds per second over all threads, `num_rounds` x 10 vectors on each.
+// The best of floating point: of pairs of bf16 if the machine has them, else of fp32.
 double baton_probe_multiply_adds(int64_t num_rounds, int64_t num_threads) {
-    const auto start = Clock::now();
-    parallel_ranges(num_threads, num_threads, 1, [&](int64_t, int64_t) {
-        volatile float result = multiply_add(num_rounds);
-        (void)result;
-    });
-    return double(num_threads * num_rounds * 10 * kWidth * kPerLane) / seconds_since(start);
+    if constexpr (kHasDot)
+        return multiply_adds_per_s<Pairs>(num_rounds, num_threads);
+    else
+        return multiply_adds_per_s<Floats>(num_rounds, num_threads);
+}
+
+double baton_probe_fp32_multiply_adds(int64_t num_rounds, int64_t num_threads) {
+    return multiply_adds_per_s<Floats>(num_rounds, num_threads);
+}
+
+double baton_probe_byte_multiply_adds(int64_t num_rounds, int64_t num_threads) {
+    return multiply_adds_per_s<Bytes>(num_rounds, num_threads);
 }
 
 // Bytes per second read from `data` [count] by all threads, each its own contiguous share.

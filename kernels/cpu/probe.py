@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernels.cpu.build import load_library
@@ -27,5 +29,14 @@ class MachineProbe:
         """(bytes read per second, multiply-adds per second: of bf16 pairs if the CPU has them, else fp32)."""
         library, threads, data = self._library, self._num_threads, self._data
         reads = [library.baton_probe_read(data.data_ptr(), data.numel(), threads) for _ in range(REPEATS)]
-        adds = [library.baton_probe_multiply_adds(ROUNDS, threads) for _ in range(4 * REPEATS)]
-        return max(reads), max(adds)
+        return max(reads), self._best(library.baton_probe_multiply_adds)
+
+    def fp32_multiply_adds_per_s(self) -> float:
+        return self._best(self._library.baton_probe_fp32_multiply_adds)
+
+    def byte_multiply_adds_per_s(self) -> float:
+        """Of bytes, summed in 32 bits."""
+        return self._best(self._library.baton_probe_byte_multiply_adds)
+
+    def _best(self, rate: Callable[[int, int], float]) -> float:
+        return max(rate(ROUNDS, self._num_threads) for _ in range(4 * REPEATS))

@@ -94,9 +94,12 @@ def test_a_plan_covers_its_context_and_stays_in_the_pool() -> None:
 
 
 def test_the_probe_measures_something() -> None:
-    bytes_per_s, multiply_adds_per_s = MachineProbe(1).measure()
+    probe = MachineProbe(1)
+    bytes_per_s, multiply_adds_per_s = probe.measure()
     assert bytes_per_s > 1e7
     assert multiply_adds_per_s > 1e7
+    assert probe.fp32_multiply_adds_per_s() > 1e7
+    assert probe.byte_multiply_adds_per_s() > 1e7
 
 
 def test_matrices_of_all_stages_are_the_models() -> None:

@@ -53,11 +53,24 @@ def test_a_worker_says_what_its_columns_say(pool: Fleet) -> None:
     assert [one.can_send for one in pool.workers()] == [True, False, True, True]
 
 
+def test_rows_come_one_by_one_and_keep_what_they_said(pool: Fleet) -> None:
+    """Decisions look at as many rows as there are, however much room the tables have."""
+    for num_rows in range(5, 12):
+        pool.resize(num_rows)
+        pool.rows[num_rows - 1] = num_rows
+        assert len(pool.rows) == len(pool.can_decode) == pool.num_workers == len(pool.workers()) == num_rows
+    assert pool.last_placed.tolist() == [3, 9, 1, 2, *[0] * 7]
+    assert pool.rows.tolist() == [0, 0, 0, 0, 5, 6, 7, 8, 9, 10, 11]
+    assert pool.equals(pool.copy())
+
+
 @pytest.mark.parametrize("kind", [Few, Many])
 def test_choices(pool: Fleet, kind: type[Few | Many]) -> None:
     some = kind(pool)
     cost = some.column(np.array([1.0, 1.04, 1.05, 2.0]))
-    near = some.near(cost, 0.05)
+    near = some.near(cost, 0.05, some.column(np.array([False, True, True, True])))
+    assert list(near) == [1, 2]  # the least of all is not among them
+    near = some.near(cost, 0.05, some.column(np.array([True, True, True, False])))
     assert list(near) == [0, 1, 2]
     assert some.oldest_of(near, cost, 0.02, NONE) == 0
     assert some.oldest_of(near, cost, 0.10, NONE) == 2  # placed on longest ago

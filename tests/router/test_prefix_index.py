@@ -39,6 +39,25 @@ def test_many_workers_hold_a_system_prompt_and_few_the_rest() -> None:
     assert column.tolist() == [10 if row % 7 else 100 + row for row in range(100)]
 
 
+def test_where_a_system_prompt_ends_is_only_a_guess() -> None:
+    index = PrefixIndex()
+    rows = range(20)
+    for row in rows:
+        index.store(row, chain(30))
+    assert found(index, chain(60), 20) == [30] * 20
+    for row in rows:
+        index.store(row, chain(50))  # it has become longer
+    assert found(index, chain(60), 20) == [50] * 20
+    assert found(index, chain(30), 20) == [30] * 20
+    for row in rows:
+        index.remove(row, chain(50)[12:])  # and shorter
+    assert found(index, chain(60), 20) == [12] * 20
+    index.store(3, chain(13))
+    assert found(index, chain(60), 20) == [12] * 3 + [13] + [12] * 16
+    assert found(index, chain(13), 20) == [12] * 3 + [13] + [12] * 16
+    assert found(index, (*chain(1), *chain(20, "other")), 20) == [1] * 20
+
+
 def test_a_look_up_is_bounded_however_many_lengths_there_are() -> None:
     index = PrefixIndex()
     for row in range(200):

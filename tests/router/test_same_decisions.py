@@ -27,6 +27,8 @@ from router.policy import Elastic, Placement
 RECORD = Path(__file__).with_name("decisions.json")
 GROUPS = range(24)
 CASES_PER_GROUP = 60
+LARGE = (24, 25)  # groups of a thousand workers, where all are looked at in vector operations
+LARGE_FLEETS, LARGE_CASES = 15, 1_000
 MODELS = (
     StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9),
     StepModel(0.9e-3, 4.2e-3, 128e-6, 39.2e-9, 7e-9),
@@ -34,7 +36,7 @@ MODELS = (
 )
 
 
-def draw_fleet(rng: random.Random, num_workers: int) -> Fleet:
+def draw_fleet(rng: random.Random, num_workers: int, most_edges: int | None = None) -> Fleet:
     kinds = rng.choice((MODELS[:1], MODELS[:2], MODELS))
     fleet = Fleet(
         [rng.choice(kinds) for _ in range(num_workers)],
@@ -63,7 +65,7 @@ def draw_fleet(rng: random.Random, num_workers: int) -> Fleet:
         elif split == "drawn":
             fleet.can_send[row], fleet.can_decode[row] = rng.random() < 0.5, rng.random() < 0.7
             fleet.can_prefill[row] = rng.random() < 0.9
-    for row in rng.sample(range(num_workers), rng.randrange(num_workers)):
+    for row in rng.sample(range(num_workers), rng.randrange(most_edges or num_workers)):
         base_s = np.array([rng.choice((0.0, 1e-3, 0.05)) for _ in range(num_workers)])
         byte_s = np.array([rng.choice((1e-12, 1e-10)) for _ in range(num_workers)])
         fleet.edges[row] = EdgeRow(base_s, byte_s)
@@ -95,7 +97,10 @@ def draw_targets(rng: random.Random) -> Targets:
 
 def decide_in_fleet(rng: random.Random) -> str:
     num_workers = rng.choice((1, 2, 7, 40))
-    fleet, ask, targets = draw_fleet(rng, num_workers), draw_ask(rng, num_workers), draw_targets(rng)
+    return decide(draw_fleet(rng, num_workers), draw_ask(rng, num_workers), draw_targets(rng))
+
+
+def decide(fleet: Fleet, ask: Ask, targets: Targets) -> str:
     may_decode = fleet.can_decode if ask.may_decode is None else ask.may_decode
     if not may_decode.any():
         return "nobody decodes"
@@ -105,12 +110,24 @@ def decide_in_fleet(rng: random.Random) -> str:
     return f"away {decision.retry_after_s and round(decision.retry_after_s, 9)}"
 
 
+def decide_in_large_fleets(rng: random.Random) -> list[str]:
+    decisions = []
+    for _ in range(LARGE_FLEETS):
+        fleet = draw_fleet(rng, 1_000, most_edges=3)
+        decisions += [decide(fleet, draw_ask(rng, 1_000), draw_targets(rng)) for _ in range(4)]
+    return decisions
+
+
 def decide_in_book(rng: random.Random) -> list[str]:
     """Through the router's own view, with claims and reports in between."""
     site = Site(rng.choice((4, 12, 40)), rng.choice((300, 3_000)), rng.randrange(10**6))
+    return decide_at(site, rng, CASES_PER_GROUP)
+
+
+def decide_at(site: Site, rng: random.Random, num_cases: int) -> list[str]:
     policy = Elastic(PolicyConfig(always_remote=rng.random() < 0.2), TARGETS)
     decisions = []
-    for index in range(CASES_PER_GROUP):
+    for index in range(num_cases):
         request = site.request()
         avoid = frozenset(rng.sample(site.workers, rng.choice((0, 0, 1, 3))))
         request = msgspec.structs.replace(request, targets=draw_targets(rng), avoid=avoid)
@@ -125,11 +142,14 @@ def decide_in_book(rng: random.Random) -> list[str]:
 
 def digest(group: int) -> str:
     rng = random.Random(group)
-    lines = [decide_in_fleet(rng) for _ in range(CASES_PER_GROUP)] + decide_in_book(rng)
+    if group in LARGE:
+        lines = decide_in_large_fleets(rng) + decide_at(Site(1_000, 20_000, group), rng, LARGE_CASES)
+    else:
+        lines = [decide_in_fleet(rng) for _ in range(CASES_PER_GROUP)] + decide_in_book(rng)
     return blake2b("\n".join(lines).encode(), digest_size=12).hexdigest()
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [*GROUPS, *LARGE])
 def test_decisions_are_the_recorded_ones(group: int) -> None:
     assert digest(group) == json.loads(RECORD.read_text())[group]
 
@@ -144,4 +164,4 @@ def test_drawn_cases_are_of_every_kind() -> None:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps([digest(group) for group in GROUPS], indent=1) + "\n")
+    RECORD.write_text(json.dumps([digest(group) for group in (*GROUPS, *LARGE)], indent=1) + "\n")

@@ -67,11 +67,11 @@ def was_unreachable(run: RunRecord) -> bool:
 
 
 def may_be_gone(run: RunRecord) -> bool:
-    """Whether the run gives cause to ask the server if it is still there: a connection broke, or nothing
-    succeeded.
+    """Whether the run gives cause to ask the server if it is still there: a connection broke, an answer did
+    not come in time, or nothing succeeded.
     """
     statuses = {record.status for record in run.records}
-    return Status.CONNECTION in statuses or Status.OK not in statuses
+    return bool(statuses & {Status.CONNECTION, Status.TIMEOUT}) or Status.OK not in statuses
 
 
 def _end_s(record: RequestRecord) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.load.figures.outage import find_outage
+from bench.load.figures.outage import Outage, find_outage
 from bench.load.figures.punctuality import (
     MAX_LAG_SHARE_OF_TTFT,
     MAX_READ_SHARE,
@@ -43,6 +43,7 @@ def judge(run: RunRecord, summary: Summary) -> Validity:
     reasons = [
         *_incomplete(run),
         *_empty(summary),
+        *_gone(run),
         *_client_limits(run.records),
         *_sent_late(measured, run.clients, summary),
         *(read_late if is_read_too_late else ()),
@@ -52,7 +53,7 @@ def judge(run: RunRecord, summary: Summary) -> Validity:
     ]
     cautions = [
         *(() if is_read_too_late else read_late),
-        *_outage(run.records),
+        *(_outage(run) if run.server_gone is None else ()),
         *_without_token(measured),
         *_retried(run.records),
         *_unchecked(run.records),
@@ -97,7 +98,8 @@ def _client_limits(records: Sequence[RequestRecord]) -> list[str]:
     ]
 
 
-def _outage(records: Sequence[RequestRecord]) -> list[str]:
+def _outage(run: RunRecord) -> list[str]:
+    records = run.records
     outage = find_outage(records)
     if outage is None:
         refused = [record for record in records if record.is_unreachable]
@@ -107,15 +109,44 @@ def _outage(records: Sequence[RequestRecord]) -> list[str]:
             f"{len(refused)} of {len(records)} requests could open no connection, the first one due after "
             f"{refused[0].scheduled_s:.1f} s, before any had succeeded: the server was not there."
         ]
-    until = (
-        "until the end" if outage.end_s is None else f"until answers came again after {outage.end_s:.1f} s"
-    )
+    until = "until the end, and then it answered again" if run.is_complete else "until the end"
+    if outage.end_s is not None:
+        until = f"until answers came again after {outage.end_s:.1f} s"
     return [
-        f"The server went away after {outage.start_s:.1f} s, when {outage.num_ok_before} requests had "
-        f"succeeded: {outage.num_refused} connections could not be opened, {until}. "
+        f"{_away(outage)}: {outage.num_refused} connections could not be opened, {until}. "
+        f"{_after(outage, records)}"
+    ]
+
+
+def _gone(run: RunRecord) -> list[str]:
+    """A server that stopped answering for good was not measured: the figures depend on the moment of its end,
+    and on how long the load went on without it. One that came back was, with its absence.
+    """
+    if run.server_gone is None:
+        return []
+    outage = find_outage(run.records)
+    if outage is not None:
+        return [
+            f"{_away(outage)}, and did not come back ({run.server_gone}): {outage.num_refused} connections "
+            f"could not be opened. {_after(outage, run.records)}"
+        ]
+    num_ok = sum(record.status is Status.OK for record in run.records)
+    return [
+        f"The server stopped answering ({run.server_gone}): {num_ok} of the {len(run.records)} offered "
+        "requests had succeeded; the figures count them all."
+    ]
+
+
+def _away(outage: Outage) -> str:
+    when = f"when {outage.num_ok_before} requests had succeeded"
+    return f"The server went away after {outage.start_s:.1f} s, {when}"
+
+
+def _after(outage: Outage, records: Sequence[RequestRecord]) -> str:
+    return (
         f"{outage.num_offered_after} of the {len(records)} offered requests were due after that moment; the "
         "figures count them all."
-    ]
+    )
 
 
 def _without_token(records: Sequence[RequestRecord]) -> list[str]:

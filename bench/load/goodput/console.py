@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from bench.load.figures.window import SteadyWindow, Window
+from bench.load.goodput.doubts import invalid_ends, unanswered
+from bench.load.goodput.forecast import likely_probes
 from bench.load.goodput.search import GoodputSearch
 from bench.load.goodput.values import (
     NOTHING,
@@ -22,6 +24,7 @@ from bench.load.goodput.values import (
     SearchSettings,
     SeedAnswer,
     TargetAnswer,
+    figure_of,
 )
 
 
@@ -29,15 +32,22 @@ def opening_lines(settings: SearchSettings, duration_s: float, window: Window | 
     """Before the first probe."""
     named = ", ".join(map(str, settings.seeds))
     seeds = f"Seeds {named}, one after another" if len(settings.seeds) > 1 else f"Seed {named}"
+    fewest, most = likely_probes(settings)
+    times = f"{most}" if fewest == most else f"{fewest} to {most}"
+    load = _span_words(fewest * duration_s, most * duration_s)
+    limit_s = settings.max_probes * duration_s
     return [
         f"Each probe offers its rate for {duration_s:g} s; {_window_words(window)}.",
-        f"{seeds}; at most {settings.max_probes} probe{'' if settings.max_probes == 1 else 's'} in all: "
-        f"{_span_words(settings.max_probes * duration_s)} of load, and the time to answer it.",
+        f"{seeds}: about {times} probe{'' if most == 1 else 's'}, {load} of load and the time to answer it.",
+        f"--max-probes {settings.max_probes} ends it after {_span_words(limit_s, limit_s)} of load; "
+        "--duration, --seeds and --tolerance make it shorter.",
     ]
 
 
-def _span_words(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.4g} s"
+def _span_words(least_s: float, most_s: float) -> str:
+    unit_s, unit = (60.0, "min") if most_s >= 120 else (1.0, "s")
+    ends = dict.fromkeys(f"{seconds / unit_s:.3g}" for seconds in (least_s, most_s))
+    return f"{' to '.join(ends)} {unit}"
 
 
 def _window_words(window: Window | SteadyWindow) -> str:
@@ -66,7 +76,7 @@ def so_far(answer: TargetAnswer) -> str:
     """`≥ 1 (seed 0)`, `1.41 (seeds 0, 1)`, `none passed`."""
     if answer.rate is None:
         return "none passed"
-    seeds = [one.seed for one in answer.seeds if one.rate is not None]
+    seeds = figure_of(answer.seeds).seeds
     which = f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
     return f"{'≥ ' if answer.is_lower_bound else ''}{answer.rate:.4g} ({which})"
 
@@ -74,6 +84,11 @@ def so_far(answer: TargetAnswer) -> str:
 def answer_lines(found: Mapping[str, Any]) -> list[str]:
     """From `search.to_dict` with `is_complete` and `duration_s`."""
     lines = [] if found["is_complete"] else ["INCOMPLETE: the search was cut short; this is what it knows"]
+    if found["is_complete"] and (missing := unanswered(found)):
+        named = ", ".join(f"{target:.0%}" for target in missing)
+        lines.append(f"INCOMPLETE: no answer yet at {named}: the notes of each say what ended its search")
+    if ends := invalid_ends(found):
+        lines.append(f"INVALID: an answer rests on probes that the client could not offer: {'; '.join(ends)}")
     for answer in msgspec.convert(found["answers"], tuple[TargetAnswer, ...]):
         lines.append(f"max goodput at {answer.target:.0%} attainment: {answer_words(answer)}")
         searched = [one for one in answer.seeds if one.end is not End.NOT_SEARCHED]
@@ -95,7 +110,7 @@ def seed_words(one: SeedAnswer) -> str:
 def answer_words(answer: TargetAnswer) -> str:
     """`at least 1 req/s (seed 0 only)`; `3.91 req/s (mean of 3 seeds; between 3.9 that passed and …)`."""
     searched = [one for one in answer.seeds if one.end is not End.NOT_SEARCHED]
-    counted = [one.seed for one in answer.seeds if one.rate is not None]
+    counted = figure_of(answer.seeds).seeds
     if answer.rate is None:
         return f"unknown, no rate has passed so far ({_which([one.seed for one in searched], answer)})"
     if searched and all(one.end in NOTHING for one in searched):

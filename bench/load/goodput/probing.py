@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.load.figures.outage import may_be_gone, was_unreachable
+from bench.load.figures.outage import was_unreachable
 from bench.load.goodput.search import GoodputSearch, to_dict
 from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
 from bench.load.records import RunRecord
@@ -20,7 +20,6 @@ from bench.load.runner import Measurement
 from cluster.errors import BatonError
 
 MeasureProbe = Callable[[Probe, int], Measurement]  # (probe, its number from 0) -> what was measured
-WhyGone = Callable[[], str | None]  # asks the server: why it does not answer; None: it does
 OnProbe = Callable[[Probe, ProbeOutcome, GoodputSearch], None]
 
 
@@ -33,20 +32,17 @@ def outcome_of(measurement: Measurement) -> ProbeOutcome:
     )
 
 
-def server_lost(run: RunRecord, why_gone: WhyGone) -> str | None:
+def server_lost(run: RunRecord) -> str | None:
     """Why this run says nothing about the load it offered: its server went away. None: it did not."""
-    if not may_be_gone(run):
-        return None
-    why = why_gone()
-    if why is not None:
-        return f"the server no longer answers: {why}"
+    if run.server_gone is not None:
+        return f"the server no longer answers: {run.server_gone}"
     if was_unreachable(run):
         return "the server could not be reached for a time, and answers again"
     return None
 
 
 def find_max_goodput(
-    settings: SearchSettings, measure: MeasureProbe, on_probe: OnProbe, why_gone: WhyGone
+    settings: SearchSettings, measure: MeasureProbe, on_probe: OnProbe
 ) -> tuple[dict[str, Any], list[Measurement]]:
     """The search's dict (settings, answers, probes) and every measurement, in order.
 
@@ -72,7 +68,7 @@ def find_max_goodput(
         measurements.append(measurement)
         if not measurement.run.is_complete:
             is_complete = False
-        elif (lost := server_lost(measurement.run, why_gone)) is not None:
+        elif (lost := server_lost(measurement.run)) is not None:
             is_complete = False
             failures.append(
                 f"The search ended with its probe at {probe.rate:.4g} req/s, seed {probe.seed}, which proves "
@@ -84,4 +80,5 @@ def find_max_goodput(
             on_probe(probe, outcome, search)
     found = to_dict(search)
     found["notes"] += failures
-    return found | {"is_complete": is_complete}, measurements
+    reasons = failures if is_complete or failures else ["It was interrupted."]
+    return found | {"is_complete": is_complete, "incomplete_reasons": reasons}, measurements

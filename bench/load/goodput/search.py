@@ -12,9 +12,8 @@ no IO.
 5. The order is what is worth most first: the first seed's answer to every target; then the other seeds' to
    the lowest target; then theirs to the next. A search that runs out of probes has an answer for each target.
    Where the first seed ends below `one_seed_below`, it is enough.
-6. `answers()` gives, per target, the mean over the seeds searched so far, the bracket of their rates, and
-   with three seeds or more a confidence interval (`values.TargetAnswer`). A seed without a probe is in none
-   of it.
+6. `answers()` gives, per target, the mean over the seeds that ended (`values.figure_of`), the bracket of
+   their rates, and with three seeds or more a confidence interval (`values.TargetAnswer`).
 
 The rule under noise, since attainment does not fall evenly with the rate: a rate passes if its attainment is
 at least the target. Of one seed's outcomes the answer is the highest passing rate **below the lowest failing
@@ -52,6 +51,7 @@ from bench.load.goodput.values import (
     SearchSettings,
     SeedAnswer,
     TargetAnswer,
+    figure_of,
     seed_notes,
 )
 from cluster.errors import BatonError
@@ -198,21 +198,20 @@ class GoodputSearch:
     def _answer(self, target: float) -> TargetAnswer:
         seeds = tuple(self._seed_answer(target, seed) for seed in self.settings.seeds)
         searched = [one for one in seeds if one.end is not End.NOT_SEARCHED]
-        lows = [one.rate for one in searched if one.rate is not None]
-        highs = [one.failing_rate for one in searched if one.failing_rate is not None]
+        figure = figure_of(seeds)
+        counted = [one for one in searched if one.seed in figure.seeds] or searched
+        highs = [one.failing_rate for one in counted if one.failing_rate is not None]
         ci_low, ci_high = _interval(searched)
-        num_offered = sum(one.num_offered for one in searched)
-        num_good = sum((one.attainment or 0.0) * one.num_offered for one in searched)
+        num_offered = sum(one.num_offered for one in counted)
+        num_good = sum((one.attainment or 0.0) * one.num_offered for one in counted)
         share = wilson(num_good, num_offered)
         return TargetAnswer(
             target=target,
-            rate=statistics.fmean(lows) if lows else None,
-            is_lower_bound=any(
-                one.end in (End.MAX_RATE, End.UNFINISHED) for one in searched if one.rate is not None
-            ),
+            rate=figure.rate,
+            is_lower_bound=figure.is_lower_bound,
             num_seeds_searched=len(searched),
-            bracket_low=min((one.rate or 0.0 for one in searched), default=None),
-            bracket_high=max(highs) if highs and len(highs) == len(searched) else None,
+            bracket_low=min((one.rate or 0.0 for one in counted), default=None),
+            bracket_high=max(highs) if highs and len(highs) == len(counted) else None,
             ci_low=ci_low,
             ci_high=ci_high,
             attainment_low=None if share is None else share[0],

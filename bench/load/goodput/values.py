@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from enum import Enum
 
@@ -101,16 +102,44 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return self.end in DONE
 
 
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """The one number of a target, and what it rests on."""
+
+    rate: float | None  # None: no rate has passed yet
+    is_lower_bound: bool
+    seeds: tuple[int, ...]
+
+
+def figure_of(seeds: Sequence[SeedAnswer]) -> Figure:
+    """The rule for every figure of max goodput.
+
+    It is the mean of the highest passing rates over the seeds whose search ended. Where none has ended, over
+    those of which a rate has passed: a lower bound. A seed that was begun and has not ended is otherwise in
+    no figure; but where all such seeds have passed the figure already, that is a lower bound, too.
+    """
+    done = [one for one in seeds if one.end in DONE]
+    unended = [one for one in seeds if one.end not in DONE and one.end is not End.NOT_SEARCHED]
+    counted = done or [one for one in unended if one.rate is not None]
+    if not counted:
+        return Figure(rate=None, is_lower_bound=False, seeds=())
+    rate = statistics.fmean(one.rate or 0.0 for one in counted)
+    have_passed = all(one.rate is not None and one.rate >= rate for one in unended)
+    return Figure(
+        rate=rate,
+        is_lower_bound=not done or (bool(unended) and have_passed),
+        seeds=tuple(one.seed for one in counted),
+    )
+
+
 class TargetAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Max goodput at one target.
 
-    All figures are over the seeds that were searched; the others are listed with the end `not_searched`.
+    `rate`, `is_lower_bound` and the seeds that they rest on are those of `figure_of`. Seeds without a probe
+    are listed with the end `not_searched`.
 
-    `rate`: mean of the passing rates, of the seeds that have one; None where no rate has passed yet.
-    `is_lower_bound`: not every seed of that mean was searched to its end, so it may well be higher.
-
-    `bracket_low`, `bracket_high`: from the lowest passing to the highest failing rate of the seeds. Of one
-    seed: its highest passing and its lowest failing rate. `bracket_high` is None where a seed has not failed.
+    `bracket_low`, `bracket_high`: from the lowest passing to the highest failing rate of the seeds that
+    `rate` rests on. Of one seed: its highest passing and its lowest failing rate. `bracket_high` is None
+    where a seed has not failed.
 
     `ci_low`, `ci_high`: 95 % interval of the mean over seeds, None with fewer than three of them or where one
     did not end `found`. It is the bracket from the mean passing to the mean failing rate, widened at each end

@@ -44,7 +44,7 @@ def serve_mock(
     """Serve until SIGINT or SIGTERM; `on_listening(url)` is called once connections are accepted.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        BatonError: the address cannot be listened on.
     """
     raise_file_limit()
     with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -69,7 +69,7 @@ async def _serve(
     except OSError as error:
         hint = "; give another --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
-        raise ConfigError(f"cannot listen on `{host}:{port}`: {why}{hint}") from None
+        raise BatonError(f"cannot listen on `{host}:{port}`: {why}{hint}") from None
     gc.freeze()
     if on_listening is not None:
         on_listening(server.url)
@@ -154,6 +154,12 @@ One request's own script, over the default: the field `mock` of its body
   baton bench run --url http://127.0.0.1:8001 --extra-body '{"mock": {"stall_after": 5}}' ..."""
 
 
+EXIT_HELP = (
+    "exit status: 0 ended by a signal; 1 it could not listen; 2 a command line that cannot work\n"
+    "(those of all commands: baton bench run --help)"
+)
+
+
 def main(arguments: list[str] | None = None, program: str = "python -m bench.load.mock.process") -> int:
     options = _parser(program).parse_args(arguments)
     try:
@@ -171,7 +177,7 @@ def main(arguments: list[str] | None = None, program: str = "python -m bench.loa
         serve_mock(settings, options.host, options.port, _print_url, options.with_stdin)
     except BatonError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -199,7 +205,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program,
         description="An OpenAI-compatible server of scripted timings and faults. It prints its URL as JSON.",
-        epilog=f"fields of a script, and their defaults:\n{fields}\n\n{EXAMPLE}",
+        epilog=f"fields of a script, and their defaults:\n{fields}\n\n{EXAMPLE}\n\n{EXIT_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")

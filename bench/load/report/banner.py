@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.load.goodput.doubts import invalid_ends, unanswered
 from bench.load.report.scales import duration, quantity
 from bench.load.report.svg import Markup, join, tag
 from bench.load.report.targets import unlike
@@ -16,6 +17,8 @@ from bench.load.report.values import (
     number,
     sequence,
 )
+
+MAX_CAUTIONS = 6  # of a search's many probes
 
 
 def banner(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
@@ -42,22 +45,25 @@ def banner(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
     if (how := unlike(runs)) is not None:
         why = f"They differ in {how}. No line joins them, and their figures are not of the same work."
         parts.append(_box("warn", "These runs are not one sweep.", [why]))
-    if notes := _notes(named):
+    if notes := [text for name, run in named for text in _told(name, run, "notes")]:
         parts.append(_box("warn", "Notes", notes))
+    if cautions := [text for name, run in named for text in _told(name, run, "cautions")]:
+        parts.append(_box("warn", "Caution", cautions))
     return join(parts)
 
 
-def search_banner(searches: Sequence[ReportSearch], runs: Sequence[ReportRun]) -> Markup:
+def search_banner(
+    searches: Sequence[ReportSearch], runs: Sequence[ReportRun], names: Sequence[str]
+) -> Markup:
     """An answer is only as good as the probes that it rests on; others that were invalid do not touch it."""
     parts: list[Markup] = []
-    used = [text for search in searches for text in _invalid_ends(search)]
+    used = [f"{search.name}: {text}" for search in searches for text in invalid_ends(search.outcome)]
     if used:
         title = "INVALID: an answer rests on probes that the client could not offer; the server may do more."
         parts.append(_box("bad", title, used))
-    if any(search.outcome.get("is_complete") is False for search in searches):
-        parts.append(
-            _box("bad", "INCOMPLETE", ["The search was cut short; its answers are what it knew then."])
-        )
+    if unfinished := [text for search in searches for text in _unfinished(search)]:
+        title = "INCOMPLETE: an answer is missing, or is what the search knew so far."
+        parts.append(_box("bad", title, unfinished))
     if runs and not parts:
         believed = [run for run in runs if run.result.get("valid") is not False]
         parts.append(_box("good", f"Valid. {_client_words(believed)}", []))
@@ -65,35 +71,29 @@ def search_banner(searches: Sequence[ReportSearch], runs: Sequence[ReportRun]) -
     if num_invalid and not used:
         were = "1 probe was" if num_invalid == 1 else f"{num_invalid} probes were"
         parts.append(_box("warn", f"{were} invalid. No answer rests on it.", []))
+    named = zip(names, runs, strict=True)
+    if cautions := [text for name, run in named for text in _told(name, run, "cautions")]:
+        rest = len(cautions) - MAX_CAUTIONS
+        more = [f"and {rest} more, in the results of the probes"] if rest > 0 else []
+        parts.append(_box("warn", "Caution", [*cautions[:MAX_CAUTIONS], *more]))
     return join(parts)
 
 
-def _invalid_ends(search: ReportSearch) -> list[str]:
-    """The failing rates that end a seed's search and whose last probe was invalid."""
-    last = {(number(probe, "rate"), number(probe, "seed")): probe for probe in _probes(search)}
-    told = []
-    for answer in sequence(search.outcome, "answers"):
-        for one in sequence(answer, "seeds") if isinstance(answer, Mapping) else ():
-            if not isinstance(one, Mapping):
-                continue
-            rate, seed = number(one, "failing_rate"), number(one, "seed")
-            if rate is not None and last.get((rate, seed), {}).get("valid") is False:
-                told.append(f"{search.name}: {quantity(rate)} req/s, seed {quantity(seed or 0)}")
-    return list(dict.fromkeys(told))
+def _unfinished(search: ReportSearch) -> list[str]:
+    """Why it was cut short, if it was; else the targets without an answer."""
+    if search.outcome.get("is_complete") is False:
+        why = " ".join(str(reason) for reason in sequence(search.outcome, "incomplete_reasons"))
+        return [f"{search.name}: the search was cut short. {why}".rstrip()]
+    targets = ", ".join(f"{target:.0%}" for target in unanswered(search.outcome))
+    return [f"{search.name}: no answer yet at {targets}; what ended it stands below."] if targets else []
 
 
 def _probes(search: ReportSearch) -> list[Mapping[str, Any]]:
     return [probe for probe in sequence(search.outcome, "probes") if isinstance(probe, Mapping)]
 
 
-def _notes(named: Sequence[tuple[str, ReportRun]]) -> list[str]:
-    return [
-        f"{name}: {note}"
-        for name, run in named
-        for note in dict.fromkeys(
-            str(note) for key in ("notes", "cautions") for note in sequence(run.result, key)
-        )
-    ]
+def _told(name: str, run: ReportRun, key: str) -> list[str]:
+    return [f"{name}: {text}" for text in dict.fromkeys(map(str, sequence(run.result, key)))]
 
 
 def _cut_short(result: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
     links = [tag("a", {"href": f"#{anchor}"}, name) for anchor, name, _ in sections]
     head = [
         tag("h1", None, title),
-        search_banner(searches, runs) if searches else banner(runs, names),
+        search_banner(searches, runs, names) if searches else banner(runs, names),
         element("p", "lead", lead(runs, num_probes)) if runs else Markup(""),
         headline(runs[0].result) if len(runs) == 1 else Markup(""),
         tag("nav", {"aria-label": "Sections"}, *links),

@@ -1,8 +1,9 @@
 """Runs side by side: each headline figure per run, its ratio to the first run, and what makes them unlike.
 
 1. `compare_results` takes results as `result.read_result` gives them.
-2. It warns where the runs did not do the same work. A run that is not valid, or incomplete, is shown and
-   marked, but has no ratios, and nothing is held against it.
+2. It warns where the runs did not do the same work, and passes on each run's cautions. A run that is not
+   valid or incomplete, or in which nothing succeeded, is shown, but has no ratios, and nothing is held
+   against it; nor have figures of SLOs, between runs with different ones.
 3. `as_text` is for a terminal, `as_dict` for a file.
 """
 
@@ -31,6 +32,7 @@ class Metric(msgspec.Struct, frozen=True):
     title: str
     unit: str
     better: Better
+    is_of_slos: bool = False  # of runs with other SLOs it is another figure
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether any run has a ratio to the first."""
+        return any(ratio is not None for row in self.rows for ratio in row.ratios[1:])
+
 
 def _latency(name: str, title: str) -> tuple[Metric, ...]:
     return tuple(
@@ -66,14 +73,14 @@ def _latency(name: str, title: str) -> tuple[Metric, ...]:
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("request_goodput", "goodput", "req/s", Better.HIGHER),
-    Metric("slo_attainment", "SLO attainment", "share", Better.HIGHER),
-    Metric("token_goodput", "token goodput", "tok/s", Better.HIGHER),
+    Metric("request_goodput", "goodput", "req/s", Better.HIGHER, is_of_slos=True),
+    Metric("slo_attainment", "SLO attainment", "share", Better.HIGHER, is_of_slos=True),
+    Metric("token_goodput", "token goodput", "tok/s", Better.HIGHER, is_of_slos=True),
     Metric("request_throughput", "requests", "req/s", Better.HIGHER),
     Metric("output_throughput", "output tokens", "tok/s", Better.HIGHER),
     Metric("total_token_throughput", "input + output tokens", "tok/s", Better.HIGHER),
     Metric("per_core.output_throughput", "output tokens per core", "tok/s", Better.HIGHER),
-    Metric("goodput_per_gpu", "goodput per accelerator", "req/s", Better.HIGHER),
+    Metric("goodput_per_gpu", "goodput per accelerator", "req/s", Better.HIGHER, is_of_slos=True),
     *_latency("ttft", "TTFT"),
     *_latency("tpot", "TPOT"),
     *_latency("itl", "ITL"),
@@ -114,7 +121,8 @@ def compare_results(results: Sequence[Mapping[str, Any]], labels: Sequence[str] 
     names = _distinct(labels or [str(one.get("label") or one.get("backend") or "run") for one in results])
     valid = tuple(result.get("valid") is not False for result in results)
     complete = tuple(result.get("is_complete") is not False for result in results)
-    judged = tuple(map(operator.and_, valid, complete))
+    succeeded = tuple(result.get("completed") != 0 for result in results)
+    judged = tuple(map(all, zip(valid, complete, succeeded, strict=True)))
     rows = [_row(metric, results, judged) for metric in METRICS]
     return Comparison(
         labels=names,
@@ -142,6 +150,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
             "labels": comparison.labels,
             "valid": comparison.valid,
             "complete": comparison.complete,
+            "is_judged": comparison.is_judged,
             "rows": rows,
             "warnings": comparison.warnings,
         }
@@ -166,7 +175,10 @@ def as_text(comparison: Comparison) -> str:
         for line in table
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in comparison.warnings)]) + "\n"
+    lines += [f"warning: {warning}" for warning in comparison.warnings]
+    if not comparison.is_judged:
+        lines.append(f"Nothing could be judged: no run has a ratio to `{comparison.labels[0]}`.")
+    return "\n".join(lines) + "\n"
 
 
 def _mark(is_valid: bool, is_complete: bool) -> str:
@@ -204,10 +216,17 @@ def ratio_text(ratio: float) -> str:
 
 def _row(metric: Metric, results: Sequence[Mapping[str, Any]], judged: Sequence[bool]) -> Row:
     values = tuple(_number(_get(result, metric.key)) for result in results)
-    first = values[0]
+    first, slos = values[0], results[0].get("slos_ms")
     ratios = tuple(
-        value / first if value is not None and first and is_judged and judged[0] else None
-        for value, is_judged in zip(values, judged, strict=True)
+        value / first
+        if value is not None and first and is_judged and judged[0] and not is_other_figure
+        else None
+        for value, is_judged, is_other_figure in zip(
+            values,
+            judged,
+            (metric.is_of_slos and result.get("slos_ms") != slos for result in results),
+            strict=True,
+        )
     )
     return Row(metric=metric, values=values, ratios=ratios)
 
@@ -235,8 +254,9 @@ def _doubts(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
                 str(reason) for reason in result.get("invalid_reasons") or ["no reason is given"]
             )
             warnings.append(f"`{name}` is not valid, so {and_so}: {reasons}")
+        warnings += [f"`{name}`, caution: {caution}" for caution in result.get("cautions") or ()]
         if result.get("completed") == 0:
-            warnings.append(f"`{name}` has no request that ended OK, so it has no latencies")
+            warnings.append(f"`{name}` has no request that ended OK, so {and_so}")
     return warnings
 
 

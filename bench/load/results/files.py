@@ -15,7 +15,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError
 
 
 def check_output(path: Path) -> None:
@@ -28,7 +28,7 @@ def check_output(path: Path) -> None:
     try:
         _open_new(path, temporary).close()
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise ConfigError(_cannot_write(path, error)) from error
     finally:
         _remove(temporary)
 
@@ -50,7 +50,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     """Write beside `path`, then rename: a reader sees the old file or the whole new one.
 
     Raises:
-        ConfigError: as `check_output`; or the disk is full.
+        BatonError: as `check_output`; or the disk is full.
     """
     target = Path(os.path.realpath(path))  # through a link: what it names is replaced, the link stays
     temporary = _temporary(target)
@@ -62,7 +62,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
             os.fsync(file.fileno())
         temporary.replace(target)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise BatonError(_cannot_write(path, error)) from error
     finally:
         _remove(temporary)
 
@@ -106,7 +106,5 @@ def _remove(temporary: Path) -> None:
         temporary.unlink()
 
 
-def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"Cannot write `{path}`: {error.strerror or error}; choose another place for the result"
-    )
+def _cannot_write(path: Path, error: OSError) -> str:
+    return f"Cannot write `{path}`: {error.strerror or error}; choose another place for the result"

@@ -84,6 +84,7 @@ def build_result(
         "cautions": [*validity.cautions, *workload_cautions(plan.workload)],
         "is_complete": run.is_complete,
         "notes": run.notes,
+        "server_gone": run.server_gone,
         **sent_keys(run, summary),
         "request_rate": "inf" if rate is None or math.isinf(rate) else rate,
         "burstiness": plan.arrival.burstiness,
@@ -116,7 +117,7 @@ def write_result(path: Path, result: Mapping[str, Any], run: RunRecord | None = 
     them).
 
     Raises:
-        ConfigError: the path cannot be written.
+        BatonError: the path cannot be written.
     """
     if run is not None:
         write_atomically(requests_path(path), _request_lines(result, run))

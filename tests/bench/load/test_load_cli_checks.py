@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from bench.load import cli_entry
 from bench.load.cli import SweepOptions, app
 from bench.load.cli_checks import slo_notes
 from bench.load.cli_load import LoadOptions
@@ -139,6 +140,9 @@ def test_options_that_cannot_work_need_no_server(arguments: tuple[str, ...], par
         (("max-goodput", "--slo", "ttft=1s", "--arrival", "burst"), "burst"),
         (("max-goodput", "--slo", "ttft=1s", "--rate", "2"), "leave --rate out"),
         (("max-goodput", "--slo", "ttft=1s", "--warmup", "60s"), "leave nothing to measure of 60 s"),
+        (("max-goodput", "--slo", "ttft=1s", "--duration", "1s"), "--start-rate 1 offers less than one"),
+        (("run", "--requests", "1", "--rate", "1", "--target", "0.8"), "give --strict too"),
+        (("run", "--requests", "1", "--rate", "1", "--strict", "--target", "nan"), "a share above 0"),
         (("max-goodput", "--slo", "ttft=1s", "--keep-text", "--out", "x.json"), "leave --keep-text out"),
     ],
 )
@@ -255,9 +259,11 @@ def test_the_key_is_not_in_the_command_line() -> None:
 
 
 def test_help_tells_the_exit_statuses_and_what_a_rate_of_chats_is() -> None:
-    output = " ".join(CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output.split())
-    for part in ("3 measured, but INVALID", "4 measured, but no request succeeded", "chats per second"):
-        assert part in output
+    for command in ("run", "sweep", "max-goodput", "report", "compare"):
+        output = " ".join(CliRunner().invoke(app, [command, "--help"], terminal_width=200).output.split())
+        for part in ("0 complete and valid", "3 measured, but INVALID", "5 not all that was asked for"):
+            assert part in output
+    assert "chats per second" in CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output
 
 
 @pytest.mark.parametrize("kind", [LoadOptions, SweepOptions, SearchOptions])
@@ -285,3 +291,25 @@ def test_endless_arrivals_over_a_trace_take_all_of_it(mock: MockProcess, tmp_pat
     assert written["num_prompts"] == usable
     with pytest.raises(ConfigError, match="--speed-up"):
         plan_settings(LoadOptions(trace=Path(AZURE), rate=2.0, arrival="poisson", speed_up=2.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("run", "--bogus"), "No such option: --bogus"),
+        (("run", "--rate", "abc"), "Invalid value for '--rate'"),
+        (("run", "--rate"), "'--rate' requires an argument"),
+        (("run", "extra"), "unexpected extra argument"),
+        (("compare",), "Missing argument 'results'"),
+        (("report", "--x"), "No such option: --x"),
+    ],
+)
+def test_what_the_parser_refuses_is_one_line_and_a_usage_error(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], part: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli_entry.main(arguments, owns_process=False)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {part}") or part in line
+    assert line.endswith(f"; see baton bench {arguments[0]} --help")

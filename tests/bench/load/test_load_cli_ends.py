@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
 import json
 import os
 import signal
@@ -41,16 +43,28 @@ def three_signals() -> None:
     [({}, 0), ({"num_tokens": 3}, 3), ({"http_status": 500}, 4)],
     ids=["valid", "invalid", "nothing succeeded"],
 )
-def test_with_strict_the_exit_status_says_what_the_result_is_worth(
+def test_the_exit_status_says_what_the_result_is_worth(
     mock: MockProcess, tmp_path: Path, script: dict[str, Any], status: int
 ) -> None:
     out = tmp_path / "result.json"
     body = json.dumps({"mock": script})
     arguments = ("run", "--url", mock.target.url, *LOAD, "--extra-body", body, "--out", str(out))
-    result = bench(*arguments, "--strict")
+    result = bench(*arguments)
     assert result.exit_code == status, result.output
     assert json.loads(out.read_text())["num_prompts"] == 4
-    assert bench(*arguments).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("bound", "more", "status"),
+    [("0.001ms", (), 0), ("0.001ms", ("--strict",), 6), ("60s", ("--strict", "--target", "1"), 0)],
+    ids=["not asked for", "missed", "met"],
+)
+def test_with_strict_missed_slos_have_a_status(
+    mock: MockProcess, bound: str, more: tuple[str, ...], status: int
+) -> None:
+    arguments = ("--rate", "50", "--requests", "4", "--output-tokens", "5", "--slo", f"e2e={bound}")
+    result = bench("run", "--url", mock.target.url, *arguments, *more)
+    assert result.exit_code == status, result.output
 
 
 @pytest.mark.parametrize("moment", ["summarize", "write_result", "render_report"])
@@ -106,7 +120,7 @@ def test_an_interrupted_sweep_runs_no_further_rate(
     assert not (tmp_path / "s.rate-60.json").exists()
 
 
-@pytest.mark.parametrize(("dies_at", "status"), [("40", 1), ("60", 0)], ids=["before the end", "in the last"])
+@pytest.mark.parametrize(("dies_at", "status"), [("40", 5), ("60", 0)], ids=["before the end", "in the last"])
 def test_a_sweep_ends_where_its_server_died(
     mock: MockProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str, status: int
 ) -> None:
@@ -120,9 +134,55 @@ def test_a_sweep_ends_where_its_server_died(
     assert result.exit_code == status, result.output
     assert json.loads((tmp_path / "s.rate-40.json").read_text())["completed"] == 3
     assert (tmp_path / "s.rate-60.json").exists() is (status == 0)
-    if status:
-        said = str(result.exception)
-        assert said == "The sweep ended at 40 req/s, without the rates 60: the server no longer answers."
+    said = "INCOMPLETE: the sweep ended at 40 req/s, without the rates 60: the server no longer answers"
+    assert (said in result.stderr.splitlines()) is (status == 5)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "mark"),
+    [("run", 3, "INVALID: The server went away"), ("max-goodput", 5, "INCOMPLETE: the search was cut short")],
+)
+def test_a_server_that_dies_is_in_status_result_and_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, status: int, mark: str
+) -> None:
+    """Killed when its first answers are there; its last moment makes no figure, and nothing of it is lost."""
+    out, page = tmp_path / "result.json", tmp_path / "page.html"
+    load = {
+        "run": ("--rate", "50", "--requests", "40"),
+        "max-goodput": ("--start-rate", "50", "--duration", "800ms"),
+    }[command]
+    with running_mock() as dying:
+        update = cli_session.LiveProgress.update
+
+        def watched(live: Any, progress: Any) -> None:
+            update(live, progress)
+            if progress.num_ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(dying.pid, signal.SIGKILL)
+
+        monkeypatch.setattr(cli_session.LiveProgress, "update", watched)
+        arguments = (
+            *load,
+            "--output-tokens",
+            "5",
+            "--slo",
+            "e2e=5s",
+            "--out",
+            str(out),
+            "--report",
+            str(page),
+        )
+        result = bench(command, "--url", dying.target.url, *arguments)
+    assert result.exit_code == status, (result.output, result.exception)
+    assert any(line.startswith(mark) for line in result.output.splitlines())
+    written = json.loads(out.read_text())
+    (why,) = written["invalid_reasons"] if command == "run" else written["incomplete_reasons"]
+    assert "nothing listens" in why
+    assert html.escape(why, quote=False) in page.read_text().replace("&#39;", "'")
+    if command == "run":
+        assert not written["valid"]
+        assert written["num_prompts"] == 40 == written["completed"] + written["failed"]
+        assert bench("compare", str(out), str(out)).exit_code == 7
 
 
 @pytest.mark.parametrize("how", ["full", "broken pipe", "closed"])

@@ -175,6 +175,42 @@ def test_an_incomplete_run_is_marked_and_nothing_is_judged_by_it(cut: int) -> No
     assert "(INVALID, INCOMPLETE)" in as_text(compare_results(runs)).splitlines()[0]
 
 
+def test_where_nothing_can_be_judged_it_says_so() -> None:
+    bad = {**FAST, "label": "bad", "valid": False, "invalid_reasons": ["It lagged."]}
+    nothing = result_of(run_of([]), "nothing")
+    for runs in (
+        [bad, FAST],
+        [FAST, bad],
+        [bad, bad],
+        [{**FAST, "is_complete": False}, SLOW],
+        [FAST, nothing],
+    ):
+        found = compare_results(runs)
+        assert not found.is_judged
+        assert as_dict(found)["is_judged"] is False
+        last = as_text(found).splitlines()[-1]
+        assert last == f"Nothing could be judged: no run has a ratio to `{found.labels[0]}`."
+    assert compare_results([FAST, bad, SLOW]).is_judged
+    assert "Nothing could be judged" not in as_text(compare_results([FAST, bad, SLOW]))
+
+
+def test_a_caution_of_a_run_is_passed_on() -> None:
+    caution = "The server went away after 3.0 s."
+    found = compare_results([FAST, {**SLOW, "cautions": [caution]}])
+    assert found.warnings[-1] == f"`slow`, caution: {caution}"
+
+
+def test_goodput_under_other_slos_is_another_figure() -> None:
+    """It is shown, and not judged; what does not depend on SLOs is."""
+    found = compare_results([FAST, {**SLOW, "slos_ms": {"ttft": 9000.0}}])
+    for key in ("request_goodput", "slo_attainment", "token_goodput"):
+        one = row(found, key)
+        assert one.ratios[1] is None
+        assert one.values[1] is not None
+    assert row(found, "median_ttft_ms").ratios[1] is not None
+    assert any("differ in the SLOs" in warning for warning in found.warnings)
+
+
 def test_a_run_without_answers_compares() -> None:
     nothing = result_of(run_of([]), "nothing")
     found = compare_results([nothing, FAST])

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from bench.load.cli import app
 from bench.load.mock.process import MockProcess, running_mock
 from bench.load.results import files
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError
 
 LOAD = ("--output-tokens", "2", "--slo", "ttft=5s")
 COMMANDS = {
@@ -57,7 +57,8 @@ def test_a_full_disk_costs_the_file_alone(
     monkeypatch.setattr(files.os, "fsync", Disk(ending).fsync)
     outputs = ("--out", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html"))
     result = CliRunner().invoke(app, [command, "--url", mock.target.url, *COMMANDS[command], *outputs])
-    assert isinstance(result.exception, ConfigError), (result.output, result.exception)
+    assert isinstance(result.exception, BatonError), (result.output, result.exception)
+    assert not isinstance(result.exception, ConfigError)  # no fault of the command line: status 1
     message = str(result.exception)
     assert "No space left on device" in message
     assert "\n" not in message
@@ -78,7 +79,7 @@ def test_an_earlier_file_survives_a_full_disk(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "r.json"
     path.write_text("before")
     monkeypatch.setattr(files.os, "fsync", Disk(".json").fsync)
-    with pytest.raises(ConfigError, match="No space left"):
+    with pytest.raises(BatonError, match="No space left"):
         files.write_atomically(path, [b"after"])
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]

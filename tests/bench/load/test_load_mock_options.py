@@ -23,7 +23,6 @@ from cluster.errors import ConfigError
         (("--capacity", "1.5"), "--capacity"),
         (("--core", "-1"), "--core -1"),
         (("--core", "99999"), "--core 99999: give one of this machine's"),
-        (("--host", "nowhere.invalid"), "cannot listen on `nowhere.invalid:0`"),
         (("--settings", '{"capacity": 0}'), "`$.capacity`"),
         (("--settings", '{"max_model_len": 0}'), "`$.max_model_len`"),
         (("--settings", '{"speed": 1}'), "no `speed`"),
@@ -51,9 +50,16 @@ def test_options_that_cannot_work_are_one_line(
 def test_a_port_that_is_taken_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["--port", str(port)]) == 2
+        assert main(["--port", str(port)]) == 1
     error = capsys.readouterr().err
     assert f"cannot listen on `127.0.0.1:{port}`: Address already in use; give another --port" in error
+
+
+def test_a_host_that_is_not_known_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--host", "nowhere.invalid"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot listen on `nowhere.invalid:0`")
+    assert error.count("\n") == 1
 
 
 def test_an_address_of_ipv6_is_bracketed_in_the_url() -> None:

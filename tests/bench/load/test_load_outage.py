@@ -39,6 +39,12 @@ def dying(num_ok: int = 5, num_after: int = 4, *, comes_back: bool = False) -> R
     return run_of(records)
 
 
+def gone(run: RunRecord) -> RunRecord:
+    """It was asked after the run, and did not answer."""
+    run.server_gone = "nothing listens at `http://h:1`"
+    return run
+
+
 def test_a_death_is_dated_by_the_streams_it_cut() -> None:
     outage = find_outage(dying().records)
     assert outage is not None
@@ -94,22 +100,53 @@ def test_an_outage_lies_between_an_answer_and_a_refusal(drawn: list[tuple[str, f
         assert outage.num_offered_after >= len(refusals) == outage.num_refused
 
 
-def test_the_caution_says_when_and_how_many_came_after() -> None:
-    run = dying()
+def test_a_server_that_died_for_good_makes_the_run_invalid() -> None:
+    """All of its requests are accounted for, and when it died and how many came after is told."""
+    run = gone(dying())
     found = judge(run, summarize(run, parse_slos("ttft=1s")))
-    assert found.valid  # a server may die; that is a result
-    (caution,) = found.cautions
-    assert caution.startswith("The server went away after 5.2 s, when 5 requests had succeeded")
-    assert "4 of the 10 offered requests were due after that moment" in caution
-    assert "until the end" in caution
-    back = dying(comes_back=True)
-    assert "answers came again after 10.2 s" in judge(back, summarize(back)).cautions[0]
+    assert not found.valid
+    (reason,) = found.invalid_reasons
+    assert reason.startswith("The server went away after 5.2 s, when 5 requests had succeeded")
+    assert "did not come back (nothing listens at `http://h:1`): 4 connections" in reason
+    assert "4 of the 10 offered requests were due after that moment" in reason
+    assert not found.cautions
 
 
-def test_a_server_that_never_was_there_is_told_too() -> None:
-    run = run_of([refused(1.0), refused(2.0)])
+def test_a_server_that_came_back_was_measured_with_its_absence() -> None:
+    for run, until in (
+        (dying(), "until the end, and then it answered again"),
+        (dying(comes_back=True), "answers came again after 10.2 s"),
+    ):
+        found = judge(run, summarize(run))
+        assert found.valid
+        (caution,) = found.cautions
+        assert until in caution
+        assert "the figures count them all" in caution
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [refused(1.0), refused(2.0)],
+        [answer(0.0, [0.1]), answer(1.0, [], status=Status.TIMEOUT, end_s=9.0)],
+        [answer(0.0, [0.1]), cut(1.0, 1.5)],
+    ],
+    ids=["never there", "hung", "died at the end"],
+)
+def test_a_server_that_stopped_answering_in_any_way_makes_the_run_invalid(
+    records: list[RequestRecord],
+) -> None:
+    run = gone(run_of(records))
+    (reason,) = judge(run, summarize(run)).invalid_reasons
+    num_ok = sum(record.status is Status.OK for record in records)
+    assert reason.startswith("The server stopped answering (nothing listens at `http://h:1`)")
+    assert f"{num_ok} of the {len(records)} offered requests had succeeded" in reason
+
+
+def test_a_server_that_was_late_is_told_too() -> None:
+    run = run_of([refused(1.0), refused(2.0), answer(3.0, [3.1])])
     (caution,) = judge(run, summarize(run)).cautions
-    assert caution.startswith("2 of 2 requests could open no connection, the first one due after 1.0 s")
+    assert caution.startswith("2 of 3 requests could open no connection, the first one due after 1.0 s")
 
 
 def test_what_the_client_could_not_send_makes_the_run_invalid() -> None:
@@ -132,19 +169,17 @@ def test_answers_without_a_token_are_counted_in_a_caution() -> None:
     assert caution.startswith("3 of 6 answers")
 
 
-def test_who_asks_whether_the_server_is_there() -> None:
-    def never() -> str | None:
-        raise AssertionError("a run in which all went well gives no cause to ask")
-
-    assert server_lost(steady_run(5), never) is None
+def test_what_a_lost_server_is() -> None:
+    assert server_lost(steady_run(5)) is None
+    assert not may_be_gone(steady_run(5))  # a run in which all went well gives no cause to ask
     assert not was_unreachable(steady_run(5))
     cut_short = run_of([answer(0.0, [0.1]), cut(1.0, 1.5)])
     assert may_be_gone(cut_short)
-    assert server_lost(cut_short, lambda: None) is None  # a stream broke, and the server is there
-    assert "nothing listens" in (server_lost(cut_short, lambda: "nothing listens") or "")
-    assert "answers again" in (server_lost(dying(), lambda: None) or "")
-    hung = run_of([answer(0.0, [], status=Status.TIMEOUT, end_s=9.0)])
-    assert "did not answer" in (server_lost(hung, lambda: "it did not answer") or "")
+    assert server_lost(cut_short) is None  # a stream broke, and the server is there
+    assert "nothing listens" in (server_lost(gone(cut_short)) or "")
+    assert "answers again" in (server_lost(dying()) or "")
+    hung = run_of([answer(0.0, [0.1]), answer(1.0, [], status=Status.TIMEOUT, end_s=9.0)])
+    assert may_be_gone(hung)
 
 
 @pytest.mark.parametrize("dies_at", [0, 1, 2, 3, 4, 5])
@@ -157,13 +192,11 @@ def test_a_search_ends_where_its_server_died(dies_at: int, how: str) -> None:
         run = steady_run(20, ttft_s=0.1 if probe.rate <= 3 else 2.0)
         if number == dies_at:
             run = run_of([cut(0.0, 0.2)]) if how == "cuts" else dying(2, 2)
+            run = run if how == "comes back" else gone(run)
         return Measurement(plan_of(run), run, summarize(run, parse_slos("ttft=1s")), {"valid": True})
 
-    gone = None if how == "comes back" else "nothing listens at `http://h:1`"
     reported: list[Probe] = []
-    found, measured = find_max_goodput(
-        settings, measure, lambda probe, *_: reported.append(probe), lambda: gone
-    )
+    found, measured = find_max_goodput(settings, measure, lambda probe, *_: reported.append(probe))
     assert not found["is_complete"]
     assert len(measured) == dies_at + 1
     assert len(found["probes"]) == len(reported) == dies_at
@@ -171,7 +204,6 @@ def test_a_search_ends_where_its_server_died(dies_at: int, how: str) -> None:
         SearchSettings(start_rate=1.0, seeds=(0,), max_probes=max(1, dies_at)),
         lambda probe, _: measure(probe, -1),
         lambda *_: None,
-        lambda: None,
     )
     if dies_at:
         assert found["answers"][0]["bracket_high"] == before["answers"][0]["bracket_high"]
@@ -180,4 +212,5 @@ def test_a_search_ends_where_its_server_died(dies_at: int, how: str) -> None:
         assert found["answers"][0]["rate"] is None
         assert found["answers"][0]["bracket_high"] is None
     assert "proves nothing" in found["notes"][-1]
-    assert (gone or "answers again") in found["notes"][-1]
+    assert ("answers again" if how == "comes back" else "nothing listens") in found["notes"][-1]
+    assert found["incomplete_reasons"] == found["notes"][-1:]

@@ -22,12 +22,15 @@ def measured(probe: Probe, number: int) -> Measurement:
 
 
 def test_a_later_probe_that_cannot_be_offered_keeps_what_was_found() -> None:
-    found, measurements = find_max_goodput(
-        SearchSettings(start_rate=1.0), measured, lambda *_: None, lambda: None
-    )
+    found, measurements = find_max_goodput(SearchSettings(start_rate=1.0), measured, lambda *_: None)
     assert len(measurements) == len(found["probes"]) == 2
     assert not found["is_complete"]
-    assert found["notes"][-1] == "The probe at 4 req/s could not be offered: the trace has too few rows"
+    (reason,) = found["incomplete_reasons"]
+    assert (
+        reason
+        == found["notes"][-1]
+        == "The probe at 4 req/s could not be offered: the trace has too few rows"
+    )
 
 
 def test_a_first_probe_that_cannot_be_offered_is_an_error() -> None:
@@ -36,5 +39,4 @@ def test_a_first_probe_that_cannot_be_offered_is_an_error() -> None:
             SearchSettings(start_rate=1.0),
             lambda probe, number: measured(probe, 2),
             lambda *_: None,
-            lambda: None,
         )

@@ -312,6 +312,30 @@ def test_an_interrupted_search_says_so_and_how_many_seeds_it_knows() -> None:
     assert "Not searched, so in no figure: seeds 1, 2." in page
 
 
+def test_a_search_that_was_cut_short_or_found_no_answer_says_why() -> None:
+    outcome = outcome_of((2.0, 1.0, True), incomplete_reasons=["The server went."], is_complete=False)
+    page = render_report([], [ReportSearch("x", outcome)])
+    assert "x: the search was cut short. The server went." in page
+    page = render_report([], [ReportSearch("x", outcome_of((2.0, 1.0, True)))])
+    assert "x: no answer yet at 90%" in page
+    ended = outcome_of((2.0, 1.0, True), (4.0, 0.1, True), (2.8284271247461903, 0.1, True))
+    for answer in ended["answers"]:
+        answer["is_converged"] = True
+    assert "INCOMPLETE" not in render_report([], [ReportSearch("x", ended)])
+
+
+def test_cautions_stand_at_the_top_of_runs_and_of_searches() -> None:
+    run = ReportRun(made_result(cautions=["The server went away after 3 s."]))
+    page = render_report([run])
+    check(page)
+    assert "<strong>Caution</strong><ul><li>" in page
+    assert page.index("The server went away after 3 s.") < page.index("<main>")
+    page = render_report([run] * 9, [ReportSearch("x", outcome_of((2.0, 1.0, True), (4.0, 0.1, True)))])
+    check(page)
+    assert page.index("The server went away after 3 s.") < page.index("<main>")
+    assert "and 3 more, in the results of the probes" in page
+
+
 def test_a_search_is_named_by_its_label_and_invalid_probes_lie_below_valid_ones() -> None:
     outcome = outcome_of((2.0, 1.0, False), (2.0, 1.0, True), (4.0, 0.1, True), label="ours", backend="b")
     page = render_report([], [ReportSearch("http://127.0.0.1:1", outcome)])

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.load.goodput.search import GoodputSearch, propose, to_dict
-from bench.load.goodput.values import End, Probe, ProbeOutcome, SearchSettings, TargetAnswer
+from bench.load.goodput.values import (
+    End,
+    Figure,
+    Probe,
+    ProbeOutcome,
+    SearchSettings,
+    SeedAnswer,
+    TargetAnswer,
+    figure_of,
+)
 from cluster.errors import BatonError
 
 Oracle = Callable[[Probe], float | ProbeOutcome]
@@ -114,8 +123,13 @@ def test_noise_never_loops_and_answers_follow_the_rule(
             assert one.rate == (known if best is None else best)
             assert (one.failing_rate or math.inf) == lowest_failure
             assert (one.end is End.NOT_SEARCHED) is (not mine)
-        with_rate = [one.rate for one in answer.seeds if one.rate is not None]
-        assert answer.rate == (pytest.approx(sum(with_rate) / len(with_rate)) if with_rate else None)
+        ended = [one.rate for one in answer.seeds if one.is_converged]
+        counted = [rate for rate in ended or [one.rate for one in answer.seeds] if rate is not None]
+        assert answer.rate == (pytest.approx(sum(counted) / len(counted)) if counted else None)
+        begun = [one for one in answer.seeds if one.end is not End.NOT_SEARCHED and not one.is_converged]
+        if answer.is_lower_bound and ended:
+            assert begun
+            assert all((one.rate or -1.0) >= (answer.rate or 0.0) for one in begun)
         assert answer.num_seeds_searched == len({probe.seed for probe in last})
         if answer.ci_high is not None:
             assert answer.bracket_low is not None
@@ -134,6 +148,34 @@ def test_a_noisy_server_without_a_budget_ends_by_itself(luck: random.Random, mid
     search = run_search(settings_of(max_probes=10_000), oracle)
     assert len(search.log) < 400
     assert all(one.end is not End.UNFINISHED for answer in search.answers() for one in answer.seeds)
+
+
+def seed_of(number: int, rate: float | None, end: End) -> SeedAnswer:
+    return SeedAnswer(seed=number, rate=rate, failing_rate=None, attainment=None, num_offered=0, end=end)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rate", "is_lower_bound", "seeds"),
+    [
+        ([(2.0, End.FOUND), (4.0, End.FOUND)], 3.0, False, (0, 1)),
+        ([(2.0, End.FOUND), (0.0, End.NOTHING_PASSED)], 1.0, False, (0, 1)),
+        ([(2.0, End.FOUND), (None, End.NOT_SEARCHED)], 2.0, False, (0,)),
+        ([(2.0, End.FOUND), (2.0, End.UNFINISHED)], 2.0, True, (0,)),  # it had passed it already
+        ([(2.0, End.FOUND), (9.0, End.MAX_RATE)], 2.0, True, (0,)),
+        ([(2.0, End.FOUND), (1.0, End.UNFINISHED)], 2.0, False, (0,)),  # says nothing for it
+        ([(2.0, End.FOUND), (None, End.UNFINISHED)], 2.0, False, (0,)),
+        ([(2.0, End.FOUND), (3.0, End.UNFINISHED), (None, End.UNFINISHED)], 2.0, False, (0,)),
+        ([(0.0, End.OUT_OF_REACH), (None, End.UNFINISHED)], 0.0, False, (0,)),
+        ([(2.0, End.UNFINISHED), (4.0, End.MAX_RATE), (None, End.UNFINISHED)], 3.0, True, (0, 1)),
+        ([(None, End.UNFINISHED), (None, End.NOT_SEARCHED)], None, False, ()),
+        ([], None, False, ()),
+    ],
+)
+def test_what_is_a_figure_over_which_seeds_and_when_a_lower_bound(
+    ends: list[tuple[float | None, End]], rate: float | None, is_lower_bound: bool, seeds: tuple[int, ...]
+) -> None:
+    found = figure_of([seed_of(number, *one) for number, one in enumerate(ends)])
+    assert found == Figure(rate=rate, is_lower_bound=is_lower_bound, seeds=seeds)
 
 
 def test_nothing_passes() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from bench.load.figures.window import SteadyWindow, Window
 from bench.load.goodput.console import answer_lines, opening_lines, probe_line
+from bench.load.goodput.forecast import likely_probes
 from bench.load.goodput.search import GoodputSearch, to_dict
 from bench.load.goodput.values import ProbeOutcome, SearchSettings
 
@@ -29,15 +30,44 @@ def found_of(search: GoodputSearch, is_complete: bool = True) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "max_probes", "line"),
+    ("seeds", "max_probes", "about", "limit"),
     [
-        ((0, 1, 2), 60, "Seeds 0, 1, 2, one after another; at most 60 probes in all: 6 min of load"),
-        ((7,), 1, "Seed 7; at most 1 probe in all: 6 s of load"),
+        ((0, 1, 2), 60, "Seeds 0, 1, 2, one after another: about 17 to 23 probes, 17 to 23 min", "60 min"),
+        ((0, 1, 2), 9, "Seeds 0, 1, 2, one after another: about 9 probes, 9 min", "9 min"),
+        ((7,), 1, "Seed 7: about 1 probe, 60 s", "60 s"),
     ],
 )
-def test_the_opening_counts_seeds_and_probes(seeds: tuple[int, ...], max_probes: int, line: str) -> None:
+def test_the_opening_foretells_the_time_and_names_what_bounds_it(
+    seeds: tuple[int, ...], max_probes: int, about: str, limit: str
+) -> None:
     settings = SearchSettings(start_rate=1.0, seeds=seeds, max_probes=max_probes)
-    assert opening_lines(settings, 6.0, SteadyWindow())[1] == f"{line}, and the time to answer it."
+    _, expected, bound = opening_lines(settings, 60.0, SteadyWindow())
+    assert expected == f"{about} of load and the time to answer it."
+    assert bound.startswith(f"--max-probes {max_probes} ends it after {limit} of load; --duration")
+
+
+def test_many_seeds_are_foretold_from_a_few() -> None:
+    """As many as they take, or nearly; told at once."""
+    few = likely_probes(SearchSettings(start_rate=1.0, seeds=tuple(range(4)), max_probes=1000))
+    many = likely_probes(SearchSettings(start_rate=1.0, seeds=tuple(range(100)), max_probes=1000))
+    assert (many[0] - few[0], many[1] - few[1]) == (96 * 4, 96 * 4)
+
+
+def test_an_answer_that_is_missing_is_told_first() -> None:
+    search = GoodputSearch(SearchSettings(start_rate=1.0, seeds=(0,), max_probes=2))
+    run_probes(search, (1.0, True), (0.95, True))
+    lines = answer_lines(found_of(search))
+    assert lines[0] == "INCOMPLETE: no answer yet at 90%, 99%: the notes of each say what ended its search"
+
+
+def test_an_answer_that_rests_on_an_invalid_probe_is_told_first() -> None:
+    settings = SearchSettings(
+        start_rate=1.0, min_rate=0.5, max_rate=2.0, targets=(0.9,), tolerance=0.5, seeds=(0,)
+    )
+    search = GoodputSearch(settings)
+    run_probes(search, (1.0, True), (1.0, False), (1.0, False), (1.0, True))
+    assert search.next() is None
+    assert answer_lines(found_of(search))[0].startswith("INVALID: an answer rests on probes")
 
 
 def test_what_is_known_so_far_names_its_seeds() -> None:

@@ -1,6 +1,7 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.peers.losses import goodput_losses, losses
@@ -217,9 +218,34 @@ def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
     assert "Not measured: it was not asked for." in text
 
 
-def test_the_table_says_what_share_of_the_limit_was_reached() -> None:
-    text = as_markdown([outcome("fast", [run(8, 80.0)], limits_tok_per_s={8: 160.0})], [8], [])
-    assert "| 80.0 (80.0–80.0) | 50% |" in text
+@pytest.mark.parametrize(
+    ("rate", "changes", "cell"),
+    [
+        (80.0, {}, "50%"),  # an older file
+        (80.0, {"limits_bound_by": {8: "memory"}}, "50% (memory)"),
+        (
+            200.0,
+            {"limits_bound_by": {8: "int8"}, "weight_bits": 8},
+            "125% (int8) above it: the machine was faster",
+        ),
+        (200.0, {"limits_bound_by": {8: "floating point"}, "weight_bits": 8}, "125% (floating point) \\*"),
+        (200.0, {"weight_bits": 8}, "125% \\*"),
+        (80.0, {"limits_bound_by": {8: "memory"}, "weight_bits": 8}, "50% (memory) |"),
+    ],
+)
+def test_the_table_says_what_share_of_which_limit_was_reached(
+    rate: float, changes: dict[str, Any], cell: str
+) -> None:
+    """Never more than all of it without a reason."""
+    fast = outcome("fast", [run(8, rate)], limits_tok_per_s={8: 160.0}, **changes)
+    text = as_markdown([fast], [8], [])
+    assert f"| {rate:.1f} ({rate:.1f}–{rate:.1f}) | {cell}" in text
+    assert text.count("**of its limit**") == 1
+    assert ("no rate of int8 was measured" in " ".join(text.split())) is ("*" in cell)
+
+
+def test_a_table_without_limits_does_not_explain_them() -> None:
+    assert "of its limit**" not in as_markdown([outcome("fast", [run(8, 80.0)])], [8], [])
 
 
 def test_a_loop_that_would_take_too_long_is_left_out_with_its_reason() -> None:
@@ -253,7 +279,7 @@ def test_a_search_that_found_nothing_yet_is_not_a_zero() -> None:
         "Baton: of the rates probed none passed at 99%; Rival passed 0.5 req/s."
     ]
     text = as_markdown(outcomes, [1], [])
-    assert "| Baton | 99% | not found | – | – | – | – | not converged |" in text
+    assert "| Baton | 99% | not found | – | – | – | – |  |" in text
     assert "| Rival | 99% | 0.5 | – | – | – | 1.00 |  |" in text
     assert "Best peer: at 99% Rival." in text
 
@@ -261,13 +287,48 @@ def test_a_search_that_found_nothing_yet_is_not_a_zero() -> None:
 def test_each_seed_of_a_search_tells_its_bracket() -> None:
     seeds = [
         SeedBracket(seed=0, passed=2.1, failed=2.5, end="found", is_converged=True),
-        SeedBracket(seed=1, passed=None, failed=2.5, end="unfinished", is_converged=False),
+        SeedBracket(seed=1, passed=None, failed=2.5, end="unfinished", is_converged=False, is_counted=False),
     ]
     found = Goodput(
-        target=0.9, requests_per_s=2.1, ci_low=None, ci_high=None, is_converged=True, num_seeds=1, seeds=seeds
+        target=0.9,
+        requests_per_s=2.1,
+        ci_low=None,
+        ci_high=None,
+        is_converged=False,
+        num_seeds=1,
+        seeds=seeds,
     )
     text = as_markdown([outcome("baton", [run(1, 9.0)], goodput=[found])], [1], [])
-    assert "| Baton | 90% | 2.1 | 2.1 – 2.5; none – 2.5 (not converged) | 1 |" in text
+    assert "| Baton | 90% | 2.1 | 2.1 – 2.5; none – 2.5 (not ended) | 0 |" in text
+
+
+def bound(rate: float, target: float = 0.9) -> Goodput:
+    return msgspec.structs.replace(goodput(rate, target), is_lower_bound=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "best", "figure", "ratio"),
+    [
+        (goodput(2.0), goodput(4.0), "2", "0.50"),
+        (bound(2.0), goodput(4.0), "≥ 2", "≥ 0.50"),
+        (goodput(2.0), bound(4.0), "2", "≤ 0.50"),
+        (bound(2.0), bound(4.0), "≥ 2", "–"),
+    ],
+)
+def test_a_lower_bound_is_one_in_figure_ratio_and_losses(
+    own: Goodput, best: Goodput, figure: str, ratio: str
+) -> None:
+    outcomes = [
+        outcome("baton", [run(1, 9.0)], goodput=[own]),
+        outcome("fast", [run(1, 9.0)], goodput=[best]),
+    ]
+    rows = [line.split(" | ") for line in as_markdown(outcomes, [1], []).splitlines()]
+    (mine,) = [cells for cells in rows if cells[0] == "| Baton" and cells[1] == "90%"]
+    assert (mine[2], mine[6]) == (figure, ratio)
+    (loss,) = goodput_losses(outcomes)
+    assert ("of at least 2 req/s" in loss) is own.is_lower_bound
+    assert ("(at least 4 req/s)" in loss) is best.is_lower_bound
+    assert (f"{ratio} times that" if ratio != "–" else "an unknown part") in loss
 
 
 def test_a_target_out_of_reach_is_said_and_is_no_gap() -> None:

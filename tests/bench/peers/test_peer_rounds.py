@@ -14,12 +14,13 @@ import pytest
 from bench.load.figures.slo import parse_slos
 from bench.machine import Machine
 from bench.peers import compare_peers
+from bench.peers.__main__ import main as peers_main
 from bench.peers.comparison import Comparison
 from bench.peers.load import TraceLoad
 from bench.peers.outcome import ClosedLoop, Goodput, PeerOutcome
 from bench.peers.peer import Peer, Places
 from bench.peers.prepare import CannotRun
-from bench.peers.record import read_written
+from bench.peers.record import read_written, write_files
 from cluster.errors import BatonError
 
 MACHINE = Machine("a CPU", 2, (), "3", 10.0, 20.0, 30.0, 40.0)
@@ -271,3 +272,27 @@ def test_rounds_without_a_trace_keep_what_is_known_of_the_searches(tmp_path: Pat
     assert found["baton"].goodput
     assert found["quick"].goodput_note == "not searched: the trace is too short"
     assert found["other"].goodput_note == "no trace"
+
+
+def test_the_table_of_a_file_is_written_anew_without_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Marks follow the rule of today; figures are the file's."""
+    source = tmp_path / "older.json"
+    source.write_text(json.dumps(OLDER))
+    assert peers_main(["--from", str(source)]) == 0
+    assert "| Baton, disaggregated | 90% | ≥ 2.77 | – |" in (tmp_path / "older.md").read_text()
+    assert read_written(source).peers[0].goodput[0].requests_per_s == 2.77
+    assert peers_main(["--from", str(source), "--out", str(tmp_path / "other")]) == 0
+    assert (tmp_path / "other.md").read_text() == (tmp_path / "older.md").read_text()
+    assert peers_main(["--from", str(tmp_path / "none.json")]) == 1
+    assert "none.json: cannot be read" in capsys.readouterr().err
+
+
+def test_the_committed_tables_are_those_of_their_files(tmp_path: Path) -> None:
+    committed = sorted((Path(__file__).parents[3] / "bench" / "results").glob("peers-*.json"))
+    assert committed
+    for source in committed:
+        write_files(tmp_path / source.stem, read_written(source))
+        assert (tmp_path / f"{source.stem}.md").read_text() == source.with_suffix(".md").read_text()
+        assert (tmp_path / source.name).read_bytes() == source.read_bytes()

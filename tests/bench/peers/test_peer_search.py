@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.load.figures.slo import parse_slos
-from bench.load.goodput.search import GoodputSearch
-from bench.load.goodput.values import End, Probe, ProbeOutcome
+from bench.load.goodput.search import GoodputSearch, to_dict
+from bench.load.goodput.values import End, Probe, ProbeOutcome, TargetAnswer
 from bench.load.plans import arrivals
 from bench.load.plans.settings import PlanSettings, TraceReplay
 from bench.peers.estimate import (
@@ -34,7 +34,8 @@ from bench.peers.estimate import (
     probe_length_s,
     start_rate,
 )
-from bench.peers.load import MAX_RATE, TraceLoad, goodput_of, probe_settings, search_settings, trace_lengths
+from bench.peers.goodput import goodput_of
+from bench.peers.load import MAX_RATE, TraceLoad, probe_settings, search_settings, trace_lengths
 from bench.peers.outcome import Mean
 from cluster.errors import ConfigError
 
@@ -101,9 +102,8 @@ def test_a_server_that_misses_its_slos_alone_begins_at_the_lowest_rate() -> None
     probe = search.next()
     assert probe is not None
     search.report(probe, ProbeOutcome(attainment=0.1, num_offered=12))
-    for answer in search.answers():
-        told = goodput_of(answer, search.notes())
-        assert told.is_converged
+    for told in goodput_of(to_dict(search)):
+        assert not told.is_lower_bound
         assert told.is_out_of_reach
         assert any("not reachable at any rate" in note and "10.0%" in note for note in told.notes)
 
@@ -115,8 +115,8 @@ def test_a_server_too_slow_to_be_probed_alone_is_not_called_out_of_reach() -> No
     probe = search.next()
     assert probe is not None
     search.report(probe, ProbeOutcome(attainment=0.1, num_offered=12))
-    told = goodput_of(search.answers()[0], search.notes())
-    assert told.is_converged
+    told = goodput_of(to_dict(search))[0]
+    assert not told.is_lower_bound
     assert not told.is_out_of_reach
     assert any("down to the lowest allowed" in note for note in told.notes)
 
@@ -204,32 +204,47 @@ def test_eleven_probes_find_both_targets_of_the_first_seed(
     search = GoodputSearch(made)
     while (probe := search.next()) is not None:
         search.report(probe, ProbeOutcome(attainment=attainment(probe), num_offered=100))
-    for answer, factor in zip(search.answers(), (1.0, second), strict=True):
+    tables = goodput_of(to_dict(search))
+    for answer, told, factor in zip(search.answers(), tables, (1.0, second), strict=True):
         first, truth = answer.seeds[0], at_90 * luck[0] * factor
         assert first.end is End.FOUND
         assert first.rate is not None
         assert first.failing_rate is not None
         assert truth / 1.2 * (1 - 1e-6) <= first.rate <= truth * (1 + 1e-6)
         assert truth <= first.failing_rate * (1 + 2e-6)
-        told = goodput_of(answer, search.notes())
-        assert told.is_converged
         assert told.num_seeds >= 1
         assert told.seeds[0].is_converged
         assert (told.seeds[0].passed, told.seeds[0].failed) == (first.rate, first.failing_rate)
 
 
-def test_seeds_without_time_are_in_no_figure_and_told() -> None:
+def test_a_seed_that_did_not_end_is_in_no_figure_and_told() -> None:
     search = GoodputSearch(search_settings(LOAD, Estimate(capacity=10.0, alone_s=0.5, slack=1.0), 5))
     while (probe := search.next()) is not None:
         passes = probe.rate <= 5.0 and probe.seed == 0  # the next seed would pull a mean down
         search.report(probe, ProbeOutcome(attainment=float(passes), num_offered=50))
-    found = goodput_of(search.answers()[0], search.notes())
+    found = goodput_of(to_dict(search))[0]
     assert found.num_seeds == 1
-    assert found.is_converged
+    assert not found.is_converged
+    assert not found.is_lower_bound  # nothing passed at the seed that did not end: it says nothing for it
     assert found.requests_per_s == found.passed
     assert found.requests_per_s == pytest.approx(5.0, rel=0.2)
-    assert "time for 1 of 3 seeds; no seed 1, 2" in found.notes
-    assert [one.is_converged for one in found.seeds] == [True, False]
+    assert any(note.startswith("Seed 1: the search stopped after 5 of at most 5") for note in found.notes)
+    assert "Not searched, so in no figure: seed 2." in found.notes
+    assert [(one.is_converged, one.is_counted) for one in found.seeds] == [(True, True), (False, False)]
+
+
+def test_a_seed_that_did_not_end_and_had_passed_the_figure_makes_it_a_lower_bound() -> None:
+    search = GoodputSearch(search_settings(LOAD, Estimate(capacity=10.0, alone_s=0.5, slack=1.0), 4))
+    while (probe := search.next()) is not None:
+        passes = probe.rate <= 5.0 or probe.seed == 1
+        search.report(probe, ProbeOutcome(attainment=float(passes), num_offered=50))
+    found = goodput_of(to_dict(search))[0]
+    first, second = found.seeds
+    assert (first.is_converged, second.is_converged) == (True, False)
+    assert second.passed == first.passed == found.requests_per_s
+    assert found.is_lower_bound
+    assert found.num_seeds == 1
+    assert msgspec.convert(to_dict(search)["answers"][0], TargetAnswer).is_lower_bound  # one rule for both
 
 
 def test_a_seed_that_is_enough_says_why_there_are_no_others() -> None:
@@ -237,20 +252,19 @@ def test_a_seed_that_is_enough_says_why_there_are_no_others() -> None:
     search = GoodputSearch(made)
     while (probe := search.next()) is not None:
         search.report(probe, ProbeOutcome(attainment=float(probe.rate <= 5.0), num_offered=50))
-    for answer in search.answers():
-        found = goodput_of(answer, search.notes())
+    for found in goodput_of(to_dict(search)):
         assert found.is_converged
         assert found.num_seeds == 1
         assert any("below 9 req/s, which is enough" in note for note in found.notes)
-        assert not any(note.startswith("time for") for note in found.notes)
 
 
 def test_a_search_without_a_finished_seed_tells_a_lower_bound() -> None:
     search = GoodputSearch(search_settings(LOAD, Estimate(capacity=10.0, alone_s=0.5, slack=1.0), 2))
     while (probe := search.next()) is not None:
         search.report(probe, ProbeOutcome(attainment=1.0, num_offered=50))
-    found = goodput_of(search.answers()[0], search.notes())
+    found = goodput_of(to_dict(search))[0]
     assert not found.is_converged
+    assert found.is_lower_bound
     assert found.requests_per_s == pytest.approx(1.2**2 * round(START_SHARE * 10.0, 3))
     assert any("stopped after 2 of at most 2 probes" in note for note in found.notes)
 
