@@ -200,10 +200,12 @@ private:
         return target;
     }
 
-    // The keys and values that products ask for: fewer rows leave memory no time for it, more need caches themselves.
+    // The keys and values that products ask for: fewer rows leave memory no time for it, more need caches themselves, and
+    // those of a prompt alone are so few beside its products that asking costs more.
     KvAhead kv_to_come() const {
         if (batch_.num_tokens < kFewestRidden || batch_.num_tokens > kMostRidden) return {};
-        return KvAhead(shape_.kv, pool_, batch_.context_lens, batch_.block_tables, batch_.max_blocks, batch_.num_seqs);
+        KvAhead all(shape_.kv, pool_, batch_.context_lens, batch_.block_tables, batch_.max_blocks, batch_.num_seqs);
+        return all.num_bytes() < batch_.num_tokens * kFewestRowBytes ? KvAhead() : all;
     }
 
     // Of the keys and values of `layer`, what a product asks for before which `done` weights of those between two
@@ -308,8 +310,10 @@ private:
                 const bool forth = item == items.begin || (item > last && item < items.end - 1);
                 const int64_t then = item + (forth ? 1 : -1);
                 last = item;
+                // of the heads of one sequence, rows lie side by side
+                const bool goes_on = then < items.end && all[size_t(item)].num_heads == s_.num_kv_heads;
                 attend(all[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
-                       batch_.block_tables, batch_.max_blocks, a_, then < items.end ? &all[size_t(then)] : nullptr);
+                       batch_.block_tables, batch_.max_blocks, a_, goes_on ? &all[size_t(then)] : nullptr);
             }
         };
         // their costs differ: one by one
@@ -335,6 +339,7 @@ private:
     }
 
     static constexpr int64_t kFewestRidden = 16, kMostRidden = 256;  // rows, while products ask for keys and values
+    static constexpr int64_t kFewestRowBytes = 8 * 1024;  // of a layer
     static_assert(kFewestRidden > kRowTile);  // in several tiles a panel
     static constexpr int64_t kTilePanels = 4;  // the most that a tile takes at once
 
