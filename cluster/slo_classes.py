@@ -62,6 +62,7 @@ class DecodeBatch(msgspec.Struct, frozen=True):
 
     `budget_s`: how long the next step may take, the least `step_budget_s` of the streams; None without one.
     `target_s`: the mean time per step that those streams bear; None: as the scheduler's targets say.
+    `longest_s`: of a step, for the sake of gaps between tokens.
     """
 
     num_rows: int = 0
@@ -72,6 +73,7 @@ class DecodeBatch(msgspec.Struct, frozen=True):
     yielding_context: int = 0
     paused_s: float = 0.0  # since the row that yields longest was in a step
     life_s: float = math.inf  # mean time a row decodes here
+    longest_s: float = math.inf
 
 
 def prefill_s(model: StepModel, num_tokens: int, num_computed: int) -> float:
@@ -112,6 +114,7 @@ def classify(
     per_token_s, per_attention_s = model.per_token_s, model.per_attention_s
     reading_s = model.per_context_s * decode.context
     leaving = 1 / decode.life_s
+    mixed_s = model.mixed_s if decode.num_rows else 0.0
     work_s = added_s = 0.0
     wait_s, num_kept = 0.0, 0
     load_s = model.per_token_s * decode.num_rows + reading_s
@@ -129,7 +132,7 @@ def classify(
         if model.fixed_s + model.floor_s + reading_s * staying + added_s - num_kept * per_token_s > tpot_s:
             share = 0.0
         share = max(share * shared, min_share)
-        wait_s = work_s / share
+        wait_s = (work_s + mixed_s) / share
         own_s.append(cost_s / share)
         if now + wait_s > prompt.deadline_s:
             _, index, cost_s, extra_s, victim = heapq.heappop(kept)

@@ -6,7 +6,8 @@
 
 Algorithm of `plan`:
   1. *Budget*: the step may last until the tightest stream in the batch is due: its mean TPOT so far says how
-     long (`step_budget_s`), the worst-gap limit caps it.
+     long (`step_budget_s`), the worst-gap limit caps it. Where mixed steps have a price, it is enough for a
+     chunk that is worth it, or none (`lent_budget_s`).
   2. *Classes*: earliest deadline first, with the work summed up. Decode takes part of each step, and the
      queued prompts bring more of it once they decode, so work is divided by the share of a step that is then
      left. When a prompt would be late, the one that costs most in all (prefill and expected decode) among
@@ -40,57 +41,19 @@ No IO, no clock.
 from __future__ import annotations
 
 import math
-import sys
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Generic
 
 import msgspec
 
+from cluster.slo_budget import SloSettings as SloSettings
+from cluster.slo_budget import lent_budget_s, step_budget_s
 from cluster.slo_classes import DecodeBatch, P, Prompt, Targets, classify, prefill_s, shortest_first
 from cluster.slo_step import StepFilling
 from cluster.step_model import StepModel, StepWork
-
-
-@dataclass(frozen=True, slots=True)
-class SloSettings:
-    safety: float = 0.985  # share of the TPOT and gap targets that steps aim at
-    max_idle_step_s: float = 0.05  # step without streams that have a target
-    min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
-    yielding_load: float = 0.25  # share of a step that rows which yield may take; more prompts do not begin
-    splits_yielding: bool = False  # rows that yield are in a step one by one, not all or none
-    aged_share: float = 0.01  # of the time, for those that are not on time
-    late_share: float = 0.0  # of what those on time leave: prompts' before rows that yield
-    overdue_s: float = math.inf  # a prompt so late has a share before those on time ...
-    overdue_share: float = 0.0  # ... of what rows with a target leave
-    bank_use: float = 0.25  # share of a stream's lead that one step may use
-    longest: float = math.inf  # TPOTs that a step may take at most, whatever the lead: readers see gaps too
-    catch_up: float = 0.1  # share of a stream's lag that one step makes up for
-    short_slack: float = 0.0  # share of others' slack that a shorter prompt may use to go first
-    max_pause_s: float = math.inf  # of those that are not on time, the oldest prompt and the rows that yield
-    max_chunk_tokens: int = sys.maxsize  # prompt tokens in a step, at most, whatever the budget
-    max_looked_at: int = 256
-    max_late_looked_at: int = 16
-
-
-def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> float:
-    """How long the next step may take.
-
-    A stream in time is due one TPOT from now. One with a lead allows for more, one that lags for less: part
-    of the difference is used per step, since the mean counts. Never above `longest` and the gap limit, nor
-    below half a TPOT.
-    """
-    tpot_s = targets.tpot_s * settings.safety
-    lead_s = slack_s - targets.tpot_s
-    if math.isinf(lead_s):
-        budget_s = max(tpot_s, settings.max_idle_step_s)
-    else:
-        budget_s = tpot_s + lead_s * (settings.bank_use if lead_s > 0 else settings.catch_up)
-        budget_s = min(max(budget_s, 0.5 * tpot_s), settings.longest * tpot_s)
-    return min(budget_s, targets.gap_s * settings.safety)
 
 
 class StepPlan(msgspec.Struct, Generic[P], frozen=True):
@@ -179,6 +142,10 @@ class SloScheduler(Generic[P]):
         if budget_s is None:
             least_s = model.step_s(StepWork(1))  # targets tighter than that leave half of a step to prompts
             budget_s = max(step_budget_s(self.targets, math.inf, settings), 2 * least_s)
+        if not decode.num_rows:
+            budget_s = max(budget_s, model.fixed_s / settings.fixed_share)
+        elif decode.budget_s is not None and model.mixed_s > settings.price_from * tpot_s:
+            budget_s = lent_budget_s(model, decode, budget_s, tpot_s, self.work_s, settings)
         looked_at = self._waiting[: settings.max_looked_at]
         overdue = self._overdue(now)
         self.on_time_share = shared = 1.0 - settings.overdue_share if overdue else 1.0

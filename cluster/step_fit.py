@@ -34,7 +34,7 @@ _LEAST_SHARE = 0.5  # of the quickest step that ran, where the fit leaves nothin
 _LARGE_RIDGE = 4096.0  # tokens, at most, around which anchors lie
 _LARGE_CONTEXT = 1e7  # keys, at most, in an anchor
 _LARGE_PAIRS = 1e12  # query-key pairs, at most, in an anchor
-_DAMPING = 1e-12 * np.eye(5)  # of the normal equations, their diagonal being 1
+_DAMPING = 1e-12 * np.eye(6)  # of the normal equations, their diagonal being 1
 
 
 class StepModelFit:
@@ -136,8 +136,15 @@ def _predict(model: StepModel, steps: _Array) -> _Array:
     predicted += model.fixed_s
     predicted += model.per_context_s * steps[1]
     predicted += model.per_attention_s * steps[2]
+    if model.mixed_s:
+        predicted += model.mixed_s * _is_mixed(steps)
     np.maximum(predicted, 1e-9, out=predicted)
     return predicted
+
+
+def _is_mixed(steps: _Array) -> NDArray[np.bool_]:
+    mixed: NDArray[np.bool_] = (steps[1] > 0) & (steps[2] > 0)
+    return mixed
 
 
 def _anchors(base: StepModel) -> _Array:
@@ -153,6 +160,7 @@ def _anchors(base: StepModel) -> _Array:
         StepWork(round(4 * ridge)),
         StepWork(4, round(context)),
         StepWork(round(2 * ridge), 0, pairs),
+        StepWork(round(2 * ridge), round(context), pairs),
     ]
     steps = [(w.num_tokens, w.context, w.attention, base.step_s(w)) for w in works]
     return np.array(steps, dtype=np.float64).T.copy()
@@ -174,9 +182,10 @@ class _Relative:
         self._tokens, seconds = steps[0], steps[3]
         self._each = 1.0 / seconds  # what a second more in every step would change
         self._per_token = steps[0] / seconds
-        self._columns = np.empty((5, len(seconds)))
+        self._columns = np.empty((6, len(seconds)))
         self._columns[0] = self._each
-        self._columns[3:] = steps[1:3] / seconds
+        self._columns[3:5] = steps[1:3] / seconds
+        np.multiply(self._each, _is_mixed(steps), out=self._columns[5])
         self._weighted = np.empty_like(self._columns)
 
     def solve(self, ridge_tokens: float, weights: _Array) -> StepModel:
@@ -185,17 +194,17 @@ class _Relative:
         np.multiply(self._each, ~is_above, out=columns[1])
         np.multiply(self._per_token, is_above, out=columns[2])
         weighted = np.multiply(columns, weights, out=self._weighted)
-        fixed_s, floor_s, per_token_s, per_context_s, per_attention_s = _non_negative(
+        fixed_s, floor_s, per_token_s, *others = _non_negative(
             weighted @ columns.T, np.add.reduce(weighted, axis=1)
         )
         if 1 not in is_above.tobytes():  # the weights' reading alone: the ridge stays where it is
             per_token_s = floor_s / ridge_tokens
-        return StepModel(fixed_s, floor_s, per_token_s, per_context_s, per_attention_s)
+        return StepModel(fixed_s, floor_s, per_token_s, *others)
 
 
 def _non_negative(gram: _Array, moment: _Array) -> list[float]:
-    """The solution of the normal equations with no coefficient below 0, by leaving out the most negative one
-    until none is."""
+    """The solution of the normal equations with no coefficient below 0, by leaving out the last one if it is
+    negative (a price of mixed steps explains noise), else the most negative one, until none is."""
     size = np.sqrt(gram.diagonal())
     kept = [index for index, of_column in enumerate(size.tolist()) if of_column > 0]
     if len(kept) < len(size):
@@ -209,7 +218,7 @@ def _non_negative(gram: _Array, moment: _Array) -> list[float]:
             found = np.linalg.solve(square, target)
         else:
             found = np.linalg.solve(square.take(kept, 0).take(kept, 1), target.take(kept))
-        worst = int(found.argmin())
+        worst = len(found) - 1 if found.item(-1) < 0 else int(found.argmin())
         if found.item(worst) >= 0:
             for index, value in zip(kept, (found / size.take(kept)).tolist(), strict=True):
                 result[index] = value

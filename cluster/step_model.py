@@ -1,10 +1,11 @@
 """How long a step takes, as a function of what is in it: predicted and inverted.
 
-    step_s = fixed + max(floor, per_token * m) + per_context * ctx + per_attention * att
+    step_s = fixed + max(floor, per_token * m) + per_context * ctx + per_attention * att [+ mixed]
 
 `m` is the tokens in the step, `ctx` the keys its decode rows read, `att` the query-key pairs of its prefill
 chunks. `floor` is the time to read the weights once, whatever the batch: up to the ridge,
-`floor / per_token` tokens, a chunk rides for free.
+`floor / per_token` tokens, a chunk rides for free, but for `mixed`: what a step with both decode rows and
+chunks takes more than that, where an engine computes them one after the other.
 
 1. A worker (or a calibration, or a table of hardware) supplies a `StepModel`.
 2. A scheduler asks `most_chunk_tokens`: how much of a prompt fits into a step of so many seconds.
@@ -42,6 +43,7 @@ class StepModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_s: float
     per_context_s: float
     per_attention_s: float
+    mixed_s: float = 0.0
 
     def step_s(self, work: StepWork) -> float:
         return (
@@ -49,6 +51,7 @@ class StepModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             + max(self.floor_s, self.per_token_s * work.num_tokens)
             + self.per_context_s * work.context
             + self.per_attention_s * work.attention
+            + (self.mixed_s if work.context > 0 and work.attention > 0 else 0.0)
         )
 
     @property
@@ -65,6 +68,8 @@ class StepModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         left_s = budget_s - self.fixed_s - self.per_context_s * beside.context
         left_s -= self.per_attention_s * beside.attention
+        if beside.context > 0:
+            left_s -= self.mixed_s
         square, line = self.per_attention_s / 2, self.per_attention_s * (start + 0.5)
         below = _most(square, line, left_s - self.floor_s)
         above = _most(square, line + self.per_token_s, left_s - self.per_token_s * beside.num_tokens)
@@ -74,6 +79,8 @@ class StepModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """How many decode rows, `limit` at most, of `context` keys each fit beside `beside` into a step."""
         left_s = budget_s - self.fixed_s - self.per_context_s * beside.context
         left_s -= self.per_attention_s * beside.attention
+        if beside.attention > 0:
+            left_s -= self.mixed_s
         reading_s = self.per_context_s * context
         below = _most(0.0, reading_s, left_s - self.floor_s)
         above = _most(0.0, reading_s + self.per_token_s, left_s - self.per_token_s * beside.num_tokens)

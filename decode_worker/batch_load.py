@@ -26,7 +26,7 @@ def decode_batch(
     """Of sequences that decode. Those that yield have no say in how long a step may take, nor has one whose
     target this machine could not meet for it alone: nothing would be won by sparing it."""
     num_rows = context = num_yielding = yielding_context = 0
-    budget_s = target_s = math.inf
+    budget_s = target_s = longest_s = math.inf
     paused_s = 0.0
     alone_s = model.fixed_s + max(model.floor_s, model.per_token_s)
     for sequence in rows:
@@ -45,6 +45,7 @@ def decode_batch(
         budget_s = min(budget_s, own_s)
         if own_s < math.inf:
             target_s = min(target_s, target)
+            longest_s = min(longest_s, pace.longest_s(now, settings))
     has_target = budget_s < math.inf
     return DecodeBatch(
         num_rows,
@@ -55,6 +56,7 @@ def decode_batch(
         yielding_context,
         paused_s,
         life_s,
+        longest_s,
     )
 
 

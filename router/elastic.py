@@ -15,10 +15,14 @@ Algorithm:
      loaded decode worker is slow, and one that is full, of work or of KV, is never chosen.
   2. *D*: of the workers whose predicted step, with all that is on its way there, stays within the TPOT (and
      gap) target, and whose KV has room: the one where decode costs least. The cost of a second is what that
-     worker could do with it instead: (decode seconds per token) x (its prefill speed). So of unequal kinds
-     each does what it is comparatively good at. Among equal ones P itself, which needs no transfer; else the
-     one whose steps, with the hand-off spread over the answer and the KV newly taken, are shortest: what a D
-     has cached need neither move nor be held twice. With a gap limit, the exposed transfer must fit into it.
+     worker could do with it instead: (decode seconds per token) x (its prefill speed) x (the share of recent
+     prompts that it would have in time if it were idle). So of unequal kinds each does what it is
+     comparatively good at, and decode leaves those that alone are quick enough for first tokens. Where it
+     costs that anybody decodes at a worker at all, since mixed steps have a price or long prompts would be
+     late beside decode, rows share that cost: they gather on few workers. Among equal ones P itself, which
+     needs no transfer; else the one whose steps, with the hand-off spread over the answer and the KV newly
+     taken, are shortest: what a D has cached need neither move nor be held twice. With a gap limit, the
+     exposed transfer must fit into it.
   3. When D has no room within the target anywhere, the request decodes where it adds least above the target.
 
 Load is that of the moment when the prefill will have ended: rows leave at the rate at which rows end, and all
@@ -34,7 +38,8 @@ hold it. Overload demotes, on the worker (`cluster.slo_schedule`), rather than r
 still runs, at the rate that such prompts get there (`_backlog_s`). It is rejected only when that would take
 longer than `max_wait_s` everywhere, with the time after which the backlog will have drained enough.
 
-Bounds: O(workers), one by one or in a few vector operations (`router.choosing`); no state, no clock.
+Bounds: O(workers), one by one or in a few vector operations (`router.choosing`); no state, no clock. How
+long recent prompts are is in the fleet's columns (`router.prompt_lengths`), worked out now and then.
 """
 
 from __future__ import annotations
@@ -172,7 +177,7 @@ class _Decision:
             best = pool.oldest_of(near, step_s, settings.tie, ask.near_decode)
             is_near = can[prefill] and step_s[prefill] <= step_s[best] * settings.local_bonus
             return prefill if is_near else best
-        cost = pool.map(of.decode_cost, pool.workers, self._decode_of_each())
+        cost = pool.map(of.decode_cost, pool.workers, self._decode_of_each(), spread_s)
         near = pool.near(cost, settings.near, good)
         if decodes[prefill] and prefill in near:
             return prefill
@@ -183,8 +188,11 @@ class _Decision:
         """No other worker is cheaper by more than `near`, and this one has room within the target: what the
         whole comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
         num_tokens, settings = self._ask.num_tokens, self._settings
-        least = 1 + self._fleet.least_reading() * num_tokens
-        if 1 + at.reading * num_tokens > least * (1 + settings.near):
+        if at.mixed_s + at.haste * self._of.limit_s > settings.price_from * self._of.limit_s:
+            return False  # rows gather elsewhere, maybe
+        reading, worth = self._fleet.least()
+        least = (1 + reading * num_tokens) * worth
+        if (1 + at.reading * num_tokens) * at.worth > least * (1 + settings.near):
             return False
         step_s = self._of.step_s(at, True, self._staying)
         return bool(step_s <= self._of.limit_s * settings.local_bonus)

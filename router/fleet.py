@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.step_model import StepModel
+from router.prompt_lengths import HASTE_FROM, NEARLY, Lengths, shares_in_time
 
 Column = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -30,7 +31,7 @@ NO_WORTH = 1e9  # reading per token computed, of a row without a worker: never t
 
 _T = TypeVar("_T", bound=np.generic)
 
-_FLOATS = 21
+_FLOATS = 24
 _FLAGS = 3
 
 
@@ -66,6 +67,9 @@ class Worker(msgspec.Struct, frozen=True, gc=False):
     yield_s: float
     late_rate: float
     on_time_share: float
+    worth: float
+    mixed_s: float
+    haste: float
     can_prefill: bool
     can_decode: bool
     can_send: bool
@@ -89,6 +93,8 @@ class Fleet:
         self, models: Sequence[StepModel], kv_tokens: Sequence[float], bytes_s: Sequence[float]
     ) -> None:
         self.edges: dict[int, EdgeRow] = {}
+        self._prompts: tuple[Lengths, float, float] | None = None  # see `expect`
+        self._best_worth = 1.0  # of all, when `expect` was told
         self._bind(np.zeros((_FLOATS, 0)), np.zeros((_FLAGS, 0), dtype=np.bool_), 0)
         self.resize(len(models))
         for row, model in enumerate(models):
@@ -100,7 +106,7 @@ class Fleet:
 
     def _bind(self, floats: Column, flags: Flags, num_workers: int) -> None:
         self._floats, self._flags = floats, flags
-        self._least_reading: float | None = None  # not known
+        self._least: tuple[float, float] | None = None  # see `least`; None: not known
         self._either: tuple[tuple[bytes, float, float], Column] | None = None  # what was asked for, answered
         self.num_workers = num_workers
         floats, flags = floats[:, :num_workers], flags[:, :num_workers]
@@ -122,6 +128,9 @@ class Fleet:
         self.yield_s: Column = floats[18]  # of a step with all rows that need not be in it, theirs
         self.late_rate: Column = floats[19]  # share of the time that late prompts got lately; 0: not measured
         self.on_time_share: Column = floats[20]  # of what decode leaves of a step, for prompts in time
+        self.worth: Column = floats[21]  # of its seconds as prefill: the share of prompts it is in time with
+        self.mixed_s: Column = floats[22]  # of the step model
+        self.haste: Column = floats[23]  # of the best: share of prompts in time only if nobody decodes there
         self.can_prefill: Flags = flags[0]
         self.can_decode: Flags = flags[1]
         self.can_send: Flags = flags[2]  # what it prefills may decode elsewhere
@@ -138,24 +147,47 @@ class Fleet:
         """Nobody's again."""
         self._floats[:, row] = 0.0
         self._flags[:, row] = False
-        self.bytes_s[row] = self.rows[row] = self.on_time_share[row] = 1.0
+        self.bytes_s[row] = self.rows[row] = self.on_time_share[row] = self.worth[row] = 1.0
         self.kv_tokens[row] = 1e18  # so a decision sees neither an idle worker nor a full one here
         self.set_model(row, NOBODY)
         self.reading[row] = NO_WORTH
-        self._least_reading = None
+        self.worth[row] = 1.0
 
     def set_model(self, row: int, model: StepModel) -> None:
         self.fixed_s[row], self.floor_s[row] = model.fixed_s, model.floor_s
         self.per_token_s[row] = per_token_s = max(model.per_token_s, 1e-12)
         self.per_context_s[row], self.per_attention_s[row] = model.per_context_s, model.per_attention_s
+        self.mixed_s[row] = model.mixed_s
         self.reading[row] = model.per_context_s / per_token_s
-        self._least_reading = None
+        self._value(slice(row, row + 1))
 
-    def least_reading(self) -> float:
-        """Of a key, in tokens computed, anywhere."""
-        if self._least_reading is None:
-            self._least_reading = float(self.reading.min()) if self.num_workers else 0.0
-        return self._least_reading
+    def expect(self, lengths: Lengths, within_s: float, step_s: float) -> None:
+        """Prompts are as long as these, each as likely, and want their first token `within_s`; streams bear
+        steps of `step_s`."""
+        self._prompts = lengths, within_s, step_s
+        self._value(slice(None))
+
+    def _value(self, rows: slice) -> None:
+        self._least = None
+        if self._prompts is None:
+            return
+        models = [
+            column[rows] for column in (self.fixed_s, self.floor_s, self.per_token_s, self.per_attention_s)
+        ]
+        is_somebody = self.reading[rows] < NO_WORTH
+        idle, busy = shares_in_time(models, *self._prompts)
+        self.worth[rows] = np.where(is_somebody, idle, 1.0)
+        if is_somebody.any() and len(idle) == self.num_workers:
+            self._best_worth = float(idle[is_somebody].max())
+        is_hasty = is_somebody & (idle - busy > HASTE_FROM) & (idle >= NEARLY * self._best_worth)
+        self.haste[rows] = np.where(is_hasty, idle - busy, 0.0)
+
+    def least(self) -> tuple[float, float]:
+        """The least `reading` and the least `worth` of all, be it not of one worker."""
+        if self._least is None:
+            is_empty = not self.num_workers
+            self._least = (0.0, 1.0) if is_empty else (float(self.reading.min()), float(self.worth.min()))
+        return self._least
 
     def either(self, flags: Flags, value: float, other: float) -> Column:
         """One of two numbers each, `value` where the flag is set. Kept until something else is asked for."""
@@ -196,7 +228,7 @@ class Fleet:
         """Become a copy of these rows of another fleet, as many as here; without its edges."""
         whole._floats.take(rows, axis=1, out=self._floats, mode="clip")
         whole._flags.take(rows, axis=1, out=self._flags, mode="clip")
-        self._least_reading = None
+        self._least = None
 
     def equals(self, other: Fleet) -> bool:
         """Every entry."""

@@ -9,7 +9,8 @@
    turn.
 4. `over`: a request that had a place, or waited for one, is no more.
 
-The one owner of the queue, of how long answers are expected to be, and of where a session went last. What
+The one owner of the queue, of how long prompts are and answers are expected to be, and of where a session
+went last. What
 becomes of a request that is refused is the conductor's (`fail`).
 """
 
@@ -29,6 +30,7 @@ from router.live_requests import LiveRequests
 from router.outcome import rejection
 from router.output_lengths import OutputLengths
 from router.policy import Placement, PlacementPolicy, PlacementRequest, Reject, RejectReason
+from router.prompt_lengths import PromptLengths
 from router.worker_book import WorkerBook
 
 
@@ -51,6 +53,7 @@ class Placing:
         self._requests = requests
         self._fail = fail
         self._lengths = OutputLengths()
+        self._prompts = PromptLengths()
         self._affinity = Affinity()
         self._queue = AdmissionQueue(config.max_queued, config.max_overtake_s)
         self._has_room = False
@@ -62,6 +65,10 @@ class Placing:
 
     def arrive(self, live: LiveRequest, now: float) -> None:
         """A new request."""
+        if (sample := self._prompts.add(len(live.spec.token_ids))) is not None:
+            slo, well_in = self._config.slo, self._config.policy.elastic.early
+            step_s = min(slo.tpot_s, slo.gap_s)
+            self._workers.view().fleet.expect(sample, well_in * slo.ttft_s, step_s)
         if self._queue.may_pass(now):
             self.place(live, now)
         else:

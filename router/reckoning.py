@@ -32,6 +32,8 @@ class ElasticSettings:
     prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
+    price_from: float = 0.05  # of a step: what it costs that anybody decodes at a worker, if less, is ignored
+    gather_fill: float = 0.8  # share of a step up to which rows gather where mixed steps have a price
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
@@ -46,6 +48,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     cached: Column | None = None
     kv_bytes_per_token: float = 131_072
     life_s: float = math.inf  # mean time a row decodes
+    growth: float = 0.0  # KV that each row may yet take: prompts must leave it, where workers see to that
     max_wait_s: float = math.inf  # for the first token, whatever the target
     may_prefill: Flags | None = None
     may_decode: Flags | None = None
@@ -62,9 +65,10 @@ class Waits(msgspec.Struct, frozen=True, gc=False):
     lacks_kv: Figure
     mine_s: Figure
     start_s: Figure
+    mixed_s: Figure
 
 
-_NEVER = Waits(math.inf, math.inf, False, math.inf, math.inf)
+_NEVER = Waits(math.inf, math.inf, False, math.inf, math.inf, 0.0)
 
 
 class Formulas:
@@ -91,15 +95,18 @@ class Formulas:
         mine_s = worker.work_s + own_s
         load = worker.rows + worker.queued_load_s  # nothing of either: it is idle
         if pool.least(load) > 0:
-            share, start_s = self._share(worker, mine_s), self.limit_s / 2
+            share, start_s, mixed_s = self._share(worker, mine_s), self.limit_s / 2, worker.mixed_s
         else:
             is_idle = load == 0
             share = pool.at_least(0.95 * worker.on_time_share, self.settings.min_share)
-            start_s = worker.fixed_s + worker.floor_s
+            start_s, mixed_s = worker.fixed_s + worker.floor_s, 0.0
             if not pool.is_every(is_idle):
                 share = pool.unless(share, is_idle, self._share(worker, mine_s))
                 start_s = pool.unless(start_s, is_idle, self.limit_s / 2)
+                mixed_s = pool.unless(mixed_s, is_idle, worker.mixed_s)
         held = worker.kv_used + worker.kv_promised
+        if ask.growth:
+            held += worker.rows * ask.growth
         lacking = held - worker.kv_tokens
         lacks_kv: Figure = False
         if pool.most(lacking) > -(ask.num_tokens + 1):
@@ -108,9 +115,9 @@ class Formulas:
             lacking += ask.num_tokens + 1
             hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
             start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
-        ttft_s = mine_s / share
+        ttft_s = (mine_s + mixed_s) / share
         ttft_s += start_s
-        return Waits(own_s, pool.unless(ttft_s, able, math.inf), lacks_kv, mine_s, start_s)
+        return Waits(own_s, pool.unless(ttft_s, able, math.inf), lacks_kv, mine_s, start_s, mixed_s)
 
     def _share(self, worker: Figure, mine_s: Figure) -> Figure:
         """Of a step, what decode leaves to prompts on time, once all that is queued decodes."""
@@ -214,7 +221,7 @@ class Formulas:
         return in_time & ((step_s <= most_s) | worker.can_send)
 
     def prefill_cost(self, worker: Figure, waits: Figure, decode_s: Figure) -> Figure:
-        cost = waits.own_s / decode_s
+        cost = (waits.own_s + waits.mixed_s) / decode_s
         cost *= self.pool.either(worker.can_decode, 1.0, self.settings.prefill_only_worth)
         return cost
 
@@ -236,8 +243,22 @@ class Formulas:
         """For a row computed elsewhere, within the target."""
         return can & (spread_s <= self.settings.far_fill * self.limit_s)
 
-    def decode_cost(self, worker: Figure, decode_s: Figure) -> Figure:
-        return decode_s / worker.per_token_s
+    def decode_cost(self, worker: Figure, decode_s: Figure, spread_s: Figure) -> Figure:
+        cost = (decode_s + self._price_s(worker, spread_s)) / worker.per_token_s
+        cost *= worker.worth
+        return cost
+
+    def _price_s(self, worker: Figure, spread_s: Figure) -> Figure:
+        """A row's share of what it costs that anybody decodes there: the price of mixed steps, and prompts
+        that are in time only if nobody does. So rows gather, and prompts elsewhere have all of a step."""
+        pool, least_s = self.pool, self.settings.price_from * self.limit_s
+        if pool.most(worker.mixed_s) <= least_s and pool.most(worker.haste) <= 0:
+            return 0.0
+        price_s = worker.haste * self.limit_s
+        price_s += worker.mixed_s
+        shared_s = price_s / (worker.rows + worker.coming_rows + 1)
+        shared_s = pool.instead(shared_s, spread_s > self.settings.gather_fill * self.limit_s, price_s)
+        return pool.unless(shared_s, price_s > least_s, 0.0)
 
     def with_kv_taken(self, worker: Figure, spread_s: Figure, moving: Figure) -> Figure:
         moving = self.ask.num_tokens if moving is None else moving

@@ -9,7 +9,7 @@
    roles, each predicted to serve more by `planner.gain`.
 
 Algorithm: workers are of one kind if their prompt speeds differ by at most `ALIKE`. A decode worker does
-both, so the search leaves out decode-only ones: a live step model knows no price of mixed steps, and without
+both, so the search leaves out decode-only ones: the planner is told no price of mixed steps here, and without
 one they never serve more. Of all single steps towards the roles found, the one that serves most is taken; of
 its kind, the worker with the fewest sequences. None if even that would serve less: a valley is not crossed.
 

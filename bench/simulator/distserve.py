@@ -11,7 +11,7 @@ of a prefill. Decode has two fits, below 95 rows and from there on. DistServe ne
 it has no figure for one; `MixedSteps` gives the two ends of what one could take.
 
 `learned_model` is what a scheduler plans with: our form of a step's time, fitted to such steps as a worker
-fits its own. With `FUSED` it errs by up to 17 %, with `SUM` by up to 45 % (short chunks beside decode).
+fits its own. It errs by up to 11 % (short prompts).
 
 A chunk of n tokens after p costs b * n + c * ((p + n)^2 - p^2): what it adds to the whole prompt.
 """

@@ -53,22 +53,20 @@ class StepTimes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of worker. `times` None: steps take what `model` says, and `mixed_s`."""
+    """One kind of worker. `times` None: steps take what `model` says."""
 
     name: str
     model: StepModel
     kv_tokens: int  # tokens of KV it holds
     kv_bytes_per_token: int
     link_bytes_s: float  # each way
-    mixed_s: float = 0.0  # what a step costs more when it has both decode rows and a chunk
     times: StepTimes | None = None
 
     def step_s(self, num_rows: int, context: int, num_chunk_tokens: int, attention: float) -> float:
         """Seconds of a step of rows that read `context` keys in all, and chunks of `attention` pairs."""
         if self.times is not None:
             return self.times.step_s(num_rows, context, num_chunk_tokens, attention)
-        seconds = self.model.step_s(StepWork(num_rows + num_chunk_tokens, context, attention))
-        return seconds + self.mixed_s if num_rows and num_chunk_tokens else seconds
+        return self.model.step_s(StepWork(num_rows + num_chunk_tokens, context, attention))
 
     def growth_s(self, num_rows: int) -> float:
         """See `StepTimes`."""
@@ -201,12 +199,15 @@ def _from_file(path: Path) -> Hardware:
         )
     return Hardware(
         name=path.stem,
-        model=StepModel(**values),
+        model=StepModel(**values, mixed_s=_mixed_s(path, raw, inner)),
         kv_tokens=int(_number(path, raw, "kv_tokens", 200_000)),
         kv_bytes_per_token=int(_number(path, raw, "kv_bytes_per_token", 131_072)),
         link_bytes_s=_number(path, raw, "link_bytes_s", DEFAULT_LINK_BYTES_S) or DEFAULT_LINK_BYTES_S,
-        mixed_s=_number(path, raw, "mixed_s", 0.0),
     )
+
+
+def _mixed_s(path: Path, raw: dict[str, Any], inner: dict[str, Any]) -> float:
+    return _number(path, raw if "mixed_s" in raw else inner, "mixed_s", 0.0)
 
 
 def _number(path: Path, raw: dict[str, Any], name: str, default: float | None = None) -> float:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 
+from cluster.slo_budget import SloSettings, step_budget_s
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
-from cluster.slo_schedule import SloSettings, step_budget_s
 from cluster.wire.messages import PriorityClass, SloTargets
 
 _MOST_CATCH_UP = 0.5  # share of a TPOT that each remaining token can make up for
@@ -60,9 +60,12 @@ class Pace:
         if -slack_s > _MOST_CATCH_UP * targets.tpot_s * num_left:
             return math.inf
         budget_s = step_budget_s(targets, slack_s, settings)
-        if targets.gap_s < math.inf:
-            budget_s = min(budget_s, max(0.0, targets.gap_s * settings.safety - (now - self.last_s)))
-        return budget_s
+        return min(budget_s, self.longest_s(now, settings))
+
+    def longest_s(self, now: float, settings: SloSettings) -> float:
+        """How long a step that begins now may take for the sake of gaps."""
+        gap_s = self.targets.gap_s
+        return gap_s if math.isinf(gap_s) else max(0.0, gap_s * settings.safety - (now - self.last_s))
 
 
 def pace_of(slo: SloTargets | None, defaults: Targets, now: float, *, is_resumed: bool = False) -> Pace:

@@ -22,7 +22,7 @@ from cluster.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Role(Enum):

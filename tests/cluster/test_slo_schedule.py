@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.slo_budget import step_budget_s
 from cluster.slo_classes import DecodeBatch, Targets, classify, prefill_s, shortest_first
-from cluster.slo_schedule import SloScheduler, SloSettings, StepPlan, step_budget_s
+from cluster.slo_schedule import SloScheduler, SloSettings, StepPlan
 from cluster.step_model import StepModel, StepWork, chunk_attention
 
 MODEL = StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9)
@@ -449,3 +450,39 @@ def test_remove_of_one_that_is_not_here_is_an_error() -> None:
     scheduler: SloScheduler[Waiting] = SloScheduler(MODEL, TARGETS)
     with pytest.raises(ValueError, match="not in"):
         scheduler.remove(waiting(10))
+
+
+def test_where_mixed_steps_have_a_price_prompts_come_in_few_long_chunks_and_streams_keep_their_pace() -> None:
+    """A batch of 20 rows whose step takes 33 ms of 60, prompts of 90 ms each half a second."""
+    model = StepModel(19e-3, 3e-3, 0.1e-3, 0.7e-6, 1e-8, mixed_s=20e-3)
+    targets = Targets(0.4, 0.06)
+    scheduler: SloScheduler[Waiting] = SloScheduler(model, targets)
+    now, steps, mixed, first_s = 0.0, 0, 0, []
+    arrivals = [0.5 * index for index in range(40)]
+    while len(first_s) < 40:
+        while arrivals and arrivals[0] <= now:
+            scheduler.add(waiting(900, arrivals.pop(0) + 0.4))
+        budget_s = step_budget_s(targets, (steps + 1) * 0.06 - now, SETTINGS)
+        plan = scheduler.plan(now, DecodeBatch(20, 16_000, budget_s, life_s=10.0), 10**9)
+        tokens = sum(count for _, count in plan.chunks)
+        pairs = sum(chunk_attention(prompt.num_computed, count) for prompt, count in plan.chunks)
+        now += model.step_s(StepWork(20 + tokens, 16_000, pairs))
+        steps, mixed = steps + 1, mixed + bool(plan.chunks)
+        for prompt, count in plan.chunks:
+            prompt.num_computed += count
+            if prompt.num_computed == prompt.num_tokens:
+                scheduler.remove(prompt)
+                first_s.append(now - prompt.deadline_s)
+    assert max(first_s) <= 0.0
+    assert mixed == 40  # each prompt in one
+    assert now / steps < 0.06
+
+
+def test_without_streams_a_step_is_long_enough_for_its_fixed_part_to_be_little_of_it() -> None:
+    slow = StepModel(20e-3, 0.0, 0.1e-3, 0.0, 0.0)
+    scheduler: SloScheduler[Waiting] = SloScheduler(slow, Targets(0.2, 0.05))
+    prompt = waiting(1_700, 0.2)
+    scheduler.add(prompt)
+    assert scheduler.plan(0.0, DecodeBatch(), 10**9).chunks == [(prompt, 1_700)]  # in chunks it were late
+    streams = DecodeBatch(1, 500, 0.05)
+    assert scheduler.plan(0.0, streams, 10**9).chunks == [(prompt, 299)]

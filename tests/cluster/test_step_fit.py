@@ -3,6 +3,7 @@
 import math
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -59,6 +60,16 @@ def test_noise_and_disturbed_steps_do_not_poison_it(seed: int) -> None:
     found = fitted(H100, seed, noise=0.05, disturbed=0.2)
     for work in (*SHAPES, chunk(700, 4000, 50, 50_000)):
         assert found.step_s(work) == pytest.approx(H100.step_s(work), rel=0.08)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_price_of_mixed_steps_is_found_where_there_is_one(seed: int) -> None:
+    priced = msgspec.structs.replace(H100, mixed_s=4e-3)
+    found = fitted(priced, seed, noise=0.03)
+    assert 2e-3 < found.mixed_s < 5e-3
+    for work in (*SHAPES, chunk(64, 0, 20, 20_000), chunk(700, 4000, 50, 50_000)):
+        assert found.step_s(work) == pytest.approx(priced.step_s(work), rel=0.08)
+    assert fitted(H100, seed, noise=0.03).mixed_s < 0.2e-3
 
 
 def test_decode_alone_tells_nothing_of_chunks_so_the_base_does_at_this_speed() -> None:

@@ -1,5 +1,7 @@
 """The model of a step's time: its inverse is exact to the token."""
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,3 +44,16 @@ def test_the_longest_chunk_fits_and_one_token_more_does_not(
         assert model.step_s(with_chunk(beside, start, most)) <= budget_s + rounding
     if most < limit:
         assert model.step_s(with_chunk(beside, start, most + 1)) > budget_s - rounding
+
+
+@given(st.integers(0, 40), st.integers(0, 2_000), st.floats(0.0, 0.2))
+def test_a_chunk_beside_rows_pays_the_price_of_mixed_steps(rows: int, start: int, budget_s: float) -> None:
+    priced = msgspec.structs.replace(H100, mixed_s=8e-3)
+    beside = StepWork(rows, 900 * rows)
+    count = priced.most_chunk_tokens(beside, start, 10_000, budget_s)
+    if count:
+        step = StepWork(rows + count, beside.context, chunk_attention(start, count))
+        assert priced.step_s(step) <= budget_s * (1 + 1e-9)
+        assert priced.step_s(step) == pytest.approx(H100.step_s(step) + (8e-3 if rows else 0.0))
+    paid_s = budget_s - 8e-3 if rows else budget_s
+    assert count == H100.most_chunk_tokens(beside, start, 10_000, paid_s)

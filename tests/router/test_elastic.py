@@ -1,5 +1,6 @@
 """Elastic placement: joint choice of P and D over columns, planner, expected lengths. Pure."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,6 +61,60 @@ def test_a_cached_prefix_draws_the_request() -> None:
     pool = fleet([H100] * 3)
     pool.work_s[1] = 0.02
     assert placed(pool, 8_000, cached=np.array([0.0, 7_500.0, 0.0])).prefill == 1
+
+
+def test_decode_leaves_a_worker_that_alone_has_prompts_in_time() -> None:
+    """By seconds alone the quick one would decode (its keys cost less of its prefill); but the slow one is
+    late with most prompts, so its time is worth little else."""
+    quick, slow = StepModel(15e-3, 0.0, 75e-6, 0.43e-6, 0.0), StepModel(19e-3, 0.0, 125e-6, 0.75e-6, 0.0)
+    pool, targets = fleet([quick, slow]), Targets(0.2, 0.1)
+    ask = Ask(900, 200.0)
+    assert place(pool, ask, targets, SETTINGS) == Place(0, 0, pytest.approx(0.086, abs=5e-3))
+    pool.expect(np.array([700.0, 900.0, 1_400.0]), SETTINGS.early * targets.ttft_s, targets.tpot_s)
+    decision = place(pool, ask, targets, SETTINGS)
+    assert isinstance(decision, Place)
+    assert (decision.prefill, decision.decode) == (0, 1)
+    pool.rows[1], pool.context[1] = 100, 100_000  # full: the quick one decodes, too
+    assert place(pool, ask, targets, SETTINGS) == Place(0, 0, decision.ttft_s)
+
+
+def test_a_prompt_goes_where_rows_that_grow_leave_room_for_it() -> None:
+    pool = fleet([H100] * 2, kv_tokens=10_000)
+    pool.rows[:] = [20, 1]
+    pool.kv_used[:] = [7_000, 8_000]
+    pool.context[:] = [1_000, 8_000]
+    assert placed(pool, 1_000).prefill == 0
+    assert placed(pool, 1_000, growth=150).prefill == 1
+
+
+def test_where_mixed_steps_have_a_price_rows_gather_and_prompts_go_elsewhere() -> None:
+    pool = fleet([msgspec.structs.replace(H100, mixed_s=5e-3)] * 3)
+    pool.rows[1], pool.context[1] = 40, 40_000
+    decision = placed(pool, 1_000)
+    assert decision.prefill != 1
+    assert decision.decode == 1
+    pool.rows[1], pool.context[1] = 230, 300_000  # a step of 19 ms of 25: whoever has fewer
+    assert placed(pool, 1_000).decode != 1
+    free = fleet([H100] * 3)
+    free.rows[1], free.context[1] = 40, 40_000
+    decision = placed(free, 1_000)
+    assert decision.prefill == decision.decode != 1
+
+
+def test_rows_gather_where_prompts_are_in_time_only_if_nobody_decodes() -> None:
+    model = StepModel(21e-3, 1e-3, 100e-6, 0.7e-6, 0.0)  # 900 tokens take 90 ms
+    pool, targets, ask = fleet([model] * 3), Targets(0.2, 0.1), Ask(900, 200.0)
+    pool.rows[1], pool.context[1] = 20, 18_000
+    apart = place(pool, ask, targets, SETTINGS)
+    assert isinstance(apart, Place)
+    assert apart.prefill == apart.decode != 1
+    pool.expect(np.array([500.0, 900.0]), SETTINGS.early * targets.ttft_s, targets.tpot_s)
+    gathered = place(pool, ask, targets, SETTINGS)
+    assert isinstance(gathered, Place)
+    assert gathered.prefill != 1
+    assert gathered.decode == 1
+    pool.expect(np.array([50.0, 90.0]), SETTINGS.early * targets.ttft_s, targets.tpot_s)
+    assert place(pool, ask, targets, SETTINGS) == apart  # prompts that are in time anywhere
 
 
 def test_roles_are_kept() -> None:

@@ -14,12 +14,14 @@ from bench.simulator.fleet.idle import idle_worker
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker, leading_blocks
+from cluster.slo_budget import step_budget_s
 from cluster.slo_classes import DecodeBatch, Targets
-from cluster.slo_schedule import SloScheduler, SloSettings, step_budget_s
+from cluster.slo_schedule import SloScheduler, SloSettings
 from cluster.wire.messages import Role
 from router.elastic import Ask, ElasticSettings, Place, choose_decode, place
 from router.fleet import Fleet
 from router.output_lengths import OutputLengths
+from router.prompt_lengths import PromptLengths
 
 LATE_RESERVE = 0.15  # of the KV, left to requests that are on time
 
@@ -42,6 +44,7 @@ class ElasticPolicy:
         self._settings = settings or ElasticSettings()
         self._scheduling = scheduling or SloSettings()
         self._lengths = OutputLengths()
+        self._prompts = PromptLengths()
         self._caches = use_prefix_cache
         self._workers: Sequence[Worker] = ()
         self._schedulers: list[SloScheduler[Request]] = []
@@ -67,6 +70,12 @@ class ElasticPolicy:
 
     def arrive(self, request: Request, now: float) -> int | None:
         request.deadline_s = request.arrival_s + self._targets.ttft_s
+        if (sample := self._prompts.add(request.num_prompt)) is not None:
+            self._fleet.expect(
+                sample,
+                self._settings.early * self._targets.ttft_s,
+                min(self._targets.tpot_s, self._targets.gap_s),
+            )
         cached = self._cached(request)
         ask = self._ask(request, cached)
         if cached is None and self._are_equal:
@@ -86,7 +95,19 @@ class ElasticPolicy:
     def _ask(self, request: Request, cached: Any = None) -> Ask:
         expected = self._lengths.expect(request.num_prompt)
         size = self._workers[0].hardware.kv_bytes_per_token
-        return Ask(request.num_tokens, max(1.0, expected - request.num_generated), cached, size, self._life_s)
+        return Ask(
+            request.num_tokens,
+            max(1.0, expected - request.num_generated),
+            cached,
+            size,
+            self._life_s,
+            growth=self._growth,
+        )
+
+    @property
+    def _growth(self) -> int:
+        """KV that a row may yet take, half of an answer."""
+        return 2 + round(self._lengths.mean / 2)
 
     @property
     def _life_s(self) -> float:
@@ -163,10 +184,10 @@ class ElasticPolicy:
             num_yielding=yielding.rows,
             yielding_context=yielding.context,
             life_s=self._life_s,
+            longest_s=self._targets.gap_s * self._scheduling.safety,
         )
-        growth = 2 + round(self._lengths.mean / 2)
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
-        room = worker.kv_room - growth * worker.rows if worker.kv_used else worker.kv_room
+        room = worker.kv_room - self._growth * worker.rows if worker.kv_used else worker.kv_room
         step = scheduler.plan(now, decode, room, reserve if worker.kv_used else 0)
         for request in scheduler.newly_late:
             self._release(request)

@@ -24,7 +24,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def kinds_of(pool: Sequence[Hardware]) -> list[Kind]:
     counts = Counter(hardware.name for hardware in pool)
     first = {hardware.name: hardware for hardware in reversed(pool)}
-    return [Kind(name, count, first[name].model, first[name].mixed_s) for name, count in counts.items()]
+    return [Kind(name, count, first[name].model, first[name].model.mixed_s) for name, count in counts.items()]
 
 
 def plan_roles(pool: Sequence[Hardware], requests: Sequence[tuple[int, int]], targets: Targets) -> Plan:

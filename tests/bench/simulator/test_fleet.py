@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -143,7 +144,8 @@ def test_gap_limit_is_kept_by_elastic() -> None:
 
 
 def test_mixed_steps_cost_what_the_hardware_says() -> None:
-    priced = Hardware("priced", H100.model, 10**6, 1, 1e12, mixed_s=1.0)
+    model = msgspec.structs.replace(H100.model, mixed_s=1.0)
+    priced = Hardware("priced", model, 10**6, 1, 1e12)
     early, late = Request(0, 0.0, 100, 50), Request(1, 0.02, 100, 1)
     serve([priced], [early, late], FixedPolicy(FixedSettings(512)))
     assert early.worst_gap_s > 1.0

@@ -61,13 +61,13 @@ def test_a_mixed_step_takes_both_halves_or_reads_the_weights_once() -> None:
 
 @pytest.mark.parametrize("degree", OPT_13B)
 def test_policies_plan_with_a_model_of_the_steps_that_is_as_wrong_as_it_says(degree: int) -> None:
-    for mixed, most in ((MixedSteps.FUSED, 0.17), (MixedSteps.SUM, 0.45)):
+    for mixed in MixedSteps:
         times = DistServeTimes(OPT_13B[degree], mixed)
         model = learned_model(times)
         for rows, keys, chunk in ((32, 855, 0), (64, 855, 0), (0, 0, 1024), (16, 855, 512), (64, 855, 32)):
             context, pairs = rows * keys, chunk_attention(0, chunk)
             planned = model.step_s(StepWork(rows + chunk, context, pairs))
-            assert planned == pytest.approx(times.step_s(rows, context, chunk, pairs), rel=most)
+            assert planned == pytest.approx(times.step_s(rows, context, chunk, pairs), rel=0.11)
 
 
 def test_a_kind_by_name_has_those_times() -> None:
@@ -105,6 +105,27 @@ def test_alone_a_request_takes_the_same_in_ours_but_for_the_handoff() -> None:
     assert mine.first_s == pytest.approx(theirs.first_s)
     assert theirs.finish_s is not None
     assert mine.finish_s == pytest.approx(theirs.finish_s + HANDOFF_S)
+
+
+@pytest.mark.parametrize("mixed", ["sum", "fused"])
+def test_elastic_keeps_decode_off_the_worker_that_first_tokens_need(mixed: str) -> None:
+    """At a rate where DistServe's placement has 90 % in time, elastic has as many, and most answers are
+    where that placement has them."""
+    [theirs] = [case for case in CASES if case.name == "ours, the same with KV over NVLink"]
+    [ours] = [case for case in CASES if case.name == f"elastic, TP2 + TP1, mixed steps: {mixed}"]
+    rows = sharegpt_like("paper", 1_000)
+    shares = []
+    for case in (theirs, ours):
+        requests = requests_at(rows, 4.3, 500, seed=1)
+        case.serve(requests)
+        first_s = [(one.first_s or 0.0) - one.arrival_s for one in requests]
+        good = [
+            late <= TARGETS.ttft_s and one.tpot_s <= TARGETS.tpot_s
+            for late, one in zip(first_s, requests, strict=True)
+        ]
+        shares.append(sum(good) / len(good))
+    assert shares[1] > shares[0] - 0.01
+    assert sum(one.decode_at == 1 for one in requests) > 0.8 * len(requests)
 
 
 def test_without_overload_our_simulator_gives_the_restated_system_s_quantiles() -> None:

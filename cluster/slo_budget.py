@@ -1,0 +1,84 @@
+"""How long a worker's next step may take, for the sake of the streams in it.
+
+1. `step_budget_s`: by one stream's slack. The tightest stream decides.
+2. `lent_budget_s`: where a step with decode rows and chunks costs more than both (`StepModel.mixed_s`).
+
+Pure and without a clock.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+from cluster.slo_classes import DecodeBatch, Targets
+from cluster.step_model import StepModel, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class SloSettings:
+    safety: float = 0.985  # share of the TPOT and gap targets that steps aim at
+    max_idle_step_s: float = 0.05  # step without streams that have a target ...
+    fixed_share: float = 1 / 16  # ... or longer: what each step takes, whatever is in it, is no more of it
+    min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
+    yielding_load: float = 0.25  # share of a step that rows which yield may take; more prompts do not begin
+    splits_yielding: bool = False  # rows that yield are in a step one by one, not all or none
+    aged_share: float = 0.01  # of the time, for those that are not on time
+    late_share: float = 0.0  # of what those on time leave: prompts' before rows that yield
+    overdue_s: float = math.inf  # a prompt so late has a share before those on time ...
+    overdue_share: float = 0.0  # ... of what rows with a target leave
+    bank_use: float = 0.25  # share of a stream's lead that one step may use
+    longest: float = math.inf  # TPOTs that a step may take at most, whatever the lead: readers see gaps too
+    catch_up: float = 0.1  # share of a stream's lag that one step makes up for
+    short_slack: float = 0.0  # share of others' slack that a shorter prompt may use to go first
+    price_from: float = 0.05  # of a TPOT: what a mixed step costs more than its parts, if less, is ignored
+    lent: float = 0.15  # of what streams gain in their life, by how quickly they do, lent to one step ...
+    most_lent: float = 20.0  # ... and how many prices of a mixed step
+    max_pause_s: float = math.inf  # of those that are not on time, the oldest prompt and the rows that yield
+    max_chunk_tokens: int = sys.maxsize  # prompt tokens in a step, at most, whatever the budget
+    max_looked_at: int = 256
+    max_late_looked_at: int = 16
+
+
+def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> float:
+    """How long the next step may take.
+
+    A stream in time is due one TPOT from now. One with a lead allows for more, one that lags for less: part
+    of the difference is used per step, since the mean counts. Never above `longest` and the gap limit, nor
+    below half a TPOT.
+    """
+    tpot_s = targets.tpot_s * settings.safety
+    lead_s = slack_s - targets.tpot_s
+    if math.isinf(lead_s):
+        budget_s = max(tpot_s, settings.max_idle_step_s)
+    else:
+        budget_s = tpot_s + lead_s * (settings.bank_use if lead_s > 0 else settings.catch_up)
+        budget_s = min(max(budget_s, 0.5 * tpot_s), settings.longest * tpot_s)
+    return min(budget_s, targets.gap_s * settings.safety)
+
+
+def lent_budget_s(
+    model: StepModel,
+    decode: DecodeBatch,
+    budget_s: float,
+    tpot_s: float,
+    work_s: float,
+    settings: SloSettings,
+) -> float:
+    """The budget of a step, `budget_s` otherwise, where a step with both rows and chunks has a price.
+
+    Many short chunks would pay it many times, and leave nothing for tokens. So one step may be longer: a
+    stream whose steps are quicker than its target gains time until it ends, and lends some of that. If even
+    so there is no room for a chunk worth the price (or for all that waits, `work_s`), the step has none, and
+    the streams gain by it.
+    """
+    price_s = model.mixed_s
+    alone_s = model.step_s(StepWork(decode.num_rows, decode.context))
+    lead_s = (budget_s - tpot_s) / (settings.bank_use if budget_s > tpot_s else settings.catch_up)
+    gain = max(0.0, 1 - alone_s / tpot_s)  # of the time of a step without chunks
+    gained_s = 0.0 if math.isinf(decode.life_s) else decode.life_s * gain
+    lent_s = tpot_s + lead_s + min(settings.lent * gain * gained_s, settings.most_lent * price_s)
+    lent_s = max(budget_s, min(lent_s, decode.longest_s, settings.longest * tpot_s))
+    has_room = lent_s >= alone_s + price_s + min(price_s, work_s)
+    return lent_s if has_room else min(budget_s, alone_s)
