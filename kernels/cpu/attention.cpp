@@ -36,6 +36,10 @@ constexpr int64_t kTileRows = 192;        // about as many rows of one KV head s
 constexpr int64_t kFewKeys = 2 * kGroup;  // a chunk where rows are few; else a whole partition
 constexpr int64_t kDecodeQueries = 4;     // up to as many queries of a sequence are taken for all KV heads at once
 
+Reading reading_of(const Item& item, const Shape& shape, const int32_t* block_table, int64_t end) {
+    return {block_table, item.first_head * shape.kv.row_bytes, item.num_heads * shape.kv.row_bytes, end};
+}
+
 // One KV head's share of an item: its rows and what they have accumulated so far.
 struct HeadState {
     float *q, *accumulator, *partial;  // [rows, dim]; with pairs q is bf16, of integers an `IntegerQuery` and partial int32
@@ -65,12 +69,12 @@ class Attention {
     static constexpr int64_t kUnit = kIntegers ? kQuadGroup : kGroup;  // elements that are taken at once
 
 public:
-    Attention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position)
+    Attention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position, const Reading* then)
         : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim),
           dim_(ceil_div(head_dim_, kUnit) * kUnit), rows_(item.num_queries * shape.group), first_position_(first_position),
           end_(first_position + item.num_queries), chunk_(rows_ < 4 * kMostRows ? kFewKeys : kPartition),
           in_place_(rows_ <= kMostRows && head_dim_ % kUnit == 0),
-          ahead_(pages_, item, end_) {
+          ahead_(pages_, reading_of(item, shape, pages.block_table, end_), then) {
         static thread_local Scratch scratch;
         const int64_t head_floats = HeadState::num_floats(rows_, dim_);
         const int64_t row_floats = ceil_div(dim_ * 4 + kScaleBytes, 64) * 16;
@@ -403,22 +407,27 @@ std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t n
 template <typename T, typename Out>
 void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const char* pool,
             const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks,
-            Out* out) {
-    const int64_t first_position = context_lens[item.sequence] - query_starts[item.sequence + 1] + item.first_query;
-    const int32_t* block_table = block_tables + item.sequence * max_blocks;
-    const Pages pages{pool, block_table, shape};
+            Out* out, const Item* then) {
+    const auto first_position = [&](const Item& of) {
+        return context_lens[of.sequence] - query_starts[of.sequence + 1] + of.first_query;
+    };
+    const auto table = [&](const Item& of) { return block_tables + of.sequence * max_blocks; };
+    const Pages pages{pool, table(item), shape};
+    Reading next{};
+    if (then != nullptr) next = reading_of(*then, shape, table(*then), first_position(*then) + then->num_queries);
+    const Reading* const comes = then == nullptr ? nullptr : &next;
     if (shape.kv.is_int8)
-        Attention<T, int8_t>(item, shape, pages, first_position).run(q, q_row_stride, out);
+        Attention<T, int8_t>(item, shape, pages, first_position(item), comes).run(q, q_row_stride, out);
     else
-        Attention<T, T>(item, shape, pages, first_position).run(q, q_row_stride, out);
+        Attention<T, T>(item, shape, pages, first_position(item), comes).run(q, q_row_stride, out);
 }
 
 template void attend(const Item&, const Shape&, const float*, int64_t, const char*, const int32_t*, const int32_t*,
-                     const int32_t*, int64_t, float*);
+                     const int32_t*, int64_t, float*, const Item*);
 template void attend(const Item&, const Shape&, const bf16*, int64_t, const char*, const int32_t*, const int32_t*,
-                     const int32_t*, int64_t, bf16*);
+                     const int32_t*, int64_t, bf16*, const Item*);
 template void attend(const Item&, const Shape&, const bf16*, int64_t, const char*, const int32_t*, const int32_t*,
-                     const int32_t*, int64_t, float*);
+                     const int32_t*, int64_t, float*, const Item*);
 
 // The first sequence whose lengths or blocks do not fit the pool, or -1.
 int64_t first_unfit(const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
@@ -446,7 +455,7 @@ void paged_attention(const T* q, int64_t q_row_stride, const char* pool, const S
     const std::vector<Item> items = cut(shape, query_starts, num_seqs, num_threads);
     parallel_items(num_threads, int64_t(items.size()), [&](int64_t i) {
         attend(items[size_t(i)], shape, q, q_row_stride, pool, query_starts, context_lens, block_tables, max_blocks,
-               out);
+               out, nullptr);
     });
 }
 

@@ -29,11 +29,12 @@ struct Item {
 std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t num_seqs, int64_t num_threads);
 
 // One item. q rows are q_row_stride elements apart; `out` [num_tokens, num_heads, head_dim] is rounded to T and stored
-// as T, or as fp32 for a product that reads it next. Instantiated for T and Out of the model's type and Out fp32.
+// as T, or as fp32 for a product that reads it next. Instantiated for T and Out of the model's type and Out fp32. `then` is
+// the item this thread is likely to attend next, whose first rows are asked for in time, or null.
 template <typename T, typename Out>
 void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stride, const char* pool,
             const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables, int64_t max_blocks,
-            Out* out);
+            Out* out, const Item* then);
 
 // The first sequence whose lengths or blocks do not fit the pool, or -1.
 int64_t first_unfit(const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,

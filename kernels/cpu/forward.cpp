@@ -16,6 +16,8 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "gated.h"
+#include "kv_ahead.h"
 #include "operand.h"
 #include "rowwise.h"
 #include "selection.h"
@@ -38,6 +40,8 @@ struct Sizes {
     int64_t query() const { return num_heads * head_dim; }
     int64_t kv() const { return num_kv_heads * head_dim; }
     int64_t qkv() const { return query() + 2 * kv(); }
+    // Weights that a row meets between two attentions.
+    int64_t num_between() const { return hidden * (query() + 3 * inner + qkv()); }
 };
 
 struct Batch {
@@ -80,35 +84,6 @@ public:
     double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
 
-// Sums of some columns from `first` on, biased and rounded to T, kept for the `Ups` of the same columns.
-template <typename T>
-struct Gates {
-    T* data;  // [rows, width]
-    const float* bias;  // or null
-    int64_t first, width;
-
-    void write(int64_t row, int64_t column, Vec value) const {
-        if (bias != nullptr) value += load(bias + column);
-        store(data + row * width + column - first, value);
-    }
-};
-
-// inner[row, column] = silu(gate) * up, both rounded to T before; ups are `inner_size` columns after their gates.
-template <typename T>
-struct Ups {
-    const T* gates;
-    const float* bias;  // or null
-    int64_t first, width, inner_size;
-    float* inner;
-
-    void write(int64_t row, int64_t column, Vec value) const {
-        if (bias != nullptr) value += load(bias + column);
-        column -= inner_size;
-        const Vec gate = load(gates + row * width + column - first);
-        store(inner + row * inner_size + column, silu_mul<T>(gate, round_to<T>(value)));
-    }
-};
-
 int64_t first_outside(const int64_t* values, int64_t count, int64_t limit) {
     for (int64_t i = 0; i < count; ++i)
         if (values[i] < 0 || values[i] >= limit) return i;
@@ -124,7 +99,7 @@ public:
           shape_(KvShape(s_.num_layers, batch.block_size, s_.num_kv_heads, s_.head_dim, batch.kv_int8, sizeof(T) == 2),
                  s_.num_heads, model.scale),
           items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
-          last_items_(batch.is_trimmed() ? asked(items_, batch) : items_),
+          last_items_(batch.is_trimmed() ? asked(items_, batch) : items_), kv_ahead_(kv_to_come()),
           operands_(model.team, model.int8_memory, model.bf16_memory, std::max(batch.num_tokens, batch.num_logit_rows),
                     std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
@@ -147,7 +122,8 @@ public:
             const Layer& layer = model_.layers[size_t(index)];
             if (rank == 0) model_.team.recruit(index == 0);
             const float* normed = norm(watch, rank, layer.input_norm, num_rows);
-            product(rank, normed, layer.qkv, num_rows, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
+            product(rank, normed, layer.qkv, num_rows, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()},
+                    ride(index, layer.qkv, s_.num_between() - s_.qkv() * s_.hidden));
             meet(watch, StepStage::kQkv);
             heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
             meet(watch, StepStage::kHeads);
@@ -160,11 +136,13 @@ public:
                 if (rank == 0) keep_asked();
                 meet(watch, StepStage::kAttention);
             }
-            product(rank, a_, layer.output, num_rows, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden});
+            product(rank, a_, layer.output, num_rows, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden},
+                    ride(index + 1, layer.output, 0));
             meet(watch, StepStage::kOutput);
             normed = norm(watch, rank, layer.mlp_norm, num_rows);
-            gated(watch, rank, normed, layer, num_rows);
-            product(rank, inner_, layer.down, num_rows, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden});
+            gated(watch, rank, normed, layer, num_rows, ride(index + 1, layer.gate_up, s_.hidden * s_.query()));
+            product(rank, inner_, layer.down, num_rows, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden},
+                    ride(index + 1, layer.down, s_.hidden * (s_.query() + 2 * s_.inner)));
             meet(watch, StepStage::kDown);
         }
         logits(watch, rank);
@@ -222,11 +200,29 @@ private:
         return target;
     }
 
+    // The keys and values that products ask for: fewer rows leave memory no time for it, more need caches themselves, and
+    // those of a prompt alone are so few beside its products that asking costs more.
+    KvAhead kv_to_come() const {
+        if (batch_.num_tokens < kFewestRidden || batch_.num_tokens > kMostRidden) return {};
+        KvAhead all(shape_.kv, pool_, batch_.context_lens, batch_.block_tables, batch_.max_blocks, batch_.num_seqs);
+        return all.num_bytes() < batch_.num_tokens * kFewestRowBytes ? KvAhead() : all;
+    }
+
+    // Of the keys and values of `layer`, what a product asks for before which `done` weights of those between two
+    // attentions were multiplied.
+    KvRide ride(int64_t layer, const void* packed, int64_t done) const {
+        if (kv_ahead_.num_bytes() == 0 || layer == s_.num_layers) return {};
+        const PackedHeader& header = header_of(packed);
+        return KvRide(kv_ahead_, layer, done, done + header.out_features * header.in_features, s_.num_between(),
+                      ceil_div(header.out_features, header.panel));
+    }
+
     // This rank's share of a product's columns.
     template <typename Output>
     void product(int64_t rank, const float* x, const void* packed, int64_t num_rows, int64_t in_features,
-                 const Output& output) {
-        const Operand rows = operands_.prepare(rank, x, packed, num_rows, in_features);
+                 const Output& output, const KvRide& ride = {}) {
+        Operand rows = operands_.prepare(rank, x, packed, num_rows, in_features);
+        rows.ride = ride;
         const Share panels(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
         spread(rank, rows, packed, panels.begin, panels.end, output);
     }
@@ -240,10 +236,12 @@ private:
 
     // silu(gate) * up to inner_. A panel of ups meets the gates of its columns while those are in cache, unless a panel
     // holds some of either.
-    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t num_rows) {
-        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer, num_rows);
+    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t num_rows,
+               const KvRide& ride) {
+        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer, num_rows, ride);
         const int64_t panel = header_of(layer.gate_up).panel, first_up = s_.inner / panel;
-        const Operand rows = operands_.prepare(rank, x, layer.gate_up, num_rows, s_.hidden);
+        Operand rows = operands_.prepare(rank, x, layer.gate_up, num_rows, s_.hidden);
+        rows.ride = ride;
         const Share panels(first_up, rank, size_);
         model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels, [&](int64_t begin, int64_t end) {
             static thread_local Scratch memory;
@@ -257,9 +255,10 @@ private:
     }
 
     // Gate and up to wide_, then silu(gate) * up.
-    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t num_rows) {
+    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t num_rows,
+                     const KvRide& ride) {
         product(rank, x, layer.gate_up, num_rows, s_.hidden,
-                Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner});
+                Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner}, ride);
         meet(watch, StepStage::kGateUp);
         const Share columns(s_.inner, rank, size_);
         const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, num_rows));
@@ -306,9 +305,16 @@ private:
         shape.layer = index;
         const Share items(int64_t(all.size()), rank, size_);
         const auto attend_all = [&](int64_t begin, int64_t end) {
-            for (int64_t item = begin; item < end; ++item)
+            static thread_local int64_t last = 0;  // a thread takes items from the front or from the back
+            for (int64_t item = begin; item < end; ++item) {
+                const bool forth = item == items.begin || (item > last && item < items.end - 1);
+                const int64_t then = item + (forth ? 1 : -1);
+                last = item;
+                // of the heads of one sequence, rows lie side by side
+                const bool goes_on = then < items.end && all[size_t(item)].num_heads == s_.num_kv_heads;
                 attend(all[size_t(item)], shape, q_, s_.query(), pool_, batch_.query_starts, batch_.context_lens,
-                       batch_.block_tables, batch_.max_blocks, a_);
+                       batch_.block_tables, batch_.max_blocks, a_, goes_on ? &all[size_t(then)] : nullptr);
+            }
         };
         // their costs differ: one by one
         model_.team.divide(rank, items.begin, items.end, 1, 1, attend_all, items.end - items.begin);
@@ -332,6 +338,9 @@ private:
         watch.lap(StepStage::kBest);
     }
 
+    static constexpr int64_t kFewestRidden = 16, kMostRidden = 256;  // rows, while products ask for keys and values
+    static constexpr int64_t kFewestRowBytes = 8 * 1024;  // of a layer
+    static_assert(kFewestRidden > kRowTile);  // in several tiles a panel
     static constexpr int64_t kTilePanels = 4;  // the most that a tile takes at once
 
     Model& model_;
@@ -345,6 +354,7 @@ private:
     char* pool_;                 // rows of keys and values, see `KvShape`
     const Shape shape_;
     const std::vector<Item> items_, last_items_;  // last_items_: of the last layer
+    const KvAhead kv_ahead_;
     Operands operands_;
 };
 

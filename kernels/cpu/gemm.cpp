@@ -42,6 +42,9 @@ int64_t sum_tile(const float* x, int64_t in_features, const W* panel, Ahead ahea
     const char* next = reinterpret_cast<const char*>(panel) + ahead.offset;
     int64_t k = 0;
     for (; k + unroll <= in_features; k += unroll, next += unroll * ahead.step) {
+        if (Rows >= kRideRows)
+#pragma GCC unroll 4
+            for (int u = 0; u < unroll; ++u) ahead.ride.ask(k + u);
 #pragma GCC unroll 4
         for (int p = 0; p < Panels; ++p)
 #pragma GCC unroll 8

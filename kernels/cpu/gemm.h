@@ -13,6 +13,7 @@
 // the multiply-adds are.
 #pragma once
 
+#include "kv_ahead.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -22,10 +23,12 @@ constexpr int64_t kPanel = 2 * kWidth;               // output features side by 
 constexpr int64_t kRowTile = kWidth == 16 ? 12 : 6;  // rows x 2 accumulators fill the registers
 constexpr int64_t kRowBlockBytes = 192 * 1024;       // fp32 rows that stay in L2 while panels pass
 constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kRideRows = kRowTile / 2;          // a tile of fewer rows waits for memory and asks for nothing else
 
-// Bytes from a panel's line at k to the line asked for then: offset + k * step.
+// Bytes from a panel's line at k to the line asked for then: offset + k * step. And what else is asked for.
 struct Ahead {
     int64_t offset, step;
+    Ride ride{};
 };
 
 // A tile: num_rows rows of x (at most kRowTile, in_features apart) against as many of the `panels_left` panels from
@@ -44,8 +47,9 @@ public:
     RowBlock(const float* x, int64_t in_features, const W* panels, const Output& output)
         : x_(x), in_features_(in_features), panels_(panels), output_(output) {}
 
-    void run(int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) const {
+    void run(int64_t row_begin, int64_t row_end, int64_t begin, int64_t end, const KvRide& ride) const {
         const int64_t num_rows = row_end - row_begin, num_tiles = ceil_div(num_rows, kRowTile);
+        KvRide::Cursor cursor(ride, begin, num_tiles);
         alignas(64) float sums[kRowTile * kTileFloats];
         constexpr int64_t line_bytes = kPanel * int64_t(sizeof(W));
         for (int64_t panel = begin; panel < end;) {
@@ -53,9 +57,10 @@ public:
             for (int64_t t = 0; t < num_tiles; ++t) {
                 const int64_t from = row_begin + num_rows * t / num_tiles;
                 const int64_t to = row_begin + num_rows * (t + 1) / num_tiles;
-                const Ahead ahead =
+                Ahead ahead =
                     num_tiles == 1 ? Ahead{kPrefetchBytes, line_bytes}
                                    : Ahead{in_features_ * line_bytes * (num_tiles + t) / num_tiles, line_bytes / num_tiles};
+                ahead.ride = cursor.next();
                 taken = tile(to - from, num_tiles == 1 ? end - panel : 1, x_ + from * in_features_, in_features_,
                              panels_ + panel * in_features_ * kPanel, ahead, sums);
                 for (int64_t row = from; row < to; ++row)
@@ -77,12 +82,12 @@ private:
 // of them past the last column.
 template <typename W, typename Output>
 void gemm(const float* x, int64_t num_rows, int64_t in_features, const W* panels, int64_t begin, int64_t end,
-          const Output& output) {
+          const Output& output, const KvRide& ride = {}) {
     const int64_t block = std::max(2 * kRowTile, kRowBlockBytes / 4 / std::max<int64_t>(in_features, 1));
     const int64_t num_blocks = ceil_div(num_rows, block);
     for (int64_t b = 0; b < num_blocks; ++b)
         RowBlock<W, Output>(x, in_features, panels, output)
-            .run(num_rows * b / num_blocks, num_rows * (b + 1) / num_blocks, begin, end);
+            .run(num_rows * b / num_blocks, num_rows * (b + 1) / num_blocks, begin, end, b == 0 ? ride : KvRide());
 }
 
 // y = sum + bias, rounded to Y.

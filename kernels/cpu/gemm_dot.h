@@ -35,11 +35,11 @@ int64_t dot_tile(int64_t num_rows, int64_t panels_left, const char* x, int64_t p
 // Rows x panels [begin, end) of a weight; `output` as in `gemm.h`.
 template <typename Output>
 void gemm_dot(const DotRows& x, int64_t num_rows, int64_t in_features, const char* panels, int64_t begin, int64_t end,
-              const Output& output) {
+              const Output& output, const KvRide& ride = {}) {
     alignas(64) float sums[kWordRowTile * kWordTileColumns];
     const int64_t pairs = num_pairs(in_features), panel_bytes = pairs * 4 * kWordPanel;
     walk_words(
-        pairs, num_rows, 4 * pairs, begin, end,
+        pairs, num_rows, 4 * pairs, begin, end, ride,
         [&](int64_t row, int64_t rows, int64_t panel, int64_t panels_left, Ahead ahead) {
             return dot_tile(rows, panels_left, x.data + row * 4 * pairs, pairs, panels + panel * panel_bytes, ahead, sums);
         },

@@ -83,6 +83,7 @@ int64_t widened_sums(const float* x, int64_t in_features, const int8_t* panel, A
         for (int v = 0; v < 2 * Panels; ++v) sums[r][v] = Vec{};
     const char* next = reinterpret_cast<const char*>(panel) + ahead.offset;
     for (int64_t k = 0; k < whole; ++k, next += ahead.step, panel += line, x += 4) {
+        if (Rows >= kRideRows) ahead.ride.ask(k);
 #pragma GCC unroll 4
         for (int p = 0; p < Panels; ++p) prefetch(next + p * panel_bytes);
         widened_step<Rows, Panels, 0>(x, in_features, panel, panel_bytes, sums);

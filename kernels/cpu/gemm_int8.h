@@ -74,11 +74,11 @@ int64_t widened_tile(int64_t num_rows, int64_t panels_left, const float* x, int6
 // Quantized rows x panels [begin, end); `output` as in `gemm`.
 template <typename Output>
 void gemm_int8(const Int8Rows& x, int64_t num_rows, const Int8Weight& weight, int64_t begin, int64_t end,
-               const Output& output) {
+               const Output& output, const KvRide& ride = {}) {
     alignas(64) int32_t sums[kWordRowTile * kWordTileColumns];
     const int64_t quads = num_quads(weight.in_features);
     walk_words(
-        quads, num_rows, 4 * quads, begin, end,
+        quads, num_rows, 4 * quads, begin, end, ride,
         [&](int64_t row, int64_t rows, int64_t panel, int64_t panels_left, Ahead ahead) {
             return int8_tile(rows, panels_left, x.values + row * 4 * quads, quads,
                              weight.panels + panel * weight.panel_bytes(), ahead, sums);
@@ -96,10 +96,10 @@ void gemm_int8(const Int8Rows& x, int64_t num_rows, const Int8Weight& weight, in
 // fp32 rows [num_rows, in_features] x panels [begin, end).
 template <typename Output>
 void gemm_widened(const float* x, int64_t num_rows, const Int8Weight& weight, int64_t begin, int64_t end,
-                  const Output& output) {
+                  const Output& output, const KvRide& ride = {}) {
     alignas(64) float sums[kWordRowTile * kWordTileColumns];
     walk_words(
-        num_quads(weight.in_features), num_rows, 4 * weight.in_features, begin, end,
+        num_quads(weight.in_features), num_rows, 4 * weight.in_features, begin, end, ride,
         [&](int64_t row, int64_t rows, int64_t panel, int64_t panels_left, Ahead ahead) {
             return widened_tile(rows, panels_left, x + row * weight.in_features, weight.in_features,
                                 weight.panels + panel * weight.panel_bytes(), ahead, sums);

@@ -37,6 +37,7 @@ struct Operand {
     Int8Rows int8{nullptr, 0};
     AmxRows tiles{TileCut(1), 0, nullptr};
     DotRows pairs{nullptr};
+    KvRide ride{};
 };
 
 // Rows x panels [begin, end) of a packed weight, of type T if it is not of a kind of its own; `output` as in `gemm.h`.
@@ -45,7 +46,8 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
     const char* data = static_cast<const char*>(packed) + sizeof(PackedHeader);
     switch (header_of(packed).kind) {
     case WeightKind::kFloat:
-        gemm(rows.x, rows.num_rows, rows.in_features, reinterpret_cast<const T*>(data), begin, end, output);
+        gemm(rows.x, rows.num_rows, rows.in_features, reinterpret_cast<const T*>(data), begin, end, output,
+             rows.ride);
         break;
     case WeightKind::kAmxBf16:
         if constexpr (kHasAmx) amx_gemm_bf16(rows.tiles, data, begin, end, output);
@@ -54,13 +56,14 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
         if constexpr (kHasAmx) amx_gemm_int8(rows.tiles, rows.int8.scales, Int8Weight(packed), begin, end, output);
         break;
     case WeightKind::kInt8:
-        gemm_int8(rows.int8, rows.num_rows, Int8Weight(packed), begin, end, output);
+        gemm_int8(rows.int8, rows.num_rows, Int8Weight(packed), begin, end, output, rows.ride);
         break;
     case WeightKind::kInt8Weights:
-        gemm_widened(rows.x, rows.num_rows, Int8Weight(packed), begin, end, output);
+        gemm_widened(rows.x, rows.num_rows, Int8Weight(packed), begin, end, output, rows.ride);
         break;
     case WeightKind::kDotBf16:
-        if constexpr (kHasDot) gemm_dot(rows.pairs, rows.num_rows, rows.in_features, data, begin, end, output);
+        if constexpr (kHasDot)
+            gemm_dot(rows.pairs, rows.num_rows, rows.in_features, data, begin, end, output, rows.ride);
         break;
     }
 }

@@ -30,6 +30,7 @@ int64_t word_sums(const char* x, int64_t words, const char* panel, Ahead ahead, 
         for (int v = 0; v < 2 * Panels; ++v) sums[r][v] = Sums{};
     const char* next = panel + ahead.offset;
     for (int64_t k = 0; k < words; ++k, next += ahead.step) {
+        if (Rows >= kRideRows) ahead.ride.ask(k);
 #pragma GCC unroll 4
         for (int p = 0; p < Panels; ++p) {
             prefetch(next + p * words * line_bytes);

@@ -109,6 +109,30 @@ def assert_fused_equals_one_by_one(
             assert_only_asked_rows(fused, batch, asked, expected.logits[asked], oracle.pool)
 
 
+@pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.BF16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_many_decode_rows_equal_the_operations_one_by_one(
+    dtype: Dtype, num_threads: int, checkpoint: Any, prepare: Any
+) -> None:
+    """So many keys beside so few rows that products ask for them ahead (`kv_ahead.h`)."""
+    backend, num_seqs, length = CpuBackend(num_threads), 18, 72
+    prepared = prepare(checkpoint("llama").directory, dtype, backend)
+    num_blocks = num_seqs * -(-(length + 1) // BLOCK_SIZE)
+    engines = [
+        Engine(prepared, backend, fuse=fuse, num_blocks=num_blocks, block_seed=1) for fuse in (True, False)
+    ]
+    results = []
+    for engine in engines:
+        for tokens, start in (([7] * length, 0), ([9], length)):
+            rows = [engine.row(i, [token + i for token in tokens], start) for i in range(num_seqs)]
+            with torch.inference_mode():
+                result = engine.decoder.forward(pack(rows, BLOCK_SIZE, 512, engine.device), engine.pool)
+        results.append(result)
+    assert torch.equal(results[0].hidden, results[1].hidden)
+    assert torch.equal(results[0].logits, results[1].logits)
+    assert torch.equal(engines[0].pool, engines[1].pool)
+
+
 def assert_only_asked_rows(
     engine: Engine, batch: PackedBatch, asked: slice, logits: torch.Tensor, pool: torch.Tensor
 ) -> None:
