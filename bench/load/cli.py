@@ -165,7 +165,7 @@ def report(
         if read_any(path).get("kind") == SEARCH:
             found = read_search(path)
             searches.append(ReportSearch(found["label"] or path.stem, found))
-            runs += [ReportRun(result) for result in found["runs"]]
+            runs += [ReportRun(result, is_probe=True) for result in found["runs"]]
         else:
             runs.append(ReportRun(read_result(path), read_run(path)))
     say(_write_text(out, render_report(runs, searches)))
@@ -220,7 +220,8 @@ def _write_report(
     if path is None:
         return []
     searches = [] if found is None else [ReportSearch(found["url"], found)]
-    return _write_text(path, render_report([ReportRun(one.result, one.run) for one in measured], searches))
+    runs = [ReportRun(one.result, one.run, is_probe=found is not None) for one in measured]
+    return _write_text(path, render_report(runs, searches))
 
 
 def _write_text(path: Path, text: str) -> list[str]:

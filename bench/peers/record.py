@@ -24,6 +24,8 @@ from cluster.errors import ConfigError
 
 LEFT_OUT = frozenset({"timeslices", "clients", "environment", "server"})  # bulky, or told once by the parts
 
+_OF_EVERY_COMPARISON = ("parts", "peers")  # another JSON object is not read as an empty comparison
+
 
 class Part(msgspec.Struct, kw_only=True):
     """One run of the comparison."""
@@ -123,6 +125,8 @@ def read_written(path: Path) -> Written:
     """
     try:
         whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if missing := [key for key in _OF_EVERY_COMPARISON if not whole.get(key)]:
+            raise ConfigError(f"{path} is not the JSON file of a comparison: it has no `{missing[0]}`")
         for peer in whole.get("peers", ()):
             peer["rounds"] = [[_with_nan(run) for run in one] for one in peer["rounds"]]
         written = msgspec.convert(whole, Written, str_keys=True)
@@ -132,7 +136,7 @@ def read_written(path: Path) -> Written:
         return written
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, TypeError, KeyError) as error:
+    except (msgspec.MsgspecError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not the JSON file of a comparison: {error}") from None
 
 
