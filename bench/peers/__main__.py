@@ -48,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
         "--from",
         dest="source",
         type=Path,
-        help="measure nothing: write the table of this comparison's JSON file anew. The JSON is written anew, "
-        "too: over this file, unless --out says where",
+        help="measure nothing: write the table of this comparison's JSON file anew. The JSON is written, too: "
+        "over this file, unless --out says where",
     )
     made.add_argument("--resume", type=Path, help="JSON file of an earlier comparison to add rounds to")
     made.add_argument(

@@ -18,6 +18,7 @@ import orjson
 from bench.load.results.files import json_safe, write_atomically
 from bench.load.runner import Measurement
 from bench.peers.goodput import goodput_of
+from bench.peers.older_notes import name_loads
 from bench.peers.outcome import Goodput, PeerOutcome
 from bench.peers.table import as_markdown
 from cluster.errors import ConfigError
@@ -133,6 +134,7 @@ def read_written(path: Path) -> Written:
         for outcome in written.peers:
             account = written.searches.get(outcome.name, {})
             outcome.goodput = goodput_of(account) if "answers" in account else _bounds(outcome.goodput)
+        name_loads(written.peers)
         return written
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
