@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--from",
         dest="source",
         type=Path,
-        help="measure nothing: write the table of this comparison's JSON file anew. The JSON is written, too: "
+        help="measure nothing: write the table of this comparison's JSON file anew, and the JSON, too: "
         "over this file, unless --out says where",
     )
     made.add_argument("--resume", type=Path, help="JSON file of an earlier comparison to add rounds to")

@@ -36,6 +36,8 @@ def window_block(summary: Summary) -> dict[str, Any]:
         "num_offered": summary.num_offered,
         "num_run_offered": summary.num_run_offered,
         "excluded_by_status": summary.excluded_by_status,
+        "delivered_requests_per_s": summary.throughput.delivered_requests,
+        "delivered_output_tokens_per_s": summary.throughput.delivered_output_tokens,
         "mean_in_flight": load.mean_in_flight,
         "mean_in_flight_first_half": load.mean_first_half,
         "mean_in_flight_second_half": load.mean_second_half,
