@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
 
 from bench.load.cli_checks import check_outputs, check_unvaried, parse_rates, slo_notes
@@ -30,7 +29,7 @@ from bench.load.goodput.probing import server_lost
 from bench.load.plans.settings import at_rate
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.results.compare import as_text, compare_results
-from bench.load.results.files import as_unicode, check_output, json_safe, write_atomically
+from bench.load.results.files import as_unicode, check_output, json_safe, write_or_rescue
 from bench.load.results.result import (
     SEARCH,
     read_any,
@@ -142,7 +141,7 @@ def max_goodput(given: SearchOptions) -> None:
         written: list[str] = []
         try:
             if given.out is not None:
-                write_atomically(given.out, [orjson.dumps(found, option=orjson.OPT_INDENT_2), b"\n"])
+                write_result(given.out, found)
                 written += [f"written: {given.out}"]
             written += _write_report(given.report, measured, found)
         finally:
@@ -225,5 +224,6 @@ def _write_report(
 
 
 def _write_text(path: Path, text: str) -> list[str]:
-    write_atomically(path, [as_unicode(text).encode()])
+    page = as_unicode(text).encode()
+    write_or_rescue([(path, lambda: [page])])
     return [f"written: {path}"]

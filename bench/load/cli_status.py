@@ -64,7 +64,7 @@ def exit_status(
         return Status.INTERRUPTED
     if not is_complete:
         return Status.INCOMPLETE
-    if not any(result["completed"] for result in results):
+    if _none_succeeded(results):
         return Status.NOTHING_SUCCEEDED
     if not all(result["valid"] for result in results):
         return Status.INVALID
@@ -79,8 +79,13 @@ def search_status(found: Mapping[str, Any], stop: StopSwitch, is_strict: bool) -
         return Status.INTERRUPTED
     if not found["is_complete"] or unanswered(found):
         return Status.INCOMPLETE
-    if not any(run["completed"] for run in found["runs"]):
+    if _none_succeeded(found["runs"]):
         return Status.NOTHING_SUCCEEDED
     if invalid_ends(found):
         return Status.INVALID
     return Status.SLO_MISSED if is_strict and out_of_reach(found) else Status.DONE
+
+
+def _none_succeeded(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Of those that were to be measured: where the warm-up left none, nothing is known of the server."""
+    return any(one["num_prompts"] for one in results) and not any(one["completed"] for one in results)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from bench.load.results.files import json_safe, write_atomically
+from bench.load.results.files import json_safe, write_or_rescue
 from bench.load.runner import Measurement
 from bench.peers.goodput import goodput_of
 from bench.peers.older_notes import name_loads
@@ -110,12 +110,16 @@ def write_files(out: Path, written: Written) -> None:
     """`<out>.json` and `<out>.md`."""
     safe = json_safe(msgspec.to_builtins(written, str_keys=True))
     text = orjson.dumps(safe, option=orjson.OPT_INDENT_2)
-    write_atomically(out.with_name(f"{out.name}.json"), [text, b"\n"])
     runs = [run for outcome in written.peers for one in outcome.rounds for run in one]
     concurrencies = sorted({run.concurrency for run in runs})
     facts = [(part.facts, part.machine) for part in written.parts]
     table = as_markdown(written.peers, concurrencies, facts, written.not_measured)
-    write_atomically(out.with_name(f"{out.name}.md"), [table.encode()])
+    write_or_rescue(
+        [
+            (out.with_name(f"{out.name}.json"), lambda: [text, b"\n"]),
+            (out.with_name(f"{out.name}.md"), lambda: [table.encode()]),
+        ]
+    )
 
 
 def read_written(path: Path) -> Written:

@@ -28,7 +28,7 @@ from bench.load.figures.validity import cpu_share, judge
 from bench.load.plan import Plan
 from bench.load.records import RequestRecord, RunRecord
 from bench.load.results.checks import check_keys, check_requests
-from bench.load.results.files import json_safe, write_atomically
+from bench.load.results.files import json_safe, write_or_rescue
 from bench.load.results.result_keys import (
     counts_keys,
     latencies_keys,
@@ -94,7 +94,7 @@ def build_result(
         "settings": dict(settings or {}),
         "workload": plan.workload,
         "trace": trace_block(plan),
-        "window": window_block(summary),
+        "window": window_block(run, summary),
         **counts_keys(summary),
         **rates_keys(summary, environment),
         **latencies_keys(summary),
@@ -117,11 +117,11 @@ def write_result(path: Path, result: Mapping[str, Any], run: RunRecord | None = 
     them).
 
     Raises:
-        BatonError: the path cannot be written.
+        BatonError: the path cannot be written; says where the files are instead.
     """
-    if run is not None:
-        write_atomically(requests_path(path), _request_lines(result, run))
-    write_atomically(path, [orjson.dumps(json_safe(result), option=orjson.OPT_INDENT_2), b"\n"])
+    text = [orjson.dumps(json_safe(result), option=orjson.OPT_INDENT_2), b"\n"]
+    requests = [] if run is None else [(requests_path(path), lambda: _request_lines(result, run))]
+    write_or_rescue([*requests, (path, lambda: text)])
 
 
 def requests_path(path: Path) -> Path:
@@ -223,7 +223,8 @@ def _request_lines(result: Mapping[str, Any], run: RunRecord) -> Iterator[bytes]
 def _request_row(record: RequestRecord, slos: tuple[Slo, ...], window: Mapping[str, Any]) -> dict[str, Any]:
     latency = derive(record)
     met = evaluate(slos, record.status, latency)
-    is_inside = window["is_whole_run"] or window["start_s"] <= record.scheduled_s <= window["end_s"]
+    has_place = window["num_offered"] > 0 and window["start_s"] <= record.scheduled_s <= window["end_s"]
+    is_inside = window["is_whole_run"] or has_place
     return {
         **msgspec.to_builtins(record),
         **({} if record.session is None else {"turn": record.turn}),  # the first one too, which is 0

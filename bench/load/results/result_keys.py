@@ -25,7 +25,7 @@ def trace_block(plan: Plan) -> dict[str, Any] | None:
     return fields
 
 
-def window_block(summary: Summary) -> dict[str, Any]:
+def window_block(run: RunRecord, summary: Summary) -> dict[str, Any]:
     span, load = summary.span, summary.load
     return {
         "rule": span.rule,
@@ -35,6 +35,7 @@ def window_block(summary: Summary) -> dict[str, Any]:
         "is_whole_run": span.is_whole_run,
         "num_offered": summary.num_offered,
         "num_run_offered": summary.num_run_offered,
+        "num_run_sent": sum(record.status not in UNSENT for record in run.records),
         "excluded_by_status": summary.excluded_by_status,
         "delivered_requests_per_s": summary.throughput.delivered_requests,
         "delivered_output_tokens_per_s": summary.throughput.delivered_output_tokens,

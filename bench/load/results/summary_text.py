@@ -20,11 +20,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         *verdict_lines(result),
         *load_lines(result),
         row("measured", f"{result['window']['rule']}"),
-        row(
-            "requests",
-            f"{result['num_prompts']} planned, {result['num_sent']} sent, {result['completed']} ok, "
-            f"{result['failed']} failed",
-        ),
+        row("requests", requests_text(result)),
         *error_lines(result),
         *([] if skipped is None else [row("left out", skipped)]),
         row("tokens", tokens_text(result)),
@@ -56,6 +52,14 @@ def load_lines(result: Mapping[str, Any]) -> list[str]:
     if not loop and result["offered_request_rate"] is not None:
         lines.append(row("offered", f"{result['offered_request_rate']:.4g} req/s"))
     return lines
+
+
+def requests_text(result: Mapping[str, Any]) -> str:
+    window, became = result["window"], f"{result['completed']} ok, {result['failed']} failed"
+    if window["is_whole_run"]:
+        return f"{result['num_prompts']} planned, {result['num_sent']} sent, {became}"
+    run = f"{window['num_run_offered']} planned, {window['num_run_sent']} sent"
+    return f"{run}; {result['num_prompts']} of them due in the window: {became}"
 
 
 def tokens_text(result: Mapping[str, Any]) -> str:
