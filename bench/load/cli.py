@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.load.cli_checks import check_outputs, check_unvaried, parse_rates, slo_notes
-from bench.load.cli_hints import HintingCommand, PlainCommand
+from bench.load.cli_checks import check_outputs, check_unvaried, overwritten, parse_rates, slo_notes
+from bench.load.cli_hints import HintingCommand, PlainCommand, PlainGroup
 from bench.load.cli_load import ARRIVALS, MEASURING, LoadOptions
 from bench.load.cli_options import option, options
 from bench.load.cli_screen import note, say
@@ -44,6 +44,7 @@ from cluster.errors import ConfigError
 
 app = typer.Typer(
     name="bench",
+    cls=PlainGroup,
     help=__doc__,
     no_args_is_help=True,
     add_completion=False,
@@ -74,7 +75,7 @@ def run(given: RunOptions) -> None:
     with uninterrupted() as stop:
         plan, how = plan_settings(given), run_settings(given)
         check_outputs(given.report, requests_of=_files(given.out))
-        _say_notes(given)
+        _say_notes(given, overwritten(given.report, requests_of=_files(given.out)))
         session = Session.open(given, stop)
         measurement = session.measure(session.fit(plan), how)
         written: list[str] = []
@@ -97,7 +98,7 @@ def sweep(given: SweepOptions) -> None:
         outs = {rate: _of_rate(given.out, rate) for rate in rates}
         check_outputs(given.report, requests_of=[path for out in outs.values() for path in _files(out)])
         plans = [at_rate(settings, rate, settings.seed, settings.salt + i) for i, rate in enumerate(rates)]
-        _say_notes(given)
+        _say_notes(given, overwritten(given.report, *outs.values()))
         session = Session.open(given, stop)
         plans = [session.fit(plan) for plan in plans]
         session.check(plans)
@@ -135,7 +136,7 @@ def max_goodput(given: SearchOptions) -> None:
     with uninterrupted() as stop:
         search = Search.of(given)
         check_outputs(given.out, given.report)
-        _say_notes(given)
+        _say_notes(given, overwritten(given.out, given.report))
         found, measured = search.run(Session.open(given, stop), given.label)
         found = json_safe(found)
         written: list[str] = []
@@ -163,7 +164,7 @@ def report(
     for path in results:
         if read_any(path).get("kind") == SEARCH:
             found = read_search(path)
-            searches.append(ReportSearch(found["label"] or path.stem, found))
+            searches.append(ReportSearch(found.get("label") or path.stem, found))
             runs += [ReportRun(result, is_probe=True) for result in found["runs"]]
         else:
             runs.append(ReportRun(read_result(path), read_run(path)))
@@ -192,8 +193,8 @@ def mock(context: typer.Context) -> None:
     raise typer.Exit(serve_mock(context.args, "baton bench mock"))
 
 
-def _say_notes(given: LoadOptions) -> None:
-    for text in slo_notes(given.slo):
+def _say_notes(given: LoadOptions, others: Iterable[str]) -> None:
+    for text in (*slo_notes(given.slo), *others):
         note(f"note: {text}")
 
 

@@ -33,14 +33,15 @@ class Status(IntEnum):
 
 MEANINGS: Mapping[Status, str] = {
     Status.DONE: "complete and valid (report: written; compare: judged; mock: ended by a signal)",
-    Status.ERROR: "an error: nothing was measured, or a file could not be read or written",
-    Status.USAGE: "a command line that cannot work",
+    Status.ERROR: "the world refused: a server, a model it does not serve, or a file that cannot be read or "
+    "written or is not what it should be",
+    Status.USAGE: "the command line cannot work as typed, wherever it is typed",
     Status.INVALID: "measured, but INVALID: the figures do not describe the server, the result says why",
     Status.NOTHING_SUCCEEDED: "measured, and no request succeeded",
     Status.INCOMPLETE: "not all that was asked for: the server went away before the last rate or probe, a "
     "client process died, or a search ended (--max-probes, --max-rate) without an answer to every target",
     Status.SLO_MISSED: "with --strict: complete and valid, but too few requests met the SLOs at any rate",
-    Status.NOT_JUDGED: "compare: nothing could be judged",
+    Status.NOT_JUDGED: "compare: nothing could be judged (all invalid, or offered different loads)",
     Status.INTERRUPTED: "interrupted; what was measured is written",
 }
 _TABLE = "; ".join(f"{status.value} {text}" for status, text in MEANINGS.items())

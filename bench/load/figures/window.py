@@ -89,7 +89,9 @@ def resolve(window: Window | SteadyWindow, run: RunRecord) -> Span:
     if not is_empty:
         rule += f": requests scheduled from {start_s:.3f} s to {end_s:.3f} s"
     else:
-        rule += f": nothing is left of the {max(0.0, last_s - first_s):.3g} s in which requests were scheduled"
+        rule += (
+            f": nothing is left of the {max(0.0, last_s - first_s):.3g} s in which requests were scheduled"
+        )
         end_s = start_s
     return Span(
         start_s=start_s, end_s=end_s, is_whole_run=False, rule=rule, is_empty=is_empty, left_out=left_out

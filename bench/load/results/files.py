@@ -23,13 +23,13 @@ def check_output(path: Path) -> None:
     """Make the parents of `path` and try whether a file can be written there. Leaves no file.
 
     Raises:
-        ConfigError: it is a directory, or its directory cannot be made or written.
+        BatonError: it is a directory, or its directory cannot be made or written.
     """
     temporary = _temporary(path)
     try:
         _open_new(path, temporary).close()
     except OSError as error:
-        raise ConfigError(_cannot_write(path, error)) from error
+        raise BatonError(_cannot_write(path, error)) from error
     finally:
         _remove(temporary)
 
@@ -38,7 +38,8 @@ def check_output_with_text(path: Path) -> None:
     """`check_output` for a result at `path` and the same as text beside it, with the ending `.txt`.
 
     Raises:
-        ConfigError: one of them cannot be written, or the text would take the result's place.
+        BatonError: one of them cannot be written.
+        ConfigError: the text would take the result's place.
     """
     beside = path.with_suffix(".txt")
     if beside == path:

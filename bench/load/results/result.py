@@ -27,7 +27,7 @@ from bench.load.figures.summary import Summary
 from bench.load.figures.validity import cpu_share, judge
 from bench.load.plan import Plan
 from bench.load.records import RequestRecord, RunRecord
-from bench.load.results.checks import check_keys, check_requests
+from bench.load.results.checks import check_keys, check_requests, check_search
 from bench.load.results.files import json_safe, write_or_rescue
 from bench.load.results.result_keys import (
     counts_keys,
@@ -39,7 +39,7 @@ from bench.load.results.result_keys import (
     window_block,
 )
 from bench.load.results.vllm_keys import detailed_arrays, ramp_keys
-from bench.load.results.workload_text import workload_cautions
+from bench.load.results.workload_text import absurd_rate, workload_cautions
 from cluster.errors import BatonError
 
 SCHEMA_VERSION = 1
@@ -68,7 +68,7 @@ def build_result(
         environment.get("backend", "openai"),
         plan.arrival.rate,
     )
-    validity = judge(run, summary)
+    validity, sent = judge(run, summary), sent_keys(run, summary, plan.arrival)
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "kind": RUN,
@@ -81,11 +81,11 @@ def build_result(
         "tokenizer_id": environment.get("tokenizer_id", model),
         "valid": validity.valid,
         "invalid_reasons": list(validity.invalid_reasons),
-        "cautions": [*validity.cautions, *workload_cautions(plan.workload)],
+        "cautions": [*validity.cautions, *workload_cautions(plan.workload), *absurd_rate(plan, sent)],
         "is_complete": run.is_complete,
         "notes": run.notes,
         "server_gone": run.server_gone,
-        **sent_keys(run, summary),
+        **sent,
         "request_rate": "inf" if rate is None or math.isinf(rate) else rate,
         "burstiness": plan.arrival.burstiness,
         "max_concurrency": plan.arrival.closed_loop,
@@ -152,8 +152,7 @@ def read_search(path: Path) -> dict[str, Any]:
         BatonError: as `read_any`, or it is not whole.
     """
     found = read_any(path)
-    if not all(isinstance(found.get(key), list) for key in ("answers", "probes", "runs")):
-        raise BatonError(f"`{path}` is not the whole result of a search; search again")
+    check_search(path, found)
     return found
 
 
