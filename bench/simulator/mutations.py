@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.out is not None:
         try:
             check_output_with_text(given.out)
-        except ConfigError as error:
+        except BatonError as error:
             parser.error(str(error))
     started = time.perf_counter()
     lines = [f"{'rule broken':<46} {'seeds':>5}  found as"]
