@@ -28,7 +28,7 @@ from bench.simulator.mutation import Mutation
 from bench.simulator.results import header, made, write
 from bench.simulator.scenario import draw
 from bench.simulator.simulation import Simulation
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import BatonError
 
 MUTATIONS: Final = ROUTER_MUTATIONS + WORKER_MUTATIONS
 DEFAULT_SEEDS = 200
