@@ -142,8 +142,6 @@ def test_sweep_writes_a_file_per_rate_and_compare_reads_them(mock: MockProcess, 
     table = bench("compare", *map(str, paths))
     assert table.exit_code == 7, table.exception  # another load is no merit
     assert "output" in table.output
-    assert "×" in table.output
-    assert bench("compare", str(paths[0]), str(paths[0])).exit_code == 0
     page = bench("report", *map(str, paths), "--out", str(tmp_path / "all.html"))
     assert page.exit_code == 0, page.exception
     assert (tmp_path / "all.html").stat().st_size > 1000

