@@ -8,7 +8,6 @@ import pytest
 
 from bench.peers import __main__ as command
 
-RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
 OTHERS = [
     '{"schema_version": 1, "kind": "run", "completed": 3, "valid": true}',
     "{}",
@@ -37,13 +36,6 @@ def test_what_is_no_comparison_is_refused_and_left_alone(
     assert said.err.count("\n") == 1
     assert given.read_bytes() == text.encode("latin-1")
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("peers-*.json")), ids=lambda path: path.name)
-def test_the_committed_tables_are_what_their_files_say(path: Path, tmp_path: Path) -> None:
-    assert command.main(["--from", str(path), "--out", str(tmp_path / "anew")]) == 0
-    assert (tmp_path / "anew.json").read_bytes() == path.read_bytes()
-    assert (tmp_path / "anew.md").read_text() == path.with_suffix(".md").read_text()
 
 
 def test_the_help_says_that_the_file_itself_is_written(capsys: pytest.CaptureFixture[str]) -> None:
