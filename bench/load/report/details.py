@@ -62,8 +62,8 @@ WORDS = (
     ),
     (
         "Goodput",
-        "Measured requests that ended OK inside every SLO, per second from the window's start to the last end "
-        "of them all; output and throughput are over the same time.",
+        "Measured requests that ended OK inside every SLO, per second from the window's start to the last "
+        "end of them all; output and throughput are over the same time.",
     ),
     (
         "Send lag",
