@@ -17,7 +17,7 @@ from bench.chaos.report import to_json, to_table
 from bench.chaos.run import TWO_AND_TWO, ChaosSettings, run_chaos
 from bench.load.results.files import check_output_with_text, write_atomically
 from bench.machine import cpu_facts
-from cluster.errors import ConfigError
+from cluster.errors import BatonError
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -37,7 +37,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         check_output_with_text(given.out)  # not only when the run is over
-    except ConfigError as error:
+    except BatonError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is stopped on the way out
     settings = ChaosSettings(

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
 
-from bench.load.cli_checks import check_outputs, check_unvaried, parse_rates, slo_notes
-from bench.load.cli_hints import HintingCommand, PlainCommand
+from bench.load.cli_checks import check_outputs, check_unvaried, overwritten, parse_rates, slo_notes
+from bench.load.cli_hints import HintingCommand, PlainCommand, PlainGroup
 from bench.load.cli_load import ARRIVALS, MEASURING, LoadOptions
 from bench.load.cli_options import option, options
 from bench.load.cli_screen import note, say
@@ -30,7 +29,7 @@ from bench.load.goodput.probing import server_lost
 from bench.load.plans.settings import at_rate
 from bench.load.report import ReportRun, ReportSearch, render_report
 from bench.load.results.compare import as_text, compare_results
-from bench.load.results.files import as_unicode, check_output, json_safe, write_atomically
+from bench.load.results.files import as_unicode, check_output, json_safe, write_or_rescue
 from bench.load.results.result import (
     SEARCH,
     read_any,
@@ -45,6 +44,7 @@ from cluster.errors import ConfigError
 
 app = typer.Typer(
     name="bench",
+    cls=PlainGroup,
     help=__doc__,
     no_args_is_help=True,
     add_completion=False,
@@ -75,7 +75,7 @@ def run(given: RunOptions) -> None:
     with uninterrupted() as stop:
         plan, how = plan_settings(given), run_settings(given)
         check_outputs(given.report, requests_of=_files(given.out))
-        _say_notes(given)
+        _say_notes(given, overwritten(given.report, requests_of=_files(given.out)))
         session = Session.open(given, stop)
         measurement = session.measure(session.fit(plan), how)
         written: list[str] = []
@@ -98,7 +98,7 @@ def sweep(given: SweepOptions) -> None:
         outs = {rate: _of_rate(given.out, rate) for rate in rates}
         check_outputs(given.report, requests_of=[path for out in outs.values() for path in _files(out)])
         plans = [at_rate(settings, rate, settings.seed, settings.salt + i) for i, rate in enumerate(rates)]
-        _say_notes(given)
+        _say_notes(given, overwritten(given.report, *outs.values()))
         session = Session.open(given, stop)
         plans = [session.fit(plan) for plan in plans]
         session.check(plans)
@@ -136,13 +136,13 @@ def max_goodput(given: SearchOptions) -> None:
     with uninterrupted() as stop:
         search = Search.of(given)
         check_outputs(given.out, given.report)
-        _say_notes(given)
+        _say_notes(given, overwritten(given.out, given.report))
         found, measured = search.run(Session.open(given, stop), given.label)
         found = json_safe(found)
         written: list[str] = []
         try:
             if given.out is not None:
-                write_atomically(given.out, [orjson.dumps(found, option=orjson.OPT_INDENT_2), b"\n"])
+                write_result(given.out, found)
                 written += [f"written: {given.out}"]
             written += _write_report(given.report, measured, found)
         finally:
@@ -164,8 +164,8 @@ def report(
     for path in results:
         if read_any(path).get("kind") == SEARCH:
             found = read_search(path)
-            searches.append(ReportSearch(found["label"] or path.stem, found))
-            runs += [ReportRun(result) for result in found["runs"]]
+            searches.append(ReportSearch(found.get("label") or path.stem, found))
+            runs += [ReportRun(result, is_probe=True) for result in found["runs"]]
         else:
             runs.append(ReportRun(read_result(path), read_run(path)))
     say(_write_text(out, render_report(runs, searches)))
@@ -193,8 +193,8 @@ def mock(context: typer.Context) -> None:
     raise typer.Exit(serve_mock(context.args, "baton bench mock"))
 
 
-def _say_notes(given: LoadOptions) -> None:
-    for text in slo_notes(given.slo):
+def _say_notes(given: LoadOptions, others: Iterable[str]) -> None:
+    for text in (*slo_notes(given.slo), *others):
         note(f"note: {text}")
 
 
@@ -220,9 +220,11 @@ def _write_report(
     if path is None:
         return []
     searches = [] if found is None else [ReportSearch(found["url"], found)]
-    return _write_text(path, render_report([ReportRun(one.result, one.run) for one in measured], searches))
+    runs = [ReportRun(one.result, one.run, is_probe=found is not None) for one in measured]
+    return _write_text(path, render_report(runs, searches))
 
 
 def _write_text(path: Path, text: str) -> list[str]:
-    write_atomically(path, [as_unicode(text).encode()])
+    page = as_unicode(text).encode()
+    write_or_rescue([(path, lambda: [page])])
     return [f"written: {path}"]

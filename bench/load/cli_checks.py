@@ -13,9 +13,10 @@ from pathlib import Path
 
 from bench.load.cli_load import LoadOptions, is_given
 from bench.load.plans.arrivals import check_rate
+from bench.load.plans.trace_formats import FORMATS
 from bench.load.results.files import check_output
 from bench.load.results.result import requests_path
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError
 
 # Options that do something only with another one.
 _PARTNERS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -25,6 +26,7 @@ _PARTNERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("random_think",), "think"),
     (("keep_text", "save_detailed"), "out"),
     (("target",), "strict"),
+    (("strict",), "slo"),
 )
 # Options that describe the same thing in two ways, and why only one can hold.
 _RIVALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -63,6 +65,7 @@ def check_options(given: LoadOptions) -> None:
     """
     Raises:
         ConfigError: an option that does nothing, contradicts another or is out of range.
+        BatonError: a file that cannot be read.
     """
     named = [name for name in _WORKLOADS if is_given(given, name)]
     if len(named) > 1 and named != ["sharegpt", "turns"]:
@@ -90,6 +93,8 @@ def check_options(given: LoadOptions) -> None:
         raise ConfigError("--rate inf: all at once is --arrival burst, with --requests N and no --rate.")
     if given.rate is not None:
         check_rate(given.rate)
+    if given.trace_format is not None and given.trace_format not in FORMATS:
+        raise ConfigError(f"--trace-format {given.trace_format}: use {', '.join(FORMATS)}.")
     for name in ("out", "report"):
         if is_given(given, name) and not getattr(given, name).name:
             raise ConfigError(f"Cannot write {flag(name)} `{getattr(given, name)}`: give the name of a file.")
@@ -100,19 +105,23 @@ def check_options(given: LoadOptions) -> None:
 
 
 def _check_input(name: str, path: Path) -> None:
+    """
+    Raises:
+        BatonError: the file that is there, or not, refuses.
+    """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise ConfigError(f"{name} {path}: there is no such file.") from None
+        raise BatonError(f"{name} {path}: there is no such file.") from None
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{name} {str(path)[:80]!r}: it cannot be read ({why}).") from None
+        raise BatonError(f"{name} {str(path)[:80]!r}: it cannot be read ({why}).") from None
     if stat.S_ISDIR(mode):
-        raise ConfigError(f"{name} {path}: that is a directory; give the file in it.")
+        raise BatonError(f"{name} {path}: that is a directory; give the file in it.")
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"{name} {path}: that is no ordinary file; write what it gives into one.")
+        raise BatonError(f"{name} {path}: that is no ordinary file; write what it gives into one.")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{name} {path}: it may not be read; change its permissions.")
+        raise BatonError(f"{name} {path}: it may not be read; change its permissions.")
 
 
 def check_unvaried(given: LoadOptions, command: str) -> None:
@@ -130,7 +139,8 @@ def check_outputs(*paths: Path | None, requests_of: Sequence[Path] = ()) -> None
     """Every file that a command will write; `requests_of` are results with a requests file beside them.
 
     Raises:
-        ConfigError: one cannot be written, or two are the same.
+        ConfigError: two are the same.
+        BatonError: one cannot be written.
     """
     wanted = [path for path in paths if path is not None]
     wanted += [one for path in requests_of for one in (path, requests_path(path))]
@@ -139,6 +149,13 @@ def check_outputs(*paths: Path | None, requests_of: Sequence[Path] = ()) -> None
         if places[number] in places[:number]:
             raise ConfigError(f"`{path}` would be written twice: give each output a file of its own.")
         check_output(path)
+
+
+def overwritten(*paths: Path | None, requests_of: Sequence[Path] = ()) -> list[str]:
+    """One line where results of an earlier run will be replaced."""
+    wanted = [*(path for path in paths if path is not None), *requests_of]
+    there = [f"`{path}`" for path in wanted if path.exists()]
+    return [f"{', '.join(there)} will be overwritten"] if there else []
 
 
 def parse_numbers(name: str, text: str) -> list[float]:

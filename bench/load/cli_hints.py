@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from cluster.errors import ConfigError
 
@@ -59,6 +59,21 @@ class PlainCommand(TyperCommand):
             message = error.format_message().rstrip(".")
             raise ConfigError(f"{message}; see {ctx.command_path} --help") from None
         return parsed
+
+
+class PlainGroup(TyperGroup):
+    """Commands, of which one that does not exist is one line, too."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """
+        Raises:
+            ConfigError: there is no such command.
+        """
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            message = error.format_message().rstrip(".")
+            raise ConfigError(f"{message}; see {ctx.command_path} --help") from None
 
 
 class HintingCommand(PlainCommand):

@@ -44,7 +44,10 @@ class LoadOptions:
     random_think: bool = option(False, "draw think times from an exponential distribution", REQUESTS)
     system_tokens: int = option(0, "length of the system message that all chats share", REQUESTS)
     trace: Path | None = option(
-        None, "trace file: Azure CSV, Mooncake JSONL, BurstGPT CSV, canonical JSONL", REQUESTS
+        None,
+        "trace file: Azure CSV, BurstGPT CSV (times in seconds), Mooncake JSONL or canonical JSONL of "
+        "timestamp, input_length, output_length (timestamp in milliseconds)",
+        REQUESTS,
     )
     trace_format: str | None = option(
         None, "azure, mooncake, burstgpt or canonical (default: detected)", REQUESTS

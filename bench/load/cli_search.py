@@ -95,6 +95,7 @@ class Search:
             title = f"probe {number + 1}: {probe.rate:.4g} req/s, seed {probe.seed}"
             return session.measure(aimed, self.how, title=title)
 
+        session.check([at_rate(plan, self.settings.start_rate, self.settings.seeds[0], plan.salt)])
         say(opening_lines(self.settings, self.duration_s, self.how.window))
         found, measured = find_max_goodput(self.settings, measure, _tell)
         first = measured[0].result if measured else {}

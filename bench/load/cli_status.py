@@ -33,14 +33,15 @@ class Status(IntEnum):
 
 MEANINGS: Mapping[Status, str] = {
     Status.DONE: "complete and valid (report: written; compare: judged; mock: ended by a signal)",
-    Status.ERROR: "an error: nothing was measured, or a file could not be read or written",
-    Status.USAGE: "a command line that cannot work",
+    Status.ERROR: "the world refused: a server, a model it does not serve, or a file that cannot be read or "
+    "written or is not what it should be",
+    Status.USAGE: "the command line cannot work as typed, wherever it is typed",
     Status.INVALID: "measured, but INVALID: the figures do not describe the server, the result says why",
     Status.NOTHING_SUCCEEDED: "measured, and no request succeeded",
     Status.INCOMPLETE: "not all that was asked for: the server went away before the last rate or probe, a "
     "client process died, or a search ended (--max-probes, --max-rate) without an answer to every target",
     Status.SLO_MISSED: "with --strict: complete and valid, but too few requests met the SLOs at any rate",
-    Status.NOT_JUDGED: "compare: nothing could be judged",
+    Status.NOT_JUDGED: "compare: nothing could be judged (all invalid, or offered different loads)",
     Status.INTERRUPTED: "interrupted; what was measured is written",
 }
 _TABLE = "; ".join(f"{status.value} {text}" for status, text in MEANINGS.items())
@@ -64,7 +65,7 @@ def exit_status(
         return Status.INTERRUPTED
     if not is_complete:
         return Status.INCOMPLETE
-    if not any(result["completed"] for result in results):
+    if _none_succeeded(results):
         return Status.NOTHING_SUCCEEDED
     if not all(result["valid"] for result in results):
         return Status.INVALID
@@ -79,8 +80,13 @@ def search_status(found: Mapping[str, Any], stop: StopSwitch, is_strict: bool) -
         return Status.INTERRUPTED
     if not found["is_complete"] or unanswered(found):
         return Status.INCOMPLETE
-    if not any(run["completed"] for run in found["runs"]):
+    if _none_succeeded(found["runs"]):
         return Status.NOTHING_SUCCEEDED
     if invalid_ends(found):
         return Status.INVALID
     return Status.SLO_MISSED if is_strict and out_of_reach(found) else Status.DONE
+
+
+def _none_succeeded(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Of those that were to be measured: where the warm-up left none, nothing is known of the server."""
+    return any(one["num_prompts"] for one in results) and not any(one["completed"] for one in results)

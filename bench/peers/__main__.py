@@ -48,7 +48,8 @@ def parser() -> argparse.ArgumentParser:
         "--from",
         dest="source",
         type=Path,
-        help="measure nothing: write the table of this JSON file anew, beside it (or to --out)",
+        help="measure nothing: write the table of this comparison's JSON file anew, and the JSON, too: "
+        "over this file, unless --out says where",
     )
     made.add_argument("--resume", type=Path, help="JSON file of an earlier comparison to add rounds to")
     made.add_argument(

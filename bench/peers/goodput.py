@@ -19,10 +19,11 @@ _OF_THE_TABLE = "an interval needs"  # its text says for all rows why most have 
 def goodput_of(account: Mapping[str, Any]) -> list[Goodput]:
     """Max goodput per target share."""
     answers = msgspec.convert(account["answers"], list[TargetAnswer])
-    return [_goodput(answer, account["notes"]) for answer in answers]
+    max_probes = account.get("settings", {}).get("max_probes")
+    return [_goodput(answer, account["notes"], max_probes) for answer in answers]
 
 
-def _goodput(answer: TargetAnswer, notes: Sequence[str]) -> Goodput:
+def _goodput(answer: TargetAnswer, notes: Sequence[str], max_probes: int | None) -> Goodput:
     figure = figure_of(answer.seeds)
     counted = [one for one in answer.seeds if one.seed in figure.seeds]
     begun = [one for one in answer.seeds if one.end is not End.NOT_SEARCHED]
@@ -50,4 +51,5 @@ def _goodput(answer: TargetAnswer, notes: Sequence[str]) -> Goodput:
             for one in begun
         ],
         is_out_of_reach=bool(counted) and all(one.end is End.OUT_OF_REACH for one in counted),
+        max_probes=max_probes,
     )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from bench.load.results.compare import plain
-from bench.peers.goodput_table import best_goodput, ratio_text
+from bench.peers.goodput_table import best_goodput, ceiling, proven_loss, ratio_text
 from bench.peers.outcome import Goodput, PeerOutcome, mean_of
 
 # field of `Mean`, what it is called, its unit, whether more is better
@@ -65,16 +65,17 @@ def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:
 
 
 def _goodput_loss(own: Goodput, best: Goodput, title: str) -> str | None:
-    theirs, target = _rate(best), f"{own.target:.0%}"
+    theirs, target, most = _rate(best), f"{own.target:.0%}", proven_loss(own, best)
+    but = "" if most is None else f"; {ceiling(own):.3g} req/s failed, so at most {most:.2f} times that"
     if own.requests_per_s is None:
-        return f"of the rates probed none passed at {target}; {title} passed {theirs}"
+        return f"of the rates probed none passed at {target}; {title} passed {theirs}{but}"
     if own.is_out_of_reach:
         return f"{target} is not reachable at any rate; {title} reaches {theirs}"
     if own.requests_per_s >= (best.requests_per_s or 0.0):
         return None
     ratio = ratio_text(own, best)
     times = "an unknown part" if ratio == "–" else f"{ratio} times that"
-    return f"max goodput at {target} of {_rate(own)} is {times} of {title} ({theirs})"
+    return f"max goodput at {target} of {_rate(own)} is {times} of {title} ({theirs}){but}"
 
 
 def _rate(found: Goodput) -> str:

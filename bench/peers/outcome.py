@@ -58,6 +58,9 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     num_seeds: int = 0  # that it rests on
     seeds: list[SeedBracket] = []  # searched at all; empty in older files
     is_out_of_reach: bool = False  # not even requests one at a time met the target: a finding, and no gap
+    max_probes: int | None = (
+        None  # that the search of all targets was allowed; None in files without accounts
+    )
 
 
 class PeerOutcome(msgspec.Struct, kw_only=True):
@@ -188,10 +191,16 @@ def best_peer(
     return max(found, key=lambda pair: pair[1].output_tok_per_s, default=None)
 
 
+def highest_load(family: Sequence[PeerOutcome]) -> int | None:
+    """The most in flight at which any of them has a valid figure."""
+    loads = {run.concurrency for outcome in family for one in outcome.rounds for run in one if run.valid}
+    return max(loads, default=None)
+
+
 def fastest(family: Sequence[PeerOutcome]) -> PeerOutcome | None:
-    """The one with the highest throughput at the highest load that any of them was measured at."""
-    loads = {run.concurrency for outcome in family for one in outcome.rounds for run in one}
-    if not loads:
+    """The one with the highest throughput at `highest_load`."""
+    load = highest_load(family)
+    if load is None:
         return None
-    found = [(mean, outcome) for outcome in family if (mean := mean_of(outcome, max(loads))) is not None]
+    found = [(mean, outcome) for outcome in family if (mean := mean_of(outcome, load)) is not None]
     return max(found, key=lambda pair: pair[0].output_tok_per_s)[1]

@@ -15,14 +15,17 @@ from typing import Any
 import msgspec
 import orjson
 
-from bench.load.results.files import json_safe, write_atomically
+from bench.load.results.files import json_safe, write_or_rescue
 from bench.load.runner import Measurement
 from bench.peers.goodput import goodput_of
+from bench.peers.older_notes import name_loads
 from bench.peers.outcome import Goodput, PeerOutcome
 from bench.peers.table import as_markdown
 from cluster.errors import ConfigError
 
 LEFT_OUT = frozenset({"timeslices", "clients", "environment", "server"})  # bulky, or told once by the parts
+
+_OF_EVERY_COMPARISON = ("parts", "peers")  # another JSON object is not read as an empty comparison
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -107,12 +110,16 @@ def write_files(out: Path, written: Written) -> None:
     """`<out>.json` and `<out>.md`."""
     safe = json_safe(msgspec.to_builtins(written, str_keys=True))
     text = orjson.dumps(safe, option=orjson.OPT_INDENT_2)
-    write_atomically(out.with_name(f"{out.name}.json"), [text, b"\n"])
     runs = [run for outcome in written.peers for one in outcome.rounds for run in one]
     concurrencies = sorted({run.concurrency for run in runs})
     facts = [(part.facts, part.machine) for part in written.parts]
     table = as_markdown(written.peers, concurrencies, facts, written.not_measured)
-    write_atomically(out.with_name(f"{out.name}.md"), [table.encode()])
+    write_or_rescue(
+        [
+            (out.with_name(f"{out.name}.json"), lambda: [text, b"\n"]),
+            (out.with_name(f"{out.name}.md"), lambda: [table.encode()]),
+        ]
+    )
 
 
 def read_written(path: Path) -> Written:
@@ -123,16 +130,19 @@ def read_written(path: Path) -> Written:
     """
     try:
         whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if missing := [key for key in _OF_EVERY_COMPARISON if not whole.get(key)]:
+            raise ConfigError(f"{path} is not the JSON file of a comparison: it has no `{missing[0]}`")
         for peer in whole.get("peers", ()):
             peer["rounds"] = [[_with_nan(run) for run in one] for one in peer["rounds"]]
         written = msgspec.convert(whole, Written, str_keys=True)
         for outcome in written.peers:
             account = written.searches.get(outcome.name, {})
             outcome.goodput = goodput_of(account) if "answers" in account else _bounds(outcome.goodput)
+        name_loads(written.peers)
         return written
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, TypeError, KeyError) as error:
+    except (msgspec.MsgspecError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not the JSON file of a comparison: {error}") from None
 
 

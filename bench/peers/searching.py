@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bench.peers.comparison import Comparison
-from bench.peers.outcome import PeerOutcome, fastest, mean_of
+from bench.peers.older_notes import faster_text
+from bench.peers.outcome import PeerOutcome, fastest, highest_load, mean_of
 from bench.peers.peer import Peer
 
 FAR = 0.5  # of the best peer's: below it one seed is enough
@@ -57,8 +58,8 @@ def why_no_search(
         is_named = peer.name in comparison.goodput_names
         return None if is_named else "not among the servers chosen for the search"
     best = fastest_of_family(peer, peers, outcomes)
-    if outcomes[peer.name] is not best:
-        return f"not searched: {best.title if best else 'another'} is the faster one here"
+    if best is not None and best is not outcomes[peer.name]:
+        return f"not searched: {why_faster(best, outcomes[peer.name])}"
     return None
 
 
@@ -66,6 +67,14 @@ def fastest_of_family(
     peer: Peer, peers: Sequence[Peer], outcomes: Mapping[str, PeerOutcome]
 ) -> PeerOutcome | None:
     return fastest([outcomes[other.name] for other in peers if _family(other) == _family(peer)])
+
+
+def why_faster(best: PeerOutcome, outcome: PeerOutcome) -> str:
+    """It was decided at the highest load, and may be otherwise at another."""
+    load = highest_load([best, outcome])
+    if load is None or mean_of(outcome, load) is None:
+        return f"of its kind only {best.title} has a figure at {load} in flight"
+    return faster_text(best.title, load)
 
 
 def _family(peer: Peer) -> str:
@@ -112,7 +121,7 @@ def due_loops(
     outcome = outcomes[peer.name]
     best = fastest_of_family(peer, peers, outcomes)
     if best is not None and best is not outcome:
-        return (), dict.fromkeys(loops, f"no further round: {best.title} is the faster one of its kind")
+        return (), dict.fromkeys(loops, f"no further round: {why_faster(best, outcome)}")
     reasons: dict[int, str] = {}
     for concurrency in loops:
         if is_far_at(outcome, concurrency, list(outcomes.values())):

@@ -28,7 +28,7 @@ from bench.simulator.mutation import Mutation
 from bench.simulator.results import header, made, write
 from bench.simulator.scenario import draw
 from bench.simulator.simulation import Simulation
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import BatonError
 
 MUTATIONS: Final = ROUTER_MUTATIONS + WORKER_MUTATIONS
 DEFAULT_SEEDS = 200
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.out is not None:
         try:
             check_output_with_text(given.out)
-        except ConfigError as error:
+        except BatonError as error:
             parser.error(str(error))
     started = time.perf_counter()
     lines = [f"{'rule broken':<46} {'seeds':>5}  found as"]

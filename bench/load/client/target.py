@@ -143,8 +143,8 @@ def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIM
     """What the server says about itself; `model` None: the first one it lists.
 
     Raises:
-        ConfigError: `model` is not among those served.
-        BatonError: the server cannot be reached, or answers with something that is not a list of models.
+        BatonError: the server cannot be reached, answers with something that is not a list of models, or does
+            not serve `model`.
     """
     reply = _ask(target, "GET", "/v1/models", None, timeout_s)
     if reply.status != 200:
@@ -160,7 +160,7 @@ def probe(target: Target, model: str | None = None, timeout_s: float = PROBE_TIM
     if not cards:
         raise BatonError(f"`{target.url}` serves no model")
     if model is not None and model not in cards:
-        raise ConfigError(f"`{target.url}` does not serve `{model}`; it serves: {', '.join(cards)}")
+        raise BatonError(f"`{target.url}` does not serve `{model}`; it serves: {', '.join(cards)}")
     chosen = model if model is not None else next(iter(cards))
     max_model_len, owned_by = cards[chosen].get("max_model_len"), cards[chosen].get("owned_by")
     return ServerInfo(

@@ -11,13 +11,13 @@ What is counted over what:
   skipped request met nothing.
 - Latency distributions: the requests that ended OK, and of those the ones that have the figure; `num` says
   how many.
-- Whole run: rates are totals of the OK requests ÷ duration (first scheduled to last end).
-- A window: output tokens per second are the tokens of OK requests whose chunk came **inside** it, whenever
-  they were offered, ÷ its length; input tokens count at the request's first chunk, requests at their end.
-  Dividing the totals of the requests offered in it would report the offered load, not what the server
-  delivered.
+- Rates, of throughput and of goodput: the requests scheduled in the window (the whole run: all of them) ÷ the
+  duration, from the window's start to the last end of these requests. So a rate is its total ÷ the duration,
+  as readers of vLLM's files assume, no goodput is above its throughput, and a server that falls behind shows
+  it: what it still had to do for these requests is part of the time.
+- What was delivered inside a window, whenever it was offered, is told apart from them: tokens of OK requests
+  whose chunk came inside it, and OK requests that ended in it, ÷ its length.
 - Partial tokens: what requests streamed that did not end OK. They are in no rate, and counted apart.
-- Goodput: good requests (or their tokens) offered in the window ÷ its length.
 
 What cannot be computed (no samples, no length, no SLO) is None.
 """
@@ -65,10 +65,12 @@ def summarize(
     measured = [(r, x) for r, x, is_in in zip(run.records, latencies, inside, strict=True) if is_in]
     outside = [record for record, is_in in zip(run.records, inside, strict=True) if not is_in]
     done = [(record, latency) for record, latency in measured if record.status is Status.OK]
+    duration_s = _duration_s(span, (record for record, _ in measured))
     lags = [x.send_lag_s for _, x in measured if x.send_lag_s is not None]
     return Summary(
         slos=tuple(slos),
         span=span,
+        duration_s=duration_s,
         num_run_offered=len(run.records),
         num_offered=len(measured),
         by_status=_by_status(record for record, _ in measured),
@@ -80,8 +82,8 @@ def summarize(
             latency.output_len for record, latency in measured if record.status is not Status.OK
         ),
         total_cached_tokens=sum(record.cached_tokens or 0 for record, _ in done),
-        throughput=_throughput(run.records, done, activity, span),
-        goodput=_goodput(measured, slos, span.length_s) if slos else None,
+        throughput=_throughput(run.records, done, activity, span, duration_s),
+        goodput=_goodput(measured, slos, duration_s) if slos else None,
         load=_load(activity, span),
         distributions=_distributions(done, percentiles),
         send_lag=distribution(lags, sorted({*percentiles, 50.0, 99.0})),
@@ -135,30 +137,30 @@ def _distributions(
     }
 
 
+def _duration_s(span: Span, measured: Iterable[RequestRecord]) -> float:
+    """From the window's start to its end, or to the last end of its requests, whichever is later."""
+    last_s = max((record.end_s for record in measured if record.end_s is not None), default=span.end_s)
+    return max(span.length_s, last_s - span.start_s)
+
+
 def _throughput(
     records: Sequence[RequestRecord],
     done: Sequence[tuple[RequestRecord, Latency]],
     activity: Activity,
     span: Span,
+    duration_s: float,
 ) -> Throughput:
-    if span.is_whole_run:
-        num_requests = len(done)
-        output_tokens = float(sum(latency.output_len for _, latency in done))
-        input_tokens = sum(_input_len(record) for record, _ in done)
-    else:
-        ok = [record for record in records if record.status is Status.OK]
-        num_requests = sum(_within(record.end_s, span) for record in ok)
-        output_tokens = activity.ok_tokens_between(span.start_s, span.end_s)
-        input_tokens = sum(
-            _input_len(record)
-            for record in ok
-            if record.chunk_times_s and _within(record.chunk_times_s[0], span)
-        )
+    output_tokens = sum(latency.output_len for _, latency in done)
+    input_tokens = sum(_input_len(record) for record, _ in done)
+    num_ended = sum(_within(record.end_s, span) for record in records if record.status is Status.OK)
+    delivered = activity.ok_tokens_between(span.start_s, span.end_s)
     return Throughput(
-        requests=per_second(num_requests, span.length_s),
-        output_tokens=per_second(output_tokens, span.length_s),
-        total_tokens=per_second(input_tokens + output_tokens, span.length_s),
+        requests=per_second(len(done), duration_s),
+        output_tokens=per_second(output_tokens, duration_s),
+        total_tokens=per_second(input_tokens + output_tokens, duration_s),
         max_output_tokens_in_a_second=activity.max_ok_tokens_in_a_second(span.start_s, span.end_s),
+        delivered_requests=per_second(num_ended, span.length_s),
+        delivered_output_tokens=per_second(delivered, span.length_s),
     )
 
 

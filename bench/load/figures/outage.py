@@ -59,6 +59,33 @@ def find_outage(records: Sequence[RequestRecord]) -> Outage | None:
     )
 
 
+class Silence(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a server that no longer answers, where no connection was refused after an answer."""
+
+    start_s: float  # when a connection broke after the last sign of it, else that sign
+    was_heard: bool  # headers or content had come from it
+    num_offered_after: int  # requests due from then on
+
+
+def find_silence(records: Sequence[RequestRecord]) -> Silence:
+    heard_s = [max(_signs(record)) for record in records if _signs(record)]
+    last_s = max(heard_s, default=min((record.scheduled_s for record in records), default=0.0))
+    broke_s = [_end_s(one) for one in records if one.status is Status.CONNECTION and _end_s(one) >= last_s]
+    start_s = min(broke_s, default=last_s)
+    return Silence(
+        start_s=start_s,
+        was_heard=bool(heard_s),
+        num_offered_after=sum(record.scheduled_s >= start_s for record in records),
+    )
+
+
+def _signs(record: RequestRecord) -> list[float]:
+    """Moments at which something came from the server; a frozen one still takes connections."""
+    headers_s = [] if record.headers_s is None else [record.headers_s]
+    answered_s = [_end_s(record)] if record.status in (Status.OK, Status.REFUSED) else []
+    return [*headers_s, *record.chunk_times_s, *answered_s]
+
+
 def was_unreachable(run: RunRecord) -> bool:
     """Whether some connection could not be opened: what became of the requests then is not the load's
     doing.

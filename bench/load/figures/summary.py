@@ -36,12 +36,14 @@ class ErrorCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
-    """Per second of the window."""
+    """Per second of the duration; what was delivered, per second of the window."""
 
     requests: float | None
     output_tokens: float | None
     total_tokens: float | None  # input and output
     max_output_tokens_in_a_second: float
+    delivered_requests: float | None  # that ended inside the window, whenever they were offered
+    delivered_output_tokens: float | None
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +71,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     slos: tuple[Slo, ...]
     span: Span
+    duration_s: float  # of the window and of what was still to be done for its requests
     num_run_offered: int  # of the whole run
     num_offered: int  # of the window
     by_status: dict[str, int]  # every status, of the window
@@ -84,10 +87,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     distributions: dict[str, Distribution]  # by vLLM's names
     send_lag: Distribution  # of all sent requests of the window, failed ones too; has p50 and p99
     timeslices: tuple[Timeslice, ...]
-
-    @property
-    def duration_s(self) -> float:
-        return self.span.length_s
 
     @property
     def completed(self) -> int:

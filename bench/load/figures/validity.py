@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.load.figures.outage import Outage, find_outage
+from bench.load.figures.outage import Outage, find_outage, find_silence
 from bench.load.figures.punctuality import (
     MAX_LAG_SHARE_OF_TTFT,
     MAX_READ_SHARE,
@@ -25,6 +25,7 @@ from bench.load.figures.summary import Summary
 from bench.load.records import ClientReport, RequestRecord, RunRecord, Status
 
 BUSY_CPU_SHARE = 0.25  # from here on, lateness is put down to the client's own work
+MIN_NUM_IN_WINDOW = 10  # requests; fewer, and most of the run left out, is a caution
 MAX_CPU_SHARE = 0.90  # of the one core that a client process can use
 
 
@@ -52,6 +53,7 @@ def judge(run: RunRecord, summary: Summary) -> Validity:
         *_other_lengths(run.records, "output"),
     ]
     cautions = [
+        *_few(summary),
         *(() if is_read_too_late else read_late),
         *(_outage(run) if run.server_gone is None else ()),
         *_without_token(measured),
@@ -80,10 +82,27 @@ def _incomplete(run: RunRecord) -> list[str]:
 def _empty(summary: Summary) -> list[str]:
     if summary.num_offered:
         return []
+    if not summary.num_run_offered:
+        return ["No request was offered: there is nothing to measure."]
+    left_out = summary.span.left_out
     return [
-        f"No request was scheduled in the window ({summary.span.rule}), out of {summary.num_run_offered} "
-        "offered: run longer or leave out less."
+        f"{left_out[:1].upper()}{left_out[1:]} left none of the {_requests(summary.num_run_offered)} to "
+        "measure: run longer, or leave out less."
     ]
+
+
+def _few(summary: Summary) -> list[str]:
+    num, num_run, left_out = summary.num_offered, summary.num_run_offered, summary.span.left_out
+    if not 0 < num < MIN_NUM_IN_WINDOW or 2 * num > num_run:
+        return []
+    return [
+        f"{left_out[:1].upper()}{left_out[1:]} left only {num} of the {_requests(num_run)} to measure: run "
+        "longer, or leave out less."
+    ]
+
+
+def _requests(num: int) -> str:
+    return f"{num} request{'' if num == 1 else 's'}"
 
 
 def _client_limits(records: Sequence[RequestRecord]) -> list[str]:
@@ -130,15 +149,19 @@ def _gone(run: RunRecord) -> list[str]:
             f"{_away(outage)}, and did not come back ({run.server_gone}): {outage.num_refused} connections "
             f"could not be opened. {_after(outage, run.records)}"
         ]
-    num_ok = sum(record.status is Status.OK for record in run.records)
+    silence = find_silence(run.records)
+    num_ok, num = sum(record.status is Status.OK for record in run.records), len(run.records)
+    when = f"after {silence.start_s:.1f} s" if silence.was_heard else "before it had answered at all"
+    since = "" if silence.was_heard else f" ({silence.start_s:.1f} s)"
     return [
-        f"The server stopped answering ({run.server_gone}): {num_ok} of the {len(run.records)} offered "
-        "requests had succeeded; the figures count them all."
+        f"The server stopped answering {when} ({run.server_gone}), when {_requests(num_ok)} had succeeded. "
+        f"{silence.num_offered_after} of the {num} offered requests were due after that moment{since}; the "
+        "figures count them all."
     ]
 
 
 def _away(outage: Outage) -> str:
-    when = f"when {outage.num_ok_before} requests had succeeded"
+    when = f"when {_requests(outage.num_ok_before)} had succeeded"
     return f"The server went away after {outage.start_s:.1f} s, {when}"
 
 

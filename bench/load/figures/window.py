@@ -51,13 +51,16 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float
     is_whole_run: bool
     rule: str
+    is_empty: bool = False  # more is left out than there was
+    left_out: str = ""  # what the requests outside it are left out by: `the warm-up of 5 s`
 
     @property
     def length_s(self) -> float:
         return max(0.0, self.end_s - self.start_s)
 
     def contains(self, record: RequestRecord) -> bool:
-        return self.is_whole_run or self.start_s <= record.scheduled_s <= self.end_s
+        is_inside = not self.is_empty and self.start_s <= record.scheduled_s <= self.end_s
+        return self.is_whole_run or is_inside
 
 
 WHOLE_RUN = Window()
@@ -77,13 +80,27 @@ def resolve(window: Window | SteadyWindow, run: RunRecord) -> Span:
     last_s = min(max((record.scheduled_s for record in run.records), default=0.0), last_end_s)
     if isinstance(window, SteadyWindow):
         trim_s, why = _steady_trim(run.records, last_s - first_s)
-        start_s, end_s = first_s + trim_s, last_s - trim_s
+        start_s, end_s, left_out = first_s + trim_s, last_s - trim_s, "the steady window"
         rule = f"steady window: without {trim_s:.3g} s at each side of the offering ({why})"
     else:
-        start_s, end_s = first_s + window.warmup_s, last_s - window.cooldown_s
+        start_s, end_s, left_out = first_s + window.warmup_s, last_s - window.cooldown_s, _left_out(window)
         rule = f"without {window.warmup_s:g} s of warm-up and {window.cooldown_s:g} s of cool-down"
-    rule += f": requests scheduled from {start_s:.3f} s to {end_s:.3f} s"
-    return Span(start_s=start_s, end_s=end_s, is_whole_run=False, rule=rule)
+    is_empty = start_s > end_s
+    if not is_empty:
+        rule += f": requests scheduled from {start_s:.3f} s to {end_s:.3f} s"
+    else:
+        rule += (
+            f": nothing is left of the {max(0.0, last_s - first_s):.3g} s in which requests were scheduled"
+        )
+        end_s = start_s
+    return Span(
+        start_s=start_s, end_s=end_s, is_whole_run=False, rule=rule, is_empty=is_empty, left_out=left_out
+    )
+
+
+def _left_out(window: Window) -> str:
+    parts = (("warm-up", window.warmup_s), ("cool-down", window.cooldown_s))
+    return " and ".join(f"the {name} of {length_s:g} s" for name, length_s in parts if length_s)
 
 
 def _steady_trim(records: Sequence[RequestRecord], offering_s: float) -> tuple[float, str]:

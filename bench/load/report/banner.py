@@ -21,62 +21,81 @@ from bench.load.report.values import (
 MAX_CAUTIONS = 6  # of a search's many probes
 
 
-def banner(runs: Sequence[ReportRun], names: Sequence[str]) -> Markup:
-    """INVALID with every reason; or unknown; or valid, with the client's own figures."""
+def banner(runs: Sequence[ReportRun], names: Sequence[str], searches: Sequence[ReportSearch] = ()) -> Markup:
+    """INVALID with every reason, or unknown: of any run or search on the page. Only where all is well: valid,
+    with the client's own figures. A search's probes are judged by what its answers rest on.
+    """
     named = list(zip(names, runs, strict=True))
-    invalid = [(name, run.result) for name, run in named if run.result.get("valid") is False]
-    unknown = [name for name, run in named if not isinstance(run.result.get("valid"), bool)]
-    incomplete = [(name, run.result) for name, run in named if not is_complete(run)]
-    parts: list[Markup] = []
-    if invalid:
-        of = f" ({len(invalid)} of {len(runs)} runs)" if len(runs) > 1 else ""
-        reasons = [f"{n}: {_reasons(result)}" if len(runs) > 1 else _reasons(result) for n, result in invalid]
-        parts.append(_box("bad", f"INVALID{of}: these figures do not describe the server.", reasons))
-    if incomplete:
-        of = f" ({len(incomplete)} of {len(runs)} runs)" if len(runs) > 1 else ""
-        reasons = [f"{n}: {_cut_short(r)}" if len(runs) > 1 else _cut_short(r) for n, r in incomplete]
-        parts.append(_box("bad", f"INCOMPLETE{of}: these figures are of a part of the load.", reasons))
-    if unknown:
-        which = f": {', '.join(unknown)}" if len(runs) > 1 else ""
-        why = "The result file does not say whether the client kept up."
-        parts.append(_box("warn", f"Validity unknown{which}", [why]))
+    own = [(name, run) for name, run in named if not run.is_probe]
+    parts = [*_run_doubts(own), *_search_doubts(searches)]
     if runs and not parts:
-        parts.append(_box("good", f"Valid. {_client_words(runs)}", []))
-    if (how := unlike(runs)) is not None:
+        believed = [run for run in runs if run.result.get("valid") is not False]
+        parts.append(_box("good", f"Valid. {_client_words(believed)}", []))
+    parts += _unused_probes(searches)
+    if (how := unlike([run for _, run in own])) is not None:
         why = f"They differ in {how}. No line joins them, and their figures are not of the same work."
         parts.append(_box("warn", "These runs are not one sweep.", [why]))
-    if notes := [text for name, run in named for text in _told(name, run, "notes")]:
+    if notes := [text for name, run in own for text in _told(name, run, "notes")]:
         parts.append(_box("warn", "Notes", notes))
-    if cautions := [text for name, run in named for text in _told(name, run, "cautions")]:
+    if cautions := _cautions(named):
         parts.append(_box("warn", "Caution", cautions))
     return join(parts)
 
 
-def search_banner(
-    searches: Sequence[ReportSearch], runs: Sequence[ReportRun], names: Sequence[str]
-) -> Markup:
+def _run_doubts(named: Sequence[tuple[str, ReportRun]]) -> list[Markup]:
+    num = len(named)
+    invalid = [(name, run.result) for name, run in named if run.result.get("valid") is False]
+    unknown = [name for name, run in named if not isinstance(run.result.get("valid"), bool)]
+    incomplete = [(name, run.result) for name, run in named if not is_complete(run)]
+    parts = []
+    if invalid:
+        of = f" ({len(invalid)} of {num} runs)" if num > 1 else ""
+        reasons = [f"{n}: {_reasons(result)}" if num > 1 else _reasons(result) for n, result in invalid]
+        parts.append(_box("bad", f"INVALID{of}: these figures do not describe the server.", reasons))
+    if incomplete:
+        of = f" ({len(incomplete)} of {num} runs)" if num > 1 else ""
+        reasons = [f"{n}: {_cut_short(r)}" if num > 1 else _cut_short(r) for n, r in incomplete]
+        parts.append(_box("bad", f"INCOMPLETE{of}: these figures are of a part of the load.", reasons))
+    if unknown:
+        which = f": {', '.join(unknown)}" if num > 1 else ""
+        why = "The result file does not say whether the client kept up."
+        parts.append(_box("warn", f"Validity unknown{which}", [why]))
+    return parts
+
+
+def _search_doubts(searches: Sequence[ReportSearch]) -> list[Markup]:
     """An answer is only as good as the probes that it rests on; others that were invalid do not touch it."""
-    parts: list[Markup] = []
-    used = [f"{search.name}: {text}" for search in searches for text in invalid_ends(search.outcome)]
-    if used:
+    parts = []
+    if used := [f"{search.name}: {text}" for search in searches for text in invalid_ends(search.outcome)]:
         title = "INVALID: an answer rests on probes that the client could not offer; the server may do more."
         parts.append(_box("bad", title, used))
     if unfinished := [text for search in searches for text in _unfinished(search)]:
         title = "INCOMPLETE: an answer is missing, or is what the search knew so far."
         parts.append(_box("bad", title, unfinished))
-    if runs and not parts:
-        believed = [run for run in runs if run.result.get("valid") is not False]
-        parts.append(_box("good", f"Valid. {_client_words(believed)}", []))
-    num_invalid = sum(probe.get("valid") is False for search in searches for probe in _probes(search))
-    if num_invalid and not used:
-        were = "1 probe was" if num_invalid == 1 else f"{num_invalid} probes were"
-        parts.append(_box("warn", f"{were} invalid. No answer rests on it.", []))
-    named = zip(names, runs, strict=True)
-    if cautions := [text for name, run in named for text in _told(name, run, "cautions")]:
-        rest = len(cautions) - MAX_CAUTIONS
-        more = [f"and {rest} more, in the results of the probes"] if rest > 0 else []
-        parts.append(_box("warn", "Caution", [*cautions[:MAX_CAUTIONS], *more]))
-    return join(parts)
+    return parts
+
+
+def search_doubt(search: ReportSearch) -> str | None:
+    """For the page's title."""
+    if invalid_ends(search.outcome):
+        return "INVALID search"
+    return "INCOMPLETE search" if _unfinished(search) else None
+
+
+def _unused_probes(searches: Sequence[ReportSearch]) -> list[Markup]:
+    sound = [search for search in searches if not invalid_ends(search.outcome)]
+    num = sum(probe.get("valid") is False for search in sound for probe in _probes(search))
+    were = "1 probe was" if num == 1 else f"{num} probes were"
+    return [_box("warn", f"{were} invalid. No answer rests on it.", [])] if num else []
+
+
+def _cautions(named: Sequence[tuple[str, ReportRun]]) -> list[str]:
+    """All of the runs, and the first few of a search's many probes."""
+    own = [text for name, run in named if not run.is_probe for text in _told(name, run, "cautions")]
+    probes = [text for name, run in named if run.is_probe for text in _told(name, run, "cautions")]
+    rest = len(probes) - MAX_CAUTIONS
+    more = [f"and {rest} more, in the results of the probes"] if rest > 0 else []
+    return [*own, *probes[:MAX_CAUTIONS], *more]
 
 
 def _unfinished(search: ReportSearch) -> list[str]:

@@ -60,7 +60,11 @@ WORDS = (
         "Attainment",
         "Share of all offered requests, failed and unsent ones included, that ended OK inside the SLO.",
     ),
-    ("Goodput", "Requests per second that ended OK inside every SLO."),
+    (
+        "Goodput",
+        "Measured requests that ended OK inside every SLO, per second from the window's start to the last "
+        "end of them all; output and throughput are over the same time.",
+    ),
     (
         "Send lag",
         "Sent − scheduled; a run is invalid where its p99 is above 5 % of the TTFT SLO (10 ms without one).",

@@ -16,7 +16,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 
-from bench.load.report.banner import banner, search_banner
+from bench.load.report.banner import banner, search_doubt
 from bench.load.report.blocks import charts, doubt_mark, element, fold, section
 from bench.load.report.details import error_table, glossary, settings
 from bench.load.report.distribution_charts import cdf_charts, evenly, length_charts
@@ -49,8 +49,10 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
     runs = tell_apart(runs) if searches else by_load(tell_apart(runs))
     names = run_names(runs)
     title = page_title(runs, bool(searches))
-    num_probes = min(len(runs), sum(len(_probes(one)) for one in searches))
-    mark = None if searches else doubts(runs)  # a search's charts tell its invalid probes apart themselves
+    num_probes = sum(run.is_probe for run in runs)
+    mark = doubts(
+        [run for run in runs if not run.is_probe]
+    )  # a search's charts tell its invalid probes apart
     sections: list[tuple[str, str, Markup]] = []
     if searches:
         found = join([search_tiles(searches), charts([search_chart(searches)])])
@@ -68,7 +70,7 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
     links = [tag("a", {"href": f"#{anchor}"}, name) for anchor, name, _ in sections]
     head = [
         tag("h1", None, title),
-        search_banner(searches, runs, names) if searches else banner(runs, names),
+        banner(runs, names, searches),
         element("p", "lead", lead(runs, num_probes)) if runs else Markup(""),
         headline(runs[0].result) if len(runs) == 1 else Markup(""),
         tag("nav", {"aria-label": "Sections"}, *links),
@@ -78,13 +80,9 @@ def render_report(runs: Sequence[ReportRun], searches: Sequence[ReportSearch] = 
         tag("main", None, *(section(*one) for one in sections)),
         tag("footer", None, "Made by baton bench report. The page loads nothing from anywhere."),
     ]
-    return _document(title if mark is None else f"{mark}: {title}", join(body))
-
-
-def _probes(search: ReportSearch) -> Sequence[object]:
-    """What a search measured: in files one result each, which the probe that ended it has, too."""
-    found: Sequence[object] = search.outcome.get("runs") or search.outcome.get("probes") or ()
-    return found
+    marks = [*([] if mark is None else [mark]), *dict.fromkeys(map(search_doubt, searches))]
+    marked = ", ".join(word for word in marks if word is not None)
+    return _document(f"{marked}: {title}" if marked else title, join(body))
 
 
 def _per_run(runs: Sequence[ReportRun], names: Sequence[str]) -> list[tuple[str, str, Markup]]:

@@ -28,6 +28,7 @@ class ReportRun:
     result: Mapping[str, Any]
     records: RunRecord | None = None
     name: str | None = None
+    is_probe: bool = False  # of a search on the same page, which says itself which probes its answers rest on
 
     @property
     def target(self) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench.load.records import RunRecord
 from cluster.errors import BatonError
 
@@ -16,19 +18,68 @@ REQUIRED = (
     *("num_prompts", "completed", "failed", "duration", "request_throughput", "output_throughput"),
     *("slos_ms", "median_ttft_ms", "median_e2el_ms", "start_unix_s", "wall_s"),
 )
+
+
+class _Result(msgspec.Struct):
+    """What kind of value comparisons and reports take the keys of a result for."""
+
+    valid: bool | None
+    is_complete: bool | None
+    num_prompts: int
+    completed: int
+    failed: int
+    duration: float | None
+    request_throughput: float | None
+    output_throughput: float | None
+    median_ttft_ms: float | None
+    median_e2el_ms: float | None
+    slos_ms: dict[str, float] | None
+    arrival: dict[str, Any]
+    workload: dict[str, Any]
+    window: dict[str, Any]
+    trace: dict[str, Any] | None = None
+    label: str | None = None
+    cautions: list[str] | None = None
+    notes: list[str] | None = None
+    invalid_reasons: list[str] | None = None
+
+
+class _Search(msgspec.Struct):
+    answers: list[dict[str, Any]]
+    probes: list[dict[str, Any]]
+    runs: list[dict[str, Any]]
+    label: str | None = None
+
+
 _TOLERANCE_S = 1e-6  # of moments written and read again
 
 
 def check_keys(path: Path, result: Mapping[str, Any]) -> None:
     """
     Raises:
-        BatonError: keys are missing that every result has; names them.
+        BatonError: keys are missing that every result has, or their values are of another kind; names them.
     """
     missing = [key for key in REQUIRED if key not in result]
     if missing:
         raise BatonError(
             f"`{path}` is not a whole result of `baton bench`: it lacks {', '.join(missing)}; measure again"
         )
+    _check_kinds(path, result, _Result, "run")
+
+
+def check_search(path: Path, found: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        BatonError: it lacks what every search has, or has another kind of value there.
+    """
+    _check_kinds(path, found, _Search, "search")
+
+
+def _check_kinds(path: Path, found: Mapping[str, Any], kind: type[msgspec.Struct], what: str) -> None:
+    try:
+        msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise BatonError(f"`{path}` is not the whole result of a {what} ({error}); measure again") from None
 
 
 def check_requests(beside: Path, path: Path, result: Mapping[str, Any], run: RunRecord) -> None:

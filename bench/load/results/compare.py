@@ -1,9 +1,10 @@
 """Runs side by side: each headline figure per run, its ratio to the first run, and what makes them unlike.
 
 1. `compare_results` takes results as `result.read_result` gives them.
-2. It warns where the runs did not do the same work, and passes on each run's cautions. A run that is not
-   valid or incomplete, or in which nothing succeeded, is shown, but has no ratios, and nothing is held
-   against it; nor have figures of SLOs, between runs with different ones.
+2. It warns where the runs did not do the same work, and passes on each run's cautions. Between runs of other
+   models, lengths or offered load a ratio is no merit: it stands without a verdict. A run that is not valid
+   or incomplete, or in which nothing succeeded, is shown, but has no ratios, and nothing is held against it;
+   nor have figures of SLOs, between runs with different ones.
 3. `as_text` is for a terminal, `as_dict` for a file.
 """
 
@@ -41,11 +42,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ratios: tuple[
         float | None, ...
     ]  # value / value of the first run; None where one is missing or not valid, or the first is 0
+    alike: tuple[bool, ...]  # per run: it was offered the same as the first run
 
     def verdict(self, index: int) -> str:
-        """ "better" or "worse" than the first run; "" if equal or not known."""
+        """ "better" or "worse" than the first run; "" if equal, not known, or not the same work."""
         ratio = self.ratios[index]
-        if ratio is None or ratio == 1:
+        if ratio is None or ratio == 1 or not self.alike[index]:
             return ""
         return "better" if (ratio > 1) is (self.metric.better is Better.HIGHER) else "worse"
 
@@ -61,8 +63,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_judged(self) -> bool:
-        """Whether any run has a ratio to the first."""
-        return any(ratio is not None for row in self.rows for ratio in row.ratios[1:])
+        """Whether any run has a ratio to the first that says which is better."""
+        judged = (zip(row.ratios[1:], row.alike[1:], strict=True) for row in self.rows)
+        return any(ratio is not None and is_alike for row in judged for ratio, is_alike in row)
 
 
 def _latency(name: str, title: str) -> tuple[Metric, ...]:
@@ -91,6 +94,8 @@ METRICS: tuple[Metric, ...] = (
 )
 
 # What has to be equal for two runs to be comparable: words for a warning, and where it stands in the result.
+# Of these, what was offered: where it differs, a ratio says nothing of the server.
+OFFERED = frozenset({"the model", "the endpoint", "the workload", "the trace", "the arrivals"})
 SAME: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
     ("the model", lambda result: result.get("model_id")),
     ("the endpoint", lambda result: result.get("endpoint")),
@@ -123,7 +128,8 @@ def compare_results(results: Sequence[Mapping[str, Any]], labels: Sequence[str] 
     complete = tuple(result.get("is_complete") is not False for result in results)
     succeeded = tuple(result.get("completed") != 0 for result in results)
     judged = tuple(map(all, zip(valid, complete, succeeded, strict=True)))
-    rows = [_row(metric, results, judged) for metric in METRICS]
+    alike = tuple(not _offered_otherwise(results[0], result) for result in results)
+    rows = [_row(metric, results, judged, alike) for metric in METRICS]
     return Comparison(
         labels=names,
         valid=valid,
@@ -142,6 +148,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
             "better": row.metric.better.value,
             "values": list(row.values),
             "ratios": list(row.ratios),
+            "alike": list(row.alike),
         }
         for row in comparison.rows
     ]
@@ -177,7 +184,7 @@ def as_text(comparison: Comparison) -> str:
     lines.insert(1, "  ".join("-" * width for width in widths))
     lines += [f"warning: {warning}" for warning in comparison.warnings]
     if not comparison.is_judged:
-        lines.append(f"Nothing could be judged: no run has a ratio to `{comparison.labels[0]}`.")
+        lines.append(f"Nothing could be judged against `{comparison.labels[0]}`.")
     return "\n".join(lines) + "\n"
 
 
@@ -214,7 +221,14 @@ def ratio_text(ratio: float) -> str:
     return f"×{round(ratio):,}" if ratio >= 10 else f"×{ratio:.2f}"
 
 
-def _row(metric: Metric, results: Sequence[Mapping[str, Any]], judged: Sequence[bool]) -> Row:
+def _offered_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What was offered to them that differs."""
+    return [what for what, read in SAME if what in OFFERED and differences(read(one), read(other))]
+
+
+def _row(
+    metric: Metric, results: Sequence[Mapping[str, Any]], judged: Sequence[bool], alike: tuple[bool, ...]
+) -> Row:
     values = tuple(_number(_get(result, metric.key)) for result in results)
     first, slos = values[0], results[0].get("slos_ms")
     ratios = tuple(
@@ -228,7 +242,7 @@ def _row(metric: Metric, results: Sequence[Mapping[str, Any]], judged: Sequence[
             strict=True,
         )
     )
-    return Row(metric=metric, values=values, ratios=ratios)
+    return Row(metric=metric, values=values, ratios=ratios, alike=alike)
 
 
 def _differences(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
@@ -237,7 +251,8 @@ def _differences(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
         first = read(results[0])
         for name, result in zip(names[1:], results[1:], strict=True):
             if told := differences(first, read(result)):
-                warnings.append(f"`{names[0]}` and `{name}` differ in {what}: {in_words(told)}")
+                so = "; no ratio between them is better or worse" if what in OFFERED else ""
+                warnings.append(f"`{names[0]}` and `{name}` differ in {what}: {in_words(told)}{so}")
     return warnings
 
 

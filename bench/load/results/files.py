@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from errno import EINVAL, EISDIR
 from io import BufferedWriter
 from pathlib import Path
@@ -22,13 +23,13 @@ def check_output(path: Path) -> None:
     """Make the parents of `path` and try whether a file can be written there. Leaves no file.
 
     Raises:
-        ConfigError: it is a directory, or its directory cannot be made or written.
+        BatonError: it is a directory, or its directory cannot be made or written.
     """
     temporary = _temporary(path)
     try:
         _open_new(path, temporary).close()
     except OSError as error:
-        raise ConfigError(_cannot_write(path, error)) from error
+        raise BatonError(_cannot_write(path, error)) from error
     finally:
         _remove(temporary)
 
@@ -37,7 +38,8 @@ def check_output_with_text(path: Path) -> None:
     """`check_output` for a result at `path` and the same as text beside it, with the ending `.txt`.
 
     Raises:
-        ConfigError: one of them cannot be written, or the text would take the result's place.
+        BatonError: one of them cannot be written.
+        ConfigError: the text would take the result's place.
     """
     beside = path.with_suffix(".txt")
     if beside == path:
@@ -65,6 +67,30 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         raise BatonError(_cannot_write(path, error)) from error
     finally:
         _remove(temporary)
+
+
+def write_or_rescue(files: Sequence[tuple[Path, Callable[[], Iterable[bytes]]]]) -> None:
+    """Write what was measured, file by file. Where that fails, all of it goes to a new temporary directory.
+
+    Raises:
+        BatonError: one could not be written where it should; says where it is instead.
+    """
+    try:
+        for path, chunks in files:
+            write_atomically(path, chunks())
+    except BatonError as error:
+        raise BatonError(f"{error}; {_rescue(files)}") from error
+
+
+def _rescue(files: Sequence[tuple[Path, Callable[[], Iterable[bytes]]]]) -> str:
+    """What became of it, in words."""
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="baton-bench-"))
+        for path, chunks in files:
+            write_atomically(directory / path.name, chunks())
+    except (BatonError, OSError) as error:
+        return f"nor could it be kept in a temporary directory ({error})"
+    return f"what was measured is in `{directory / files[-1][0].name}` instead"
 
 
 def json_safe(value: Any) -> Any:

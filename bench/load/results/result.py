@@ -27,8 +27,8 @@ from bench.load.figures.summary import Summary
 from bench.load.figures.validity import cpu_share, judge
 from bench.load.plan import Plan
 from bench.load.records import RequestRecord, RunRecord
-from bench.load.results.checks import check_keys, check_requests
-from bench.load.results.files import json_safe, write_atomically
+from bench.load.results.checks import check_keys, check_requests, check_search
+from bench.load.results.files import json_safe, write_or_rescue
 from bench.load.results.result_keys import (
     counts_keys,
     latencies_keys,
@@ -39,7 +39,7 @@ from bench.load.results.result_keys import (
     window_block,
 )
 from bench.load.results.vllm_keys import detailed_arrays, ramp_keys
-from bench.load.results.workload_text import workload_cautions
+from bench.load.results.workload_text import absurd_rate, workload_cautions
 from cluster.errors import BatonError
 
 SCHEMA_VERSION = 1
@@ -68,7 +68,7 @@ def build_result(
         environment.get("backend", "openai"),
         plan.arrival.rate,
     )
-    validity = judge(run, summary)
+    validity, sent = judge(run, summary), sent_keys(run, summary, plan.arrival)
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "kind": RUN,
@@ -81,11 +81,11 @@ def build_result(
         "tokenizer_id": environment.get("tokenizer_id", model),
         "valid": validity.valid,
         "invalid_reasons": list(validity.invalid_reasons),
-        "cautions": [*validity.cautions, *workload_cautions(plan.workload)],
+        "cautions": [*validity.cautions, *workload_cautions(plan.workload), *absurd_rate(plan, sent)],
         "is_complete": run.is_complete,
         "notes": run.notes,
         "server_gone": run.server_gone,
-        **sent_keys(run, summary),
+        **sent,
         "request_rate": "inf" if rate is None or math.isinf(rate) else rate,
         "burstiness": plan.arrival.burstiness,
         "max_concurrency": plan.arrival.closed_loop,
@@ -94,7 +94,7 @@ def build_result(
         "settings": dict(settings or {}),
         "workload": plan.workload,
         "trace": trace_block(plan),
-        "window": window_block(summary),
+        "window": window_block(run, summary),
         **counts_keys(summary),
         **rates_keys(summary, environment),
         **latencies_keys(summary),
@@ -117,11 +117,11 @@ def write_result(path: Path, result: Mapping[str, Any], run: RunRecord | None = 
     them).
 
     Raises:
-        BatonError: the path cannot be written.
+        BatonError: the path cannot be written; says where the files are instead.
     """
-    if run is not None:
-        write_atomically(requests_path(path), _request_lines(result, run))
-    write_atomically(path, [orjson.dumps(json_safe(result), option=orjson.OPT_INDENT_2), b"\n"])
+    text = [orjson.dumps(json_safe(result), option=orjson.OPT_INDENT_2), b"\n"]
+    requests = [] if run is None else [(requests_path(path), lambda: _request_lines(result, run))]
+    write_or_rescue([*requests, (path, lambda: text)])
 
 
 def requests_path(path: Path) -> Path:
@@ -152,8 +152,7 @@ def read_search(path: Path) -> dict[str, Any]:
         BatonError: as `read_any`, or it is not whole.
     """
     found = read_any(path)
-    if not all(isinstance(found.get(key), list) for key in ("answers", "probes", "runs")):
-        raise BatonError(f"`{path}` is not the whole result of a search; search again")
+    check_search(path, found)
     return found
 
 
@@ -223,7 +222,8 @@ def _request_lines(result: Mapping[str, Any], run: RunRecord) -> Iterator[bytes]
 def _request_row(record: RequestRecord, slos: tuple[Slo, ...], window: Mapping[str, Any]) -> dict[str, Any]:
     latency = derive(record)
     met = evaluate(slos, record.status, latency)
-    is_inside = window["is_whole_run"] or window["start_s"] <= record.scheduled_s <= window["end_s"]
+    has_place = window["num_offered"] > 0 and window["start_s"] <= record.scheduled_s <= window["end_s"]
+    is_inside = window["is_whole_run"] or has_place
     return {
         **msgspec.to_builtins(record),
         **({} if record.session is None else {"turn": record.turn}),  # the first one too, which is 0

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
+from bench.load.figures.metrics import per_second
 from bench.load.figures.slo import slos_to_ms
 from bench.load.figures.summary import Distribution, Summary
 from bench.load.figures.timeslices import Timeslice
 from bench.load.figures.validity import max_send_lag_s
-from bench.load.plan import Plan
+from bench.load.plan import Arrival, Plan
 from bench.load.records import RunRecord, Status
 
 UNSENT = frozenset((Status.SKIPPED, Status.CLIENT))  # the client gave them up, or could not send them
@@ -25,7 +26,7 @@ def trace_block(plan: Plan) -> dict[str, Any] | None:
     return fields
 
 
-def window_block(summary: Summary) -> dict[str, Any]:
+def window_block(run: RunRecord, summary: Summary) -> dict[str, Any]:
     span, load = summary.span, summary.load
     return {
         "rule": span.rule,
@@ -35,28 +36,34 @@ def window_block(summary: Summary) -> dict[str, Any]:
         "is_whole_run": span.is_whole_run,
         "num_offered": summary.num_offered,
         "num_run_offered": summary.num_run_offered,
+        "num_run_sent": sum(record.status not in UNSENT for record in run.records),
         "excluded_by_status": summary.excluded_by_status,
+        "delivered_requests_per_s": summary.throughput.delivered_requests,
+        "delivered_output_tokens_per_s": summary.throughput.delivered_output_tokens,
         "mean_in_flight": load.mean_in_flight,
         "mean_in_flight_first_half": load.mean_first_half,
         "mean_in_flight_second_half": load.mean_second_half,
     }
 
 
-def sent_keys(run: RunRecord, summary: Summary) -> dict[str, Any]:
+def sent_keys(run: RunRecord, summary: Summary, arrival: Arrival) -> dict[str, Any]:
     """What was planned for the window, and what of it was sent before the run ended or was interrupted.
 
-    `offered_request_rate`: the requests sent, less one, over the time from the first to the last of their
-    scheduled moments: in a chat, each turn is a request.
+    `offered_request_rate`: the requests sent per second of the window, which for a whole run is the time from
+    the first to the last of their scheduled moments; in a chat, each turn is a request. It is never below the
+    throughput, whose duration is longer. A closed loop and a burst offer no rate.
     """
     measured = (record for record in run.records if summary.span.contains(record))
     sent_s = [record.scheduled_s for record in measured if record.status not in UNSENT]
-    offering_s = max(sent_s) - min(sent_s) if sent_s else 0.0
+    span = summary.span
+    offering_s = (max(sent_s) - min(sent_s) if sent_s else 0.0) if span.is_whole_run else span.length_s
+    has_rate = arrival.closed_loop is None and arrival.kind != "burst"
     num_good = None if summary.goodput is None else summary.goodput.num_good
     return {
         "num_prompts": summary.num_offered,
         "num_sent": len(sent_s),
         "slo_attainment_of_sent": None if num_good is None or not sent_s else num_good / len(sent_s),
-        "offered_request_rate": (len(sent_s) - 1) / offering_s if offering_s > 0 else None,
+        "offered_request_rate": per_second(len(sent_s), offering_s) if has_rate else None,
     }
 
 

@@ -20,17 +20,14 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         *verdict_lines(result),
         *load_lines(result),
         row("measured", f"{result['window']['rule']}"),
-        row(
-            "requests",
-            f"{result['num_prompts']} planned, {result['num_sent']} sent, {result['completed']} ok, "
-            f"{result['failed']} failed",
-        ),
+        row("requests", requests_text(result)),
         *error_lines(result),
         *([] if skipped is None else [row("left out", skipped)]),
         row("tokens", tokens_text(result)),
         *cached_lines(result),
         row("throughput", f"{number(result['request_throughput'])} req/s"),
         row("output", f"{number(result['output_throughput'])} tok/s"),
+        *delivered_lines(result["window"]),
     ]
     if result.get("slos_ms"):
         lines += slo_lines(result)
@@ -57,10 +54,27 @@ def load_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def requests_text(result: Mapping[str, Any]) -> str:
+    window, became = result["window"], f"{result['completed']} ok, {result['failed']} failed"
+    if window["is_whole_run"]:
+        return f"{result['num_prompts']} planned, {result['num_sent']} sent, {became}"
+    run = f"{window['num_run_offered']} planned, {window['num_run_sent']} sent"
+    return f"{run}; {result['num_prompts']} of them due in the window: {became}"
+
+
 def tokens_text(result: Mapping[str, Any]) -> str:
     partial = result.get("total_partial_output_tokens")
     of_failed = f", and {partial} out in requests that failed" if partial else ""
     return f"{result['total_input_tokens']} in, {result['total_output_tokens']} out{of_failed}"
+
+
+def delivered_lines(window: Mapping[str, Any]) -> list[str]:
+    """Of a window: what came in it, of whatever request; the other rates are of the requests due in it."""
+    if window["is_whole_run"] or window.get("delivered_requests_per_s") is None:
+        return []
+    rates = f"{number(window['delivered_requests_per_s'])} req/s"
+    tokens = f"{number(window['delivered_output_tokens_per_s'])} tok/s"
+    return [row("delivered in the window", f"{rates}, {tokens}, of requests due at any time")]
 
 
 def cached_lines(result: Mapping[str, Any]) -> list[str]:

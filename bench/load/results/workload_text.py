@@ -1,12 +1,22 @@
-"""What a plan had to leave out or shorten, in words. Pure: reads the `workload` block of a result."""
+"""What a plan had to leave out or shorten, in words. Pure: reads the `workload` block of a result;
+and what is odd about a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from bench.load.plan import Plan
+
 MAX_SKIPPED_SHARE = 0.01
 MIN_BLOCK_TOKENS = 64
+MAX_TRACE_RATE = 1000.0  # requests per second, from which on a unit may have been mistaken
+_TIME_UNITS = {
+    "mooncake": "milliseconds",
+    "canonical": "milliseconds",
+    "burstgpt": "seconds",
+    "azure": "calendar times",
+}
 
 _KINDS = (("rows", "trace rows"), ("conversations", "conversations"))
 _LACK = {"rows": "tokens", "conversations": "an answer"}
@@ -50,6 +60,20 @@ def workload_cautions(workload: Mapping[str, Any]) -> list[str]:
             "blocks of typically 16 to 64 tokens, so shared prefixes may not be found."
         )
     return cautions
+
+
+def absurd_rate(plan: Plan, sent: Mapping[str, Any]) -> list[str]:
+    """A trace that offers its own rhythm at a rate that no service has was likely meant in another unit."""
+    rate = sent["offered_request_rate"] or 0.0
+    if plan.trace is None or plan.arrival.kind != "trace" or rate <= MAX_TRACE_RATE:
+        return []
+    if rate / plan.trace.speed_up <= MAX_TRACE_RATE:  # it was asked for
+        return []
+    unit = _TIME_UNITS.get(plan.trace.format, "their own unit")
+    return [
+        f"The trace offered {rate:,.0f} req/s: its timestamps were read as {unit}. If they are in another "
+        "unit, write them in this one, or give --rate or --speed-up."
+    ]
 
 
 def _odd_times(workload: Mapping[str, Any]) -> list[str]:

@@ -73,6 +73,8 @@ def sentence(*arguments: str) -> str:
         ((*ENOUGH, "--turns", "2", "--random-think"), "--random-think would do nothing: give --think too"),
         ((*ENOUGH, "--system-tokens", "5"), "--system-tokens would do nothing: give --turns"),
         ((*ENOUGH, "--keep-text"), "--keep-text would do nothing: give --out"),
+        ((*ENOUGH, "--strict"), "--strict would do nothing: give --slo too"),
+        (("--trace", AZURE, "--trace-format", "foo"), "--trace-format foo: use azure, mooncake"),
         ((*ENOUGH, "--turns", "2", "--prefix-groups", "2"), "--prefix-groups and --turns"),
         (("--rate", "inf", "--requests", "1"), "--arrival burst"),
         (("--rate", "nan", "--requests", "1"), "A rate of nan"),
@@ -142,7 +144,10 @@ def test_options_that_cannot_work_need_no_server(arguments: tuple[str, ...], par
         (("max-goodput", "--slo", "ttft=1s", "--warmup", "60s"), "leave nothing to measure of 60 s"),
         (("max-goodput", "--slo", "ttft=1s", "--duration", "1s"), "--start-rate 1 offers less than one"),
         (("run", "--requests", "1", "--rate", "1", "--target", "0.8"), "give --strict too"),
-        (("run", "--requests", "1", "--rate", "1", "--strict", "--target", "nan"), "a share above 0"),
+        (
+            ("run", "--requests", "1", "--rate", "1", "--slo", "e2e=1s", "--strict", "--target", "nan"),
+            "a share above 0",
+        ),
         (("max-goodput", "--slo", "ttft=1s", "--keep-text", "--out", "x.json"), "leave --keep-text out"),
     ],
 )

@@ -11,7 +11,7 @@ from bench.load.client.interrupts import StopSwitch
 from bench.load.goodput.search import GoodputSearch, to_dict
 from bench.load.goodput.values import ProbeOutcome, SearchSettings
 
-GOOD = {"is_complete": True, "completed": 5, "valid": True, "slo_attainment": 0.95}
+GOOD = {"is_complete": True, "num_prompts": 5, "completed": 5, "valid": True, "slo_attainment": 0.95}
 
 
 def switch(num_stops: int = 0) -> StopSwitch:
@@ -31,6 +31,7 @@ def switch(num_stops: int = 0) -> StopSwitch:
         ({"valid": False}, None, 0, 1, Status.INVALID),
         ({"valid": False}, 0.99, 0, 1, Status.INVALID),
         ({"completed": 0, "valid": False}, None, 0, 1, Status.NOTHING_SUCCEEDED),
+        ({"num_prompts": 0, "completed": 0, "valid": False}, None, 0, 1, Status.INVALID),  # all in warm-up
         ({"is_complete": False, "valid": False}, None, 0, 1, Status.INCOMPLETE),
         ({"is_complete": False, "valid": False, "completed": 0}, None, 1, 1, Status.INTERRUPTED),
         ({}, None, 0, 2, Status.INCOMPLETE),
@@ -67,7 +68,7 @@ def search(*shares: tuple[float, bool], max_probes: int = 20, **changes: Any) ->
             break
         share, valid = shares[min(number, len(shares) - 1)]
         made.report(probe, ProbeOutcome(attainment=share, num_offered=10, valid=valid))
-    return {**to_dict(made), "is_complete": True, "runs": [{"completed": 1}], **changes}
+    return {**to_dict(made), "is_complete": True, "runs": [{"num_prompts": 1, "completed": 1}], **changes}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def search(*shares: tuple[float, bool], max_probes: int = 20, **changes: Any) ->
         (search((1.0, True), (0.0, False), (0.0, False), (1.0, True)), False, 0, Status.INVALID),
         (search((0.0, True)), False, 0, Status.DONE),  # no rate does: an answer
         (search((0.0, True)), True, 0, Status.SLO_MISSED),
-        (search((0.0, True), runs=[{"completed": 0}]), True, 0, Status.NOTHING_SUCCEEDED),
+        (search((0.0, True), runs=[{"num_prompts": 1, "completed": 0}]), True, 0, Status.NOTHING_SUCCEEDED),
     ],
 )
 def test_what_a_search_is_worth(

@@ -87,6 +87,33 @@ def test_unlike_runs_warn(change: dict[str, Any], what: str) -> None:
     assert what in warning
 
 
+@pytest.mark.parametrize(
+    ("change", "is_judged"),
+    [
+        ({"model_id": "other"}, False),
+        ({"workload": {**FAST["workload"], "kind": "lognormal"}}, False),
+        ({"arrival": {**FAST["arrival"], "rate": 11.0}}, False),
+        ({"arrival": {**FAST["arrival"], "kind": "closed-loop", "rate": None, "closed_loop": 4}}, False),
+        ({"trace": {"sha256": "aa", "speedup": 1.0, "num_rows": 5}}, False),
+        ({"arrival": {**FAST["arrival"], "seed": 8}}, True),
+        ({"num_cores": 64}, True),
+        ({"slos_ms": {"ttft": 1.0}}, True),
+    ],
+)
+def test_what_was_offered_is_no_merit(change: dict[str, Any], is_judged: bool) -> None:
+    found = compare_results([SLOW, {**FAST, **change}])
+    ttft = row(found, "median_ttft_ms")
+    assert ttft.ratios[1] == pytest.approx(1 / 3)
+    assert ttft.verdict(1) == ("better" if is_judged else "")
+    assert found.is_judged is is_judged
+    text = as_text(found)
+    assert "×0.33" in text
+    assert ("(better)" in text) is is_judged
+    assert ("no ratio between them is better or worse" in text) is not is_judged
+    both = compare_results([SLOW, {**FAST, **change}, FAST])
+    assert row(both, "median_ttft_ms").verdict(2) == "better"
+
+
 def test_what_every_run_draws_anew_is_no_difference() -> None:
     again = {**FAST, "workload": {**FAST["workload"], "salt": 9, "seed": 4, "num_requests": 3}}
     assert compare_results([{**FAST, "workload": {**FAST["workload"], "salt": 8}}, again]).warnings == ()
@@ -189,7 +216,7 @@ def test_where_nothing_can_be_judged_it_says_so() -> None:
         assert not found.is_judged
         assert as_dict(found)["is_judged"] is False
         last = as_text(found).splitlines()[-1]
-        assert last == f"Nothing could be judged: no run has a ratio to `{found.labels[0]}`."
+        assert last == f"Nothing could be judged against `{found.labels[0]}`."
     assert compare_results([FAST, bad, SLOW]).is_judged
     assert "Nothing could be judged" not in as_text(compare_results([FAST, bad, SLOW]))
 
@@ -239,7 +266,7 @@ def test_text_is_an_aligned_table() -> None:
     assert set(rule) == {"-", " "}
     column = header.index("slow")
     (ttft,) = [line for line in lines if line.startswith("TTFT median (ms)")]
-    assert ttft[column:].split() == ["300", "100", "×0.33", "(better)"]
+    assert ttft[column:].split() == ["300", "100", "×0.33"]
     (warning,) = [line for line in lines if line.startswith("warning:")]
     assert len(warning) < 300
 

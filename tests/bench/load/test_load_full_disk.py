@@ -7,13 +7,16 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from bench.load.cli import app
+from bench.load.cli_session import Session
 from bench.load.mock.process import MockProcess, running_mock
 from bench.load.results import files
+from bench.load.results.result import requests_path
 from cluster.errors import BatonError, ConfigError
 
 LOAD = ("--output-tokens", "2", "--slo", "ttft=5s")
@@ -83,3 +86,42 @@ def test_an_earlier_file_survives_a_full_disk(tmp_path: Path, monkeypatch: pytes
         files.write_atomically(path, [b"after"])
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_was_measured_is_kept_elsewhere_when_its_directory_is_gone(
+    mock: MockProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The directory goes away between the check and the end; where it was, a file stands."""
+    place, rescue = tmp_path / "place", tmp_path / "rescue"
+    rescue.mkdir()
+    monkeypatch.setattr(files.tempfile, "tempdir", str(rescue))
+    measure = Session.measure
+
+    def measure_and_lose(*arguments: Any, **named: Any) -> Any:
+        measured = measure(*arguments, **named)
+        if place.is_dir():
+            place.rmdir()
+            place.write_text("")
+        return measured
+
+    monkeypatch.setattr(Session, "measure", measure_and_lose)
+    outputs = ("--out", str(place / "r.json"))
+    result = CliRunner().invoke(app, [command, "--url", mock.target.url, *COMMANDS[command], *outputs])
+    assert isinstance(result.exception, BatonError), (result.output, result.exception)
+    assert not isinstance(result.exception, ConfigError)
+    message = str(result.exception)
+    (kept,) = [path for path in rescue.rglob("*.json")]
+    assert f"what was measured is in `{kept}` instead" in message
+    assert json.loads(kept.read_text())["schema_version"] == 1
+    if command != "max-goodput":
+        assert len(requests_path(kept).read_text().splitlines()) == 2
+
+
+def test_where_nothing_can_be_kept_both_reasons_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.os, "fsync", Disk(".json").fsync)
+    with pytest.raises(BatonError, match="nor could it be kept in a temporary directory") as raised:
+        files.write_or_rescue([(tmp_path / "r.json", lambda: [b"{}"])])
+    assert str(raised.value).count("No space left") == 2

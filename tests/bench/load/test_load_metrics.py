@@ -155,19 +155,23 @@ def test_a_window_takes_requests_by_scheduled_time() -> None:
     assert summary.num_run_offered == 11
     assert summary.excluded_by_status == {"ok": 5}
     assert "2 s of warm-up and 3 s of cool-down" in summary.span.rule
+    # The last of the six ends at 9.5.
+    assert summary.duration_s == 7.5
+    assert summary.throughput.output_tokens == 12 / 7.5
+    assert summary.throughput.total_tokens == (12 + 6 * 4) / 7.5
+    assert summary.throughput.requests == goodput(summary).requests == 6 / 7.5
     # Chunks at 2.5 .. 6.5 (first ones) and 2.5 .. 6.5 (second ones of 0 .. 4) came inside 5 s.
-    assert summary.throughput.output_tokens == 10 / 5
-    assert summary.throughput.total_tokens == (10 + 5 * 4) / 5
-    assert summary.throughput.requests == 5 / 5
-    assert goodput(summary).requests == 6 / 5
+    assert summary.throughput.delivered_output_tokens == 10 / 5
+    assert summary.throughput.delivered_requests == 5 / 5
 
 
 def test_window_throughput_of_an_overloaded_server_is_what_it_delivered() -> None:
     """Offered 10 requests/s of one token, served one per second: the window must not report the offer."""
     run = run_of([answer(i / 10, [1.0 + i]) for i in range(200)])
     summary = summarize(run, (), Window(warmup_s=5.0))
-    assert summary.throughput.output_tokens == pytest.approx(1.0, rel=0.1)
-    assert summary.throughput.requests == pytest.approx(1.0, rel=0.1)
+    assert summary.throughput.delivered_output_tokens == pytest.approx(1.0, rel=0.1)
+    assert summary.throughput.delivered_requests == pytest.approx(1.0, rel=0.1)
+    assert summary.throughput.requests == summary.throughput.output_tokens == 150 / (200 - 5)
     assert summary.load.mean_second_half > 1.5 * summary.load.mean_first_half
 
 
@@ -179,7 +183,7 @@ def test_steady_window_leaves_out_a_request_life_at_each_side() -> None:
     assert "p90 of E2E over 300 requests" in summary.span.rule
     assert summary.load.mean_in_flight == pytest.approx(14.0, rel=0.02)  # Little: 10/s · 1.4 s
     assert summary.load.mean_second_half == pytest.approx(summary.load.mean_first_half, rel=0.02)
-    assert summary.throughput.output_tokens == pytest.approx(100.0, rel=0.02)
+    assert summary.throughput.delivered_output_tokens == pytest.approx(100.0, rel=0.02)
 
 
 def test_steady_window_of_an_overload_cuts_a_quarter_at_most() -> None:
@@ -292,6 +296,11 @@ def test_every_offered_request_and_token_is_accounted_for(
     assert sum(one.completed + one.failed for one in summary.timeslices) == len(run.records)
     good = goodput(summary)
     assert good.num_good <= summary.completed
+    assert (good.requests or 0.0) <= (summary.throughput.requests or 0.0)
+    assert (good.output_tokens or 0.0) <= (summary.throughput.output_tokens or 0.0)
+    assert (good.total_tokens or 0.0) <= (summary.throughput.total_tokens or 0.0)
+    if summary.duration_s > 0:
+        assert summary.throughput.requests == summary.completed / summary.duration_s
     if good.attainment is not None:
         assert all((share or 0.0) >= good.attainment for share in good.attainment_by_metric.values())
     for found in summary.distributions.values():

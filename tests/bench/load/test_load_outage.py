@@ -124,23 +124,32 @@ def test_a_server_that_came_back_was_measured_with_its_absence() -> None:
         assert "the figures count them all" in caution
 
 
+def frozen(at_s: float) -> RequestRecord:
+    """A stopped process: the kernel takes the connection, and nothing comes."""
+    record = answer(at_s, [], status=Status.TIMEOUT, end_s=at_s + 9.0)
+    record.connected_s = at_s
+    return record
+
+
 @pytest.mark.parametrize(
-    "records",
+    ("records", "when", "num_ok", "num_after"),
     [
-        [refused(1.0), refused(2.0)],
-        [answer(0.0, [0.1]), answer(1.0, [], status=Status.TIMEOUT, end_s=9.0)],
-        [answer(0.0, [0.1]), cut(1.0, 1.5)],
+        ([refused(1.0), refused(2.0)], "before it had answered at all", "0 requests", 2),
+        ([answer(0.0, [0.1]), frozen(1.0), frozen(2.0)], "after 0.1 s", "1 request", 2),
+        ([answer(0.0, [0.1]), cut(1.0, 1.5)], "after 1.5 s", "1 request", 0),
+        ([cut(0.0, 2.5), cut(1.0, 2.6), refused(3.0), refused(4.0)], "after 2.5 s", "0 requests", 2),
+        ([frozen(0.5), frozen(1.0)], "before it had answered at all", "0 requests", 2),
     ],
-    ids=["never there", "hung", "died at the end"],
+    ids=["never there", "frozen", "died at the end", "killed before a success", "frozen from the start"],
 )
 def test_a_server_that_stopped_answering_in_any_way_makes_the_run_invalid(
-    records: list[RequestRecord],
+    records: list[RequestRecord], when: str, num_ok: str, num_after: int
 ) -> None:
     run = gone(run_of(records))
     (reason,) = judge(run, summarize(run)).invalid_reasons
-    num_ok = sum(record.status is Status.OK for record in records)
-    assert reason.startswith("The server stopped answering (nothing listens at `http://h:1`)")
-    assert f"{num_ok} of the {len(records)} offered requests had succeeded" in reason
+    assert reason.startswith(f"The server stopped answering {when} (nothing listens at `http://h:1`)")
+    assert f"when {num_ok} had succeeded" in reason
+    assert f"{num_after} of the {len(records)} offered requests were due after that moment" in reason
 
 
 def test_a_server_that_was_late_is_told_too() -> None:

@@ -257,7 +257,7 @@ def outcome_of(*probes: tuple[float, float, bool], **changes: Any) -> dict[str, 
 
 def test_an_invalid_probe_that_was_repeated_does_not_condemn_the_page() -> None:
     outcome = outcome_of((2.0, 1.0, False), (2.0, 1.0, True), (4.0, 0.1, True))
-    runs = [ReportRun(made_result(valid=valid)) for valid in (False, True, True)]
+    runs = [ReportRun(made_result(valid=valid), is_probe=True) for valid in (False, True, True)]
     page = render_report(runs, [ReportSearch("http://x", outcome)])
     check(page)
     assert "<h1>Search for the highest good rate: Poisson arrivals" in page
@@ -266,11 +266,35 @@ def test_an_invalid_probe_that_was_repeated_does_not_condemn_the_page() -> None:
     assert ">knee" not in page
 
 
+@pytest.mark.parametrize(
+    ("changes", "told", "mark"),
+    [
+        ({"valid": False, "invalid_reasons": ["it lagged"]}, "INVALID: these figures", "INVALID run"),
+        ({"is_complete": False}, "INCOMPLETE: these figures", "INCOMPLETE run"),
+        ({"valid": None}, "Validity unknown", None),
+    ],
+)
+def test_a_run_beside_a_search_is_judged_as_on_a_page_of_its_own(
+    changes: dict[str, Any], told: str, mark: str | None
+) -> None:
+    """The search was sound, so nothing but the run itself says what is wrong."""
+    outcome = outcome_of((2.0, 1.0, True), (4.0, 0.1, True))
+    outcome["answers"][0]["is_converged"] = True
+    probes = [ReportRun(made_result(), is_probe=True), ReportRun(made_result(), is_probe=True)]
+    page = render_report([*probes, ReportRun(made_result(**changes))], [ReportSearch("x", outcome)])
+    check(page)
+    assert "Valid. The client" not in page
+    assert told in page
+    assert mark is None or f"<title>{mark}" in page
+    sound = render_report([*probes, ReportRun(made_result())], [ReportSearch("x", outcome)])
+    assert "Valid. The client" in sound
+
+
 def test_probes_of_several_seeds_are_points_and_are_counted_apart_from_runs() -> None:
     outcome = outcome_of((2.0, 1.0, True), (4.0, 0.1, True))
     rates = ((2.0, 1), (4.0, 1), (3.0, 2))
     runs = [
-        ReportRun(made_result(arrival={"kind": "poisson", "seed": seed, "rate": rate}))
+        ReportRun(made_result(arrival={"kind": "poisson", "seed": seed, "rate": rate}), is_probe=rate != 3.0)
         for rate, seed in rates
     ]
     page = render_report(runs, [ReportSearch("http://x", outcome)])
@@ -330,7 +354,8 @@ def test_cautions_stand_at_the_top_of_runs_and_of_searches() -> None:
     check(page)
     assert "<strong>Caution</strong><ul><li>" in page
     assert page.index("The server went away after 3 s.") < page.index("<main>")
-    page = render_report([run] * 9, [ReportSearch("x", outcome_of((2.0, 1.0, True), (4.0, 0.1, True)))])
+    probe = ReportRun(run.result, is_probe=True)
+    page = render_report([probe] * 9, [ReportSearch("x", outcome_of((2.0, 1.0, True), (4.0, 0.1, True)))])
     check(page)
     assert page.index("The server went away after 3 s.") < page.index("<main>")
     assert "and 3 more, in the results of the probes" in page

@@ -199,7 +199,7 @@ def test_what_is_no_such_server_is_said_in_one_line(answer: bytes, why: str) -> 
 
 
 def test_a_model_that_is_not_served() -> None:
-    with answering(MODELS) as url, pytest.raises(ConfigError, match="does not serve `c`; it serves: a, b"):
+    with answering(MODELS) as url, pytest.raises(BatonError, match="does not serve `c`; it serves: a, b"):
         probe(parse_target(url), model="c")
 
 

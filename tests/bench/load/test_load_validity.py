@@ -3,7 +3,7 @@ import pytest
 from bench.load.figures.metrics import summarize
 from bench.load.figures.slo import parse_slos
 from bench.load.figures.validity import Validity, judge, max_send_lag_s
-from bench.load.figures.window import Window
+from bench.load.figures.window import Window, resolve
 from bench.load.records import ClientReport, RunRecord, Status
 from tests.bench.load.load_values import answer, run_of, skipped, steady_run
 
@@ -219,10 +219,31 @@ def test_an_incomplete_run_says_why() -> None:
     assert "interrupted" in reason
 
 
-def test_an_empty_window_is_not_valid() -> None:
-    (reason,) = judged(steady_run(), window=Window(warmup_s=100.0)).invalid_reasons
-    assert "No request was scheduled in the window" in reason
-    assert "100 offered" in reason
+@pytest.mark.parametrize(
+    ("window", "told"),
+    [
+        (Window(warmup_s=100.0), "The warm-up of 100 s left none of the 100 requests"),
+        (Window(cooldown_s=99.0), "The cool-down of 99 s left none of the 100 requests"),
+        (
+            Window(warmup_s=6.0, cooldown_s=7.0),
+            "The warm-up of 6 s and the cool-down of 7 s left none of the 100 requests",
+        ),
+    ],
+)
+def test_an_empty_window_is_not_valid(window: Window, told: str) -> None:
+    run = steady_run()
+    (reason,) = judged(run, window=window).invalid_reasons
+    assert reason.startswith(told)
+    span = resolve(window, run)
+    assert span.start_s <= span.end_s
+    assert "scheduled from" not in span.rule
+    assert not any(span.contains(record) for record in run.records)
+
+
+@pytest.mark.parametrize(("warmup_s", "told"), [(9.85, "left only 1 of the 100 requests"), (5.0, None)])
+def test_a_window_with_very_few_requests_is_a_caution(warmup_s: float, told: str | None) -> None:
+    cautions = judged(steady_run(), window=Window(warmup_s=warmup_s)).cautions
+    assert [told in one for one in cautions] == [True] if told else not cautions
 
 
 def test_failures_are_a_result_and_not_a_fault_of_the_run() -> None:

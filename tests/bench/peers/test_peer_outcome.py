@@ -265,6 +265,7 @@ def test_a_family_is_searched_at_its_fastest_under_the_highest_load() -> None:
     never = outcome("c", [run(1, 200.0)])
     assert fastest([at_one, at_many, never, outcome("d")]) is at_many
     assert fastest([outcome("d")]) is None
+    assert fastest([outcome("e", [run(1, 9.0), invalid(32, 9.0, "it lagged")])]) is not None
 
 
 def test_a_search_that_found_nothing_yet_is_not_a_zero() -> None:
@@ -299,7 +300,7 @@ def test_each_seed_of_a_search_tells_its_bracket() -> None:
         seeds=seeds,
     )
     text = as_markdown([outcome("baton", [run(1, 9.0)], goodput=[found])], [1], [])
-    assert "| Baton | 90% | 2.1 | 2.1 – 2.5; none – 2.5 (not ended) | 0 |" in text
+    assert "| Baton | 90% | 2.1 | 2.1 – 2.5; none – 2.5 (not ended) | 1 (seed 0) |" in text
 
 
 def bound(rate: float, target: float = 0.9) -> Goodput:

@@ -120,7 +120,7 @@ def test_the_fastest_of_each_family_is_searched_the_best_peer_first_and_baton_la
     promised = {"baton": 3.0, "baton-int8": 4.0, "a-f16": 1.0, "slow": 2.0}
     chosen, reasons = to_search(comparison(), PEERS, OUTCOMES, promised)
     assert [one.name for one in chosen] == ["slow", "a-f16", "baton-int8", "baton"]
-    assert reasons == {"a-int8": "not searched: A-F16 is the faster one here"}
+    assert reasons == {"a-int8": "not searched: A-F16 is the faster one of its kind at 8 in flight"}
     named = comparison(goodput_names=frozenset({"a-int8", "baton"}))
     assert [one.name for one in to_search(named, PEERS, OUTCOMES, promised)[0]] == ["a-int8", "baton"]
     without = comparison(trace=None, no_trace_reason="no trace")
