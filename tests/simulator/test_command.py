@@ -41,7 +41,7 @@ QUICK = {
     "try without end": 0,
     "leave requests with dead workers": 0,
     "let leases live for ever": 21,
-    "grant more places than there are": 90,
+    "grant more places than there are": 200,
     "admit before a limit was leased": 7,
     "resume from the prompt alone": 0,
     "let go without telling the workers": 6,
