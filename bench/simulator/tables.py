@@ -124,7 +124,8 @@ def main() -> None:
             command = "python -m bench.simulator.tables --azure FILE --mooncake FILE"
             content = {"command": command, "seeds": given.seeds, "rows": ordered}
             write_atomically(given.out, [json.dumps(json_safe(content), indent=1).encode(), b"\n"])
-            write_atomically(given.out.with_suffix(".txt"), [text_table(ordered).encode()])
+            head = f"{command}\nRequests per second with 90 % in the SLO, mean of {given.seeds} seeds\n\n"
+            write_atomically(given.out.with_suffix(".txt"), [(head + text_table(ordered)).encode()])
             sys.stderr.write(f"{result['row']}: {result['wall_s']:.0f} s\n")
     found = {**kept, **done}
     sys.stdout.write(text_table([found[row.name] for row in ROWS if row.name in found]))
