@@ -164,10 +164,10 @@ def report(
     for path in results:
         if read_any(path).get("kind") == SEARCH:
             found = read_search(path)
-            searches.append(ReportSearch(found.get("label") or path.stem, found))
+            searches.append(ReportSearch(found.get("label") or path.stem, found, file=path.stem))
             runs += [ReportRun(result, is_probe=True) for result in found["runs"]]
         else:
-            runs.append(ReportRun(read_result(path), read_run(path)))
+            runs.append(ReportRun(read_result(path), read_run(path), file=path.stem))
     say(_write_text(out, render_report(runs, searches)))
 
 

@@ -68,7 +68,7 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_silence(records: Sequence[RequestRecord]) -> Silence:
-    heard_s = [max(_signs(record)) for record in records if _signs(record)]
+    heard_s = [max(signs(record)) for record in records if signs(record)]
     last_s = max(heard_s, default=min((record.scheduled_s for record in records), default=0.0))
     broke_s = [_end_s(one) for one in records if one.status is Status.CONNECTION and _end_s(one) >= last_s]
     start_s = min(broke_s, default=last_s)
@@ -79,7 +79,7 @@ def find_silence(records: Sequence[RequestRecord]) -> Silence:
     )
 
 
-def _signs(record: RequestRecord) -> list[float]:
+def signs(record: RequestRecord) -> list[float]:
     """Moments at which something came from the server; a frozen one still takes connections."""
     headers_s = [] if record.headers_s is None else [record.headers_s]
     answered_s = [_end_s(record)] if record.status in (Status.OK, Status.REFUSED) else []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from bench.load.figures.freeze import freeze_cautions
 from bench.load.figures.outage import Outage, find_outage, find_silence
 from bench.load.figures.punctuality import (
     MAX_LAG_SHARE_OF_TTFT,
@@ -56,6 +57,7 @@ def judge(run: RunRecord, summary: Summary) -> Validity:
         *_few(summary),
         *(() if is_read_too_late else read_late),
         *(_outage(run) if run.server_gone is None else ()),
+        *freeze_cautions(run),
         *_without_token(measured),
         *_retried(run.records),
         *_unchecked(run.records),

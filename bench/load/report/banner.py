@@ -44,20 +44,21 @@ def banner(runs: Sequence[ReportRun], names: Sequence[str], searches: Sequence[R
 
 def _run_doubts(named: Sequence[tuple[str, ReportRun]]) -> list[Markup]:
     num = len(named)
+    has_names = num > 1 or any(run.called is not None for _, run in named)
     invalid = [(name, run.result) for name, run in named if run.result.get("valid") is False]
     unknown = [name for name, run in named if not isinstance(run.result.get("valid"), bool)]
     incomplete = [(name, run.result) for name, run in named if not is_complete(run)]
     parts = []
     if invalid:
         of = f" ({len(invalid)} of {num} runs)" if num > 1 else ""
-        reasons = [f"{n}: {_reasons(result)}" if num > 1 else _reasons(result) for n, result in invalid]
+        reasons = [f"{n}: {_reasons(result)}" if has_names else _reasons(result) for n, result in invalid]
         parts.append(_box("bad", f"INVALID{of}: these figures do not describe the server.", reasons))
     if incomplete:
         of = f" ({len(incomplete)} of {num} runs)" if num > 1 else ""
-        reasons = [f"{n}: {_cut_short(r)}" if num > 1 else _cut_short(r) for n, r in incomplete]
+        reasons = [f"{n}: {_cut_short(r)}" if has_names else _cut_short(r) for n, r in incomplete]
         parts.append(_box("bad", f"INCOMPLETE{of}: these figures are of a part of the load.", reasons))
     if unknown:
-        which = f": {', '.join(unknown)}" if num > 1 else ""
+        which = f": {', '.join(unknown)}" if has_names else ""
         why = "The result file does not say whether the client kept up."
         parts.append(_box("warn", f"Validity unknown{which}", [why]))
     return parts

@@ -74,7 +74,12 @@ def lead(runs: Sequence[ReportRun], num_probes: int = 0) -> str:
     counts = ((num_probes, "probe"), (len(runs) - num_probes, "run"))
     offered = sum(int(number(run.result, "num_prompts") or 0) for run in runs)
     dates = sorted(date_text(date) for run in runs if (date := words(run.result, "date")) is not None)
-    parts = [" vs ".join(targets), *(f"{num} {what}{'' if num == 1 else 's'}" for num, what in counts if num)]
+    alone = runs[0].called if len(runs) == 1 else None
+    parts = [] if alone is None or alone in targets else [alone]
+    parts += [
+        " vs ".join(targets),
+        *(f"{num} {what}{'' if num == 1 else 's'}" for num, what in counts if num),
+    ]
     parts += [f"{offered:,} requests measured"] if offered else []
     parts += [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"] if dates else []
     return " · ".join(part for part in parts if part)
@@ -166,11 +171,20 @@ def runs_table(runs: Sequence[ReportRun]) -> Markup:
     if not any(num_unsent(run.result) for run in runs):
         columns = [c for c in columns if c[1] != _UNSENT]
     figures = [_figures(runs, column, targets[0] if has_ratios else None) for column in columns]
-    headers = [*(["target"] if has_targets else []), "load", "seed", *(c[0] for c in columns), "valid"]
+    has_files = any(run.called is not None for run in runs)
+    headers = [
+        *(["run"] if has_files else []),
+        *(["target"] if has_targets else []),
+        "load",
+        "seed",
+        *(c[0] for c in columns),
+        "valid",
+    ]
     rows: list[Markup] = []
     for run, *cells in zip(runs, *figures, strict=True):
         seed, valid = number(run.result, "arrival", "seed"), run.result.get("valid")
-        start = [*([run.target] if has_targets else []), load_name(run.result)]
+        start = [*([run.called or "–"] if has_files else []), *([run.target] if has_targets else [])]
+        start.append(load_name(run.result))
         start.append("–" if seed is None else f"{seed:.0f}")
         word = doubt(run)
         end = "NO" if valid is False else word or ("yes" if valid is True else "?")

@@ -22,17 +22,23 @@ class ReportRun:
     """One run: its result file's JSON object, and its requests if they are at hand.
 
     Runs of one `target` are points of one sweep. Its name is `target_name`, until `targets.tell_apart` has
-    seen all runs of the page.
+    seen all runs of the page. The run itself is called by its label, else by its file, if it came from one.
     """
 
     result: Mapping[str, Any]
     records: RunRecord | None = None
     name: str | None = None
     is_probe: bool = False  # of a search on the same page, which says itself which probes its answers rest on
+    file: str | None = None  # its name without `.json`
 
     @property
     def target(self) -> str:
         return target_name(self.result) if self.name is None else self.name
+
+    @property
+    def called(self) -> str | None:
+        """None: it came from no file, and has its load for a name."""
+        return None if self.file is None else words(self.result, "label") or self.file
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +220,15 @@ def load_name(result: Mapping[str, Any]) -> str:
 
 
 def run_names(runs: Sequence[ReportRun]) -> list[str]:
-    """A name per run that tells it from the others: load, with target and seed where those differ."""
+    """A name per run that tells it from the others: its label or file and load, else the load alone, with
+    target and seed where those differ.
+    """
     has_targets = len({run.target for run in runs}) > 1
-    bases = [
-        f"{run.target} · {load_name(run.result)}" if has_targets else load_name(run.result) for run in runs
-    ]
+    bases = []
+    for run in runs:
+        called = run.called or (run.target if has_targets else None)
+        load = load_name(run.result)
+        bases.append(load if called is None else f"{called} · {load}")
     names: list[str] = []
     for base, run in zip(bases, runs, strict=True):
         seed = number(run.result, "arrival", "seed")
@@ -236,8 +246,10 @@ class ReportSearch:
 
     target: str
     outcome: Mapping[str, Any]
+    file: str | None = None  # its name without `.json`
 
     @property
     def name(self) -> str:
-        """Its label, else its backend, else where it was made."""
-        return words(self.outcome, "label") or words(self.outcome, "backend") or self.target
+        """Its label, else its file, else its backend, else where it was made."""
+        backend = words(self.outcome, "backend")
+        return words(self.outcome, "label") or self.file or backend or self.target

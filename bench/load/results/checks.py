@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,45 @@ class _Result(msgspec.Struct):
     workload: dict[str, Any]
     window: dict[str, Any]
     trace: dict[str, Any] | None = None
+    settings: dict[str, Any] | None = None
+    environment: dict[str, Any] | None = None
+    per_core: dict[str, float | None] | None = None
+    send_lag_ms: dict[str, float | None] | None = None
+    failures: dict[str, int] | None = None
+    num_samples: dict[str, int] | None = None
+    slo_attainment: float | None = None
+    slo_attainment_by_metric: dict[str, float | None] | None = None
+    slo_attainment_of_sent: float | None = None
+    request_goodput: float | None = None
+    token_goodput: float | None = None
+    total_token_goodput: float | None = None
+    total_token_throughput: float | None = None
+    goodput_per_gpu: float | None = None
+    output_throughput_per_gpu: float | None = None
+    offered_request_rate: float | None = None
+    request_rate: float | str | None = None  # "inf" where there is none
+    max_concurrency: int | None = None
+    max_concurrent_requests: int | None = None
+    num_sent: int | None = None
+    num_good: int | None = None
+    num_cores: float | None = None
+    num_accelerators: float | None = None
+    total_input_tokens: int | None = None
+    total_output_tokens: int | None = None
+    total_partial_output_tokens: int | None = None
+    total_cached_tokens: int | None = None
+    client_cpu_pct: float | None = None
+    endpoint: str | None = None
+    backend: str | None = None
+    model_id: str | None = None
     label: str | None = None
     cautions: list[str] | None = None
     notes: list[str] | None = None
     invalid_reasons: list[str] | None = None
+
+
+# The latencies: of every request, each by its mean and so on; the percentiles are those that were asked for.
+_LATENCY = re.compile(r"(mean|median|std|max|p[\d.]+)_\w+_ms")
 
 
 class _Search(msgspec.Struct):
@@ -65,6 +101,9 @@ def check_keys(path: Path, result: Mapping[str, Any]) -> None:
             f"`{path}` is not a whole result of `baton bench`: it lacks {', '.join(missing)}; measure again"
         )
     _check_kinds(path, result, _Result, "run")
+    for key, value in result.items():
+        if _LATENCY.fullmatch(key):
+            _check_kinds(path, value, float | None, "run", key)
 
 
 def check_search(path: Path, found: Mapping[str, Any]) -> None:
@@ -75,11 +114,12 @@ def check_search(path: Path, found: Mapping[str, Any]) -> None:
     _check_kinds(path, found, _Search, "search")
 
 
-def _check_kinds(path: Path, found: Mapping[str, Any], kind: type[msgspec.Struct], what: str) -> None:
+def _check_kinds(path: Path, found: Any, kind: Any, what: str, key: str | None = None) -> None:
     try:
         msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
-        raise BatonError(f"`{path}` is not the whole result of a {what} ({error}); measure again") from None
+        why = error if key is None else f"{error} - at `$.{key}`"
+        raise BatonError(f"`{path}` is not the whole result of a {what} ({why}); measure again") from None
 
 
 def check_requests(beside: Path, path: Path, result: Mapping[str, Any], run: RunRecord) -> None:

@@ -1,8 +1,10 @@
 """Runs side by side: each headline figure per run, its ratio to the first run, and what makes them unlike.
 
 1. `compare_results` takes results as `result.read_result` gives them.
-2. It warns where the runs did not do the same work, and passes on each run's cautions. Between runs of other
-   models, lengths or offered load a ratio is no merit: it stands without a verdict. A run that is not valid
+2. It warns where the runs did not do the same work, and passes on each run's cautions. Unless both were
+   offered one plan, of which the same part was measured, a ratio is no merit: it stands without a verdict
+   where the model, the workload, the arrivals, a seed, the number of requests or the window differs. A run
+   that is not valid
    or incomplete, or in which nothing succeeded, is shown, but has no ratios, and nothing is held against it;
    nor have figures of SLOs, between runs with different ones.
 3. `as_text` is for a terminal, `as_dict` for a file.
@@ -95,18 +97,27 @@ METRICS: tuple[Metric, ...] = (
 
 # What has to be equal for two runs to be comparable: words for a warning, and where it stands in the result.
 # Of these, what was offered: where it differs, a ratio says nothing of the server.
-OFFERED = frozenset({"the model", "the endpoint", "the workload", "the trace", "the arrivals"})
+OFFERED = frozenset(
+    {
+        *("the model", "the endpoint", "the workload", "the trace", "the seeds", "the arrivals"),
+        *("the number of requests", "the measured window"),
+    }
+)
 SAME: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
     ("the model", lambda result: result.get("model_id")),
     ("the endpoint", lambda result: result.get("endpoint")),
     ("the workload", work_of),
     ("the trace", lambda result: _pick(result.get("trace"), "sha256", "speedup", "num_rows")),
-    ("the arrival seed", lambda result: _get(result, "arrival.seed")),
+    (
+        "the seeds",
+        lambda result: {"arrivals": _get(result, "arrival.seed"), "workload": _get(result, "workload.seed")},
+    ),
     (
         "the arrivals",
         lambda result: _pick(result.get("arrival"), "kind", "rate", "burstiness", "closed_loop", "details"),
     ),
     ("the number of requests", lambda result: _get(result, "window.num_run_offered")),
+    ("the measured window", lambda result: _window_rule(_get(result, "window.rule"))),
     ("the SLOs (ms)", lambda result: result.get("slos_ms")),
     ("the cores of the server", lambda result: result.get("num_cores")),
     ("the accelerators of the server", lambda result: result.get("num_accelerators")),
@@ -224,6 +235,13 @@ def ratio_text(ratio: float) -> str:
 def _offered_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """What was offered to them that differs."""
     return [what for what, read in SAME if what in OFFERED and differences(read(one), read(other))]
+
+
+def _window_rule(rule: Any) -> Any:
+    """What was asked for, without the moments that came of it."""
+    if not isinstance(rule, str):
+        return rule
+    return rule.partition(":")[0]  # also of a steady window, whose times follow from the run
 
 
 def _row(

@@ -160,7 +160,7 @@ def read_any(path: Path) -> dict[str, Any]:
     """A result file of any kind: its `kind` is `RUN` (or missing, in older files) or `SEARCH`.
 
     Raises:
-        BatonError: missing or unreadable, not JSON, not a result, or of another schema version.
+        BatonError: missing or unreadable, not JSON, not a result, or of another kind or schema version.
     """
     try:
         result = orjson.loads(path.read_bytes())
@@ -177,6 +177,10 @@ def read_any(path: Path) -> dict[str, Any]:
         raise BatonError(
             f"Result `{path}` has schema_version {version}, this program reads {SCHEMA_VERSION}; "
             "measure again"
+        )
+    if (kind := result.get("kind", RUN)) not in (RUN, SEARCH):
+        raise BatonError(
+            f"Result `{path}` is of the kind {kind!r}; give files of `run`, `sweep` or `max-goodput`"
         )
     read: dict[str, Any] = result
     return read

@@ -49,21 +49,20 @@ def window_block(run: RunRecord, summary: Summary) -> dict[str, Any]:
 def sent_keys(run: RunRecord, summary: Summary, arrival: Arrival) -> dict[str, Any]:
     """What was planned for the window, and what of it was sent before the run ended or was interrupted.
 
-    `offered_request_rate`: the requests sent per second of the window, which for a whole run is the time from
-    the first to the last of their scheduled moments; in a chat, each turn is a request. It is never below the
-    throughput, whose duration is longer. A closed loop and a burst offer no rate.
+    `offered_request_rate`: the requests sent of the window, per second between their scheduled moments: n of
+    them have n - 1 gaps, so the rate is (n - 1) / (last - first). In a chat, each turn is a request. Two
+    moments are the least that have a rate; a closed loop and a burst offer none.
     """
     measured = (record for record in run.records if summary.span.contains(record))
     sent_s = [record.scheduled_s for record in measured if record.status not in UNSENT]
-    span = summary.span
-    offering_s = (max(sent_s) - min(sent_s) if sent_s else 0.0) if span.is_whole_run else span.length_s
+    offering_s = max(sent_s) - min(sent_s) if sent_s else 0.0
     has_rate = arrival.closed_loop is None and arrival.kind != "burst"
     num_good = None if summary.goodput is None else summary.goodput.num_good
     return {
         "num_prompts": summary.num_offered,
         "num_sent": len(sent_s),
         "slo_attainment_of_sent": None if num_good is None or not sent_s else num_good / len(sent_s),
-        "offered_request_rate": per_second(len(sent_s), offering_s) if has_rate else None,
+        "offered_request_rate": per_second(len(sent_s) - 1, offering_s) if has_rate else None,
     }
 
 

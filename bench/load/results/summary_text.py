@@ -98,9 +98,16 @@ def latency_lines(result: Mapping[str, Any]) -> list[str]:
 
 def client_line(result: Mapping[str, Any]) -> str:
     lag, cpu = result["send_lag_ms"]["p99"], result["client_cpu_pct"]
-    sending = "nothing was sent" if lag is None else f"send lag p99 {number(lag)} ms"
+    sending = _nothing_sent(result) if lag is None else f"send lag p99 {number(lag)} ms"
     used = "CPU not measured" if cpu is None else f"CPU {number(cpu)} % of a core"
     return row("client", f"{sending}, {used}")
+
+
+def _nothing_sent(result: Mapping[str, Any]) -> str:
+    if not result["num_prompts"] and result["window"]["num_run_sent"]:
+        return "no request was due in the window"
+    is_whole = result["window"]["is_whole_run"]
+    return "nothing was sent" if is_whole else "nothing that was due in the window was sent"
 
 
 def verdict_lines(result: Mapping[str, Any]) -> list[str]:

@@ -37,6 +37,7 @@ def row(comparison: Comparison, key: str) -> Row:
 
 
 FAST = result_of(steady_run(ttft_s=0.1, tpot_s=0.01), "fast")
+WARM = "without 2 s of warm-up and 0 s of cool-down: requests scheduled from 2.000 s to 9.900 s"
 SLOW = result_of(steady_run(ttft_s=0.3, tpot_s=0.02), "slow")
 
 
@@ -75,7 +76,9 @@ def test_equal_work_has_no_warnings() -> None:
         ({"workload": {**FAST["workload"], "kind": "lognormal"}}, "the workload: kind: fixed → lognormal"),
         ({"slos_ms": {"ttft": 1.0}}, "the SLOs (ms): ttft: 200.0 → 1.0"),
         ({"num_cores": 64}, "cores"),
-        ({"arrival": {**FAST["arrival"], "seed": 8}}, "arrival seed"),
+        ({"arrival": {**FAST["arrival"], "seed": 8}}, "the seeds: arrivals: 7 → 8"),
+        ({"workload": {**FAST["workload"], "seed": 8}}, "the seeds: workload: none → 8"),
+        ({"window": {**FAST["window"], "rule": WARM}}, "the measured window: whole run → without 2 s of"),
         ({"arrival": {**FAST["arrival"], "rate": 11.0}}, "the arrivals: rate: 10.0 → 11.0"),
         ({"trace": {"sha256": "aa", "speedup": 1.0, "num_rows": 5}}, "trace"),
         ({"window": {**FAST["window"], "num_run_offered": 5}}, "number of requests"),
@@ -95,7 +98,10 @@ def test_unlike_runs_warn(change: dict[str, Any], what: str) -> None:
         ({"arrival": {**FAST["arrival"], "rate": 11.0}}, False),
         ({"arrival": {**FAST["arrival"], "kind": "closed-loop", "rate": None, "closed_loop": 4}}, False),
         ({"trace": {"sha256": "aa", "speedup": 1.0, "num_rows": 5}}, False),
-        ({"arrival": {**FAST["arrival"], "seed": 8}}, True),
+        ({"arrival": {**FAST["arrival"], "seed": 8}}, False),
+        ({"workload": {**FAST["workload"], "seed": 8}}, False),
+        ({"window": {**FAST["window"], "num_run_offered": 5}}, False),
+        ({"window": {**FAST["window"], "rule": WARM}}, False),
         ({"num_cores": 64}, True),
         ({"slos_ms": {"ttft": 1.0}}, True),
     ],
@@ -115,8 +121,16 @@ def test_what_was_offered_is_no_merit(change: dict[str, Any], is_judged: bool) -
 
 
 def test_what_every_run_draws_anew_is_no_difference() -> None:
-    again = {**FAST, "workload": {**FAST["workload"], "salt": 9, "seed": 4, "num_requests": 3}}
+    again = {**FAST, "workload": {**FAST["workload"], "salt": 9, "num_requests": 3}}
     assert compare_results([{**FAST, "workload": {**FAST["workload"], "salt": 8}}, again]).warnings == ()
+
+
+def test_a_steady_window_is_the_same_one_wherever_it_fell() -> None:
+    rule = "steady window: without {} s at each side of the offering (p90 of E2E over 9 requests): requests"
+    runs = [
+        {**one, "window": {**one["window"], "rule": rule.format(i)}} for i, one in enumerate((SLOW, FAST))
+    ]
+    assert compare_results(runs).warnings == ()
 
 
 def test_differences_are_named_by_path_and_never_read_the_same() -> None:

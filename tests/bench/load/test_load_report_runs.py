@@ -383,3 +383,22 @@ def test_a_band_ends_inside_the_plot() -> None:
     ]
     assert max(ticks) >= 90
     assert float(band.get("x", "")) + float(band.get("width", "")) < 1160
+
+
+# Runs from files
+
+
+def test_a_run_is_called_by_its_label_else_by_its_file() -> None:
+    bad = made_result(valid=False, invalid_reasons=["It lagged."], label=None)
+    page = render_report([ReportRun(bad, file="before")])
+    check(page)
+    assert "before · 2 req/s: It lagged." in page
+    assert "It lagged." in render_report([ReportRun({**bad, "label": "tuned"}, file="before")])
+    assert run_names([ReportRun({**bad, "label": "tuned"}, file="before")]) == ["tuned · 2 req/s"]
+    both = [ReportRun(bad, file="before"), ReportRun({**bad, "valid": True}, file="after")]
+    assert run_names(both) == ["before · 2 req/s", "after · 2 req/s"]
+    page = render_report(both)
+    check(page)
+    assert '<th scope="col">run</th>' in page
+    assert "<td>after</td>" in page
+    assert ReportSearch("there", {"backend": "openai"}, file="search").name == "search"

@@ -6,17 +6,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench.load.cli_session import Session
 from bench.load.client.interrupts import StopSwitch
 from bench.load.client.target import parse_target
 from bench.load.figures.metrics import summarize
 from bench.load.figures.slo import parse_slos
+from bench.load.figures.window import Window
 from bench.load.plan import Arrival
 from bench.load.plans import arrivals
 from bench.load.plans.lengths import Fixed
 from bench.load.plans.settings import PlanSettings, Synthetic
-from bench.load.records import RequestRecord, RunRecord
+from bench.load.records import RequestRecord, RunRecord, Status
 from bench.load.results.result import build_result
 from bench.load.results.summary_text import summary_lines
 from bench.load.results.workload_text import left_out, workload_cautions
@@ -40,7 +43,7 @@ def test_rates_are_rounded_and_chats_are_no_requests() -> None:
     run = run_of([answered(float(second)) for second in range(5)])
     text = lines_of(run, arrivals.poisson(1.23456789, 4), kind="synthetic")
     assert "open loop, 1.235 req/s (poisson), seed 4" in text
-    assert "offered                   1.25 req/s" in text
+    assert "offered                   1 req/s" in text
     chats = lines_of(run, arrivals.poisson(0.3, 4), kind="chat", num_arrivals=2, num_requests=5)
     assert "open loop, 0.3 chats/s (poisson), 2 chats of 5 requests, seed 4" in chats
     looped = lines_of(run, arrivals.closed_loop(2), kind="synthetic")
@@ -53,10 +56,43 @@ def test_requests_never_sent_are_told_apart() -> None:
     result = result_of(run, arrivals.poisson(1.0, 0))
     assert (result["num_prompts"], result["num_sent"]) == (4, 2)
     assert (result["slo_attainment"], result["slo_attainment_of_sent"]) == (0.5, 1.0)
-    assert result["offered_request_rate"] == pytest.approx(2.0)  # what was sent, in the second it took
+    assert result["offered_request_rate"] == pytest.approx(1.0)  # what was sent: one gap of a second
     text = "\n".join(summary_lines(result))
     assert "4 planned, 2 sent, 2 ok, 2 failed" in text
     assert "50.0% of all offered, 100.0% of those sent" in text
+
+
+@given(st.lists(st.floats(0, 1000), min_size=0, max_size=20), st.floats(0, 2))
+def test_the_offered_rate_is_that_of_the_gaps(moments_s: list[float], life_s: float) -> None:
+    """Above it by the boundary, n requests against n - 1 gaps, throughput may be, and never by more."""
+    run = run_of([answer(at_s, [at_s + life_s]) for at_s in moments_s])
+    result = result_of(run, arrivals.poisson(1.0, 0))
+    num, span_s = len(moments_s), max(moments_s, default=0.0) - min(moments_s, default=0.0)
+    offered = result["offered_request_rate"]
+    if num < 2 or span_s == 0:
+        assert offered is None
+        return
+    assert offered == pytest.approx((num - 1) / span_s)
+    assert result["request_throughput"] <= offered * num / (num - 1) * (1 + 1e-9)
+
+
+def test_the_offered_rate_is_that_which_was_asked_for() -> None:
+    run = run_of([answered(i / 5) for i in range(10)])
+    text = lines_of(run, arrivals.constant(5.0), kind="synthetic")
+    assert "open loop, 5 req/s (constant)" in text
+    assert "offered                   5 req/s" in text
+
+
+def test_where_no_request_was_due_in_the_window_it_says_so() -> None:
+    unsent = answer(3.0, [], status=Status.CLIENT)
+    unsent.sent_s = None
+    run = run_of([answered(0.0), answered(1.0), unsent])
+    for warmup_s, words in ((10.0, "no request was due in the window"), (2.0, "nothing that was due in the")):
+        summary = summarize(run, (), Window(warmup_s=warmup_s))
+        [client] = [
+            one for one in summary_lines(build_result(plan_of(run), run, summary, {})) if "CPU" in one
+        ]
+        assert words in client
 
 
 def test_a_run_without_samples_says_so_in_words() -> None:
