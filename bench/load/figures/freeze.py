@@ -1,12 +1,14 @@
 """Times in which the server said nothing to anyone, and answered again later: it froze, and came back. Pure.
 
-1. A silence is a pause between two moments at which something came from the server, to whichever request.
-   Only the part of it counts in which a request was in flight.
+1. A silence is a pause between two moments at which something came from the server, to whichever request; or
+   from the last one to the end of the run, if it answered when it was asked after that. Only the part of it
+   counts in which a request was in flight.
 2. It is a freeze if it lasted longer than a second, than ten of the run's median pauses, and than twice what
    nine in ten of the requests outside it waited for their first byte: slow first tokens and a long queue are
    silent as well, again and again.
 3. And somebody suffered: a request ran into its time limit, most of its life in the silence, or three
    waited in it for longer than that. At the run's start only time limits count: first prompts may be slow.
+   At its end, two of these requests have to be sent in the silence: some that get no answer are no freeze.
 4. Where nobody listened it is an outage, and where the client stood still it is no silence of the server's.
 """
 
@@ -26,6 +28,7 @@ NUM_MEDIAN_PAUSES = 10
 NUM_USUAL_WAITS = 2
 USUAL_PERCENT = 90
 MIN_NUM_WAITING = 3
+MIN_NUM_SENT_AT_END = 2
 
 Array = npt.NDArray[np.float64]
 
@@ -34,7 +37,8 @@ class Freeze(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the run's start."""
 
     start_s: float  # the last sign before it; later if no request was in flight then
-    end_s: float  # when something came again
+    end_s: float  # when something came again, else the end of the run
+    is_to_the_end: bool  # it answered again only after the run
     num_in_flight: int  # requests that were in flight at some moment of it
     num_timed_out: int  # of these, in it
 
@@ -43,51 +47,73 @@ class Freeze(msgspec.Struct, frozen=True, kw_only=True):
         return self.end_s - self.start_s
 
 
-def find_freezes(run: RunRecord) -> list[Freeze]:
-    """In order of time. The last sign of a run is followed by none: who froze for good did not come back."""
-    flights = [record for record in run.records if record.end_s is not None and _sent_s(record) is not None]
-    all_signs = [signs(record) for record in flights]
-    heard_s = np.sort(np.array([moment for some in all_signs for moment in some], dtype=np.float64))
-    if not len(heard_s):
-        return []
-    starts_s = np.array([_sent_s(record) for record in flights], dtype=np.float64)
-    ends_s = np.array([record.end_s for record in flights], dtype=np.float64)
-    first_s = np.array(
-        [min(some, default=record.end_s) for some, record in zip(all_signs, flights, strict=True)],
-        dtype=np.float64,
-    )
-    is_timeout = np.array([record.status is Status.TIMEOUT for record in flights], dtype=np.bool_)
-    ok_s = max((record.end_s or 0.0 for record in flights if record.status is Status.OK), default=-np.inf)
-    refused_s = [record.end_s for record in flights if record.is_unreachable and record.end_s is not None]
-    median_s = float(np.median(np.diff(heard_s))) if len(heard_s) > 1 else 0.0
-    floor_s = max(MIN_SILENCE_S, NUM_MEDIAN_PAUSES * median_s)
-    edges_s = np.concatenate([[min(float(starts_s.min()), float(heard_s[0]))], heard_s])
-    found = []
-    for i in np.flatnonzero(np.diff(edges_s) > floor_s):
-        from_s, to_s = float(edges_s[i]), float(edges_s[i + 1])
-        overlap_s = np.minimum(ends_s, to_s) - np.maximum(starts_s, from_s)
+class _Flights:
+    """The sent requests of a run, as columns."""
+
+    def __init__(self, records: Sequence[RequestRecord]) -> None:
+        sent = [one for one in records if one.end_s is not None and _sent_s(one) is not None]
+        heard_s = [signs(record) for record in sent]
+        pairs = zip(heard_s, sent, strict=True)
+        self.starts_s = np.array([_sent_s(record) for record in sent], dtype=np.float64)
+        self.ends_s = np.array([record.end_s for record in sent], dtype=np.float64)
+        self.first_s = np.array([min(some, default=one.end_s) for some, one in pairs], dtype=np.float64)
+        self.is_timeout = np.array([record.status is Status.TIMEOUT for record in sent], dtype=np.bool_)
+        self.is_ok = np.array([record.status is Status.OK for record in sent], dtype=np.bool_)
+        self.heard_s = np.sort(np.array([moment for some in heard_s for moment in some], dtype=np.float64))
+
+    def freeze(
+        self, from_s: float, to_s: float, floor_s: float, *, is_start: bool, is_end: bool
+    ) -> Freeze | None:
+        """Whether this silence was one; `floor_s` is what it lasted longer than in any case."""
+        overlap_s = np.minimum(self.ends_s, to_s) - np.maximum(self.starts_s, from_s)
         is_in = overlap_s > 0
-        elsewhere_s = (first_s - starts_s)[~is_in]
+        elsewhere_s = (self.first_s - self.starts_s)[~is_in]
         usual_s = float(np.percentile(elsewhere_s, USUAL_PERCENT)) if len(elsewhere_s) else 0.0
         limit_s = max(floor_s, NUM_USUAL_WAITS * usual_s)
-        if not is_in.any() or _covered_s(starts_s[is_in], ends_s[is_in], from_s, to_s) <= limit_s:
-            continue
-        is_cut = is_in & is_timeout & (ends_s <= to_s) & (2 * overlap_s >= ends_s - starts_s)
-        num_waiting = 0 if i == 0 else int((overlap_s > limit_s).sum())
-        if not is_cut.any() and num_waiting < MIN_NUM_WAITING:
-            continue
-        start_s = max(from_s, float(starts_s[is_in].min()))
-        is_outage = any(from_s <= moment <= to_s for moment in refused_s)
-        if to_s > ok_s or is_outage or _client_stood_still(run.clients, start_s, to_s):
-            continue
-        found.append(
-            Freeze(
-                start_s=start_s,
-                end_s=to_s,
-                num_in_flight=int(is_in.sum()),
-                num_timed_out=int(is_cut.sum()),
-            )
+        if not is_in.any() or covered_s(self.starts_s[is_in], self.ends_s[is_in], from_s, to_s) <= limit_s:
+            return None
+        lives_s = self.ends_s - self.starts_s
+        is_cut = is_in & self.is_timeout & (self.ends_s <= to_s) & (2 * overlap_s >= lives_s)
+        if is_end:
+            has_suffered = int((is_cut & (self.starts_s > from_s)).sum()) >= MIN_NUM_SENT_AT_END
+        else:
+            num_waiting = 0 if is_start else int((overlap_s > limit_s).sum())
+            has_suffered = bool(is_cut.any()) or num_waiting >= MIN_NUM_WAITING
+        if not has_suffered:
+            return None
+        return Freeze(
+            start_s=max(from_s, float(self.starts_s[is_in].min())),
+            end_s=to_s,
+            is_to_the_end=is_end,
+            num_in_flight=int(is_in.sum()),
+            num_timed_out=int(is_cut.sum()),
         )
+
+
+def find_freezes(run: RunRecord) -> list[Freeze]:
+    """In order of time."""
+    flights = _Flights(run.records)
+    heard_s = flights.heard_s
+    if not len(heard_s) or not flights.is_ok.any():
+        return []
+    floor_s = MIN_SILENCE_S
+    if len(heard_s) > 1:
+        floor_s = max(floor_s, NUM_MEDIAN_PAUSES * float(np.median(np.diff(heard_s))))
+    # Time limits that were met gave cause to ask after the run (`may_be_gone`).
+    came_back = run.is_complete and run.server_gone is None
+    last_s = float(flights.ends_s.max()) if came_back else float(heard_s[-1])
+    edges_s = np.concatenate([[min(float(flights.starts_s.min()), float(heard_s[0]))], heard_s, [last_s]])
+    ok_s = float(flights.ends_s[flights.is_ok].max())
+    refused_s = [one.end_s for one in run.records if one.is_unreachable and one.end_s is not None]
+    found = []
+    for i in np.flatnonzero(np.diff(edges_s) > floor_s):
+        from_s, to_s, is_end = float(edges_s[i]), float(edges_s[i + 1]), int(i) == len(heard_s)
+        one = flights.freeze(from_s, to_s, floor_s, is_start=int(i) == 0, is_end=is_end)
+        if one is None or (to_s > ok_s and not is_end):
+            continue
+        is_outage = any(from_s <= moment <= to_s for moment in refused_s)
+        if not is_outage and not _client_stood_still(run.clients, one.start_s, to_s):
+            found.append(one)
     return found
 
 
@@ -98,12 +124,14 @@ def freeze_cautions(run: RunRecord) -> list[str]:
         return []
     worst = max(freezes, key=lambda one: one.length_s)
     others = len(freezes) - 1
+    back = "it answered again only when it was asked after the run"
+    back = back if worst.is_to_the_end else "then it answered again"
     more = f"; {others} more such time{'' if others == 1 else 's'} in this run" if others else ""
     were = "1 request was" if worst.num_in_flight == 1 else f"{worst.num_in_flight} requests were"
     return [
         f"The server stood still: nothing came from it for {worst.length_s:.1f} s, from "
         f"{worst.start_s:.1f} s to {worst.end_s:.1f} s, while {were} in flight ({worst.num_timed_out} timed "
-        f"out in that time), and then it answered again{more}. The figures count them all."
+        f"out in that time), and {back}{more}. The figures count them all."
     ]
 
 
@@ -111,7 +139,7 @@ def _sent_s(record: RequestRecord) -> float | None:
     return record.started_s if record.sent_s is None else record.sent_s
 
 
-def _covered_s(starts_s: Array, ends_s: Array, from_s: float, to_s: float) -> float:
+def covered_s(starts_s: Array, ends_s: Array, from_s: float, to_s: float) -> float:
     """How much of the time between two moments at least one request was in flight."""
     order = np.argsort(starts_s)
     begins_s = np.maximum(starts_s[order], from_s)

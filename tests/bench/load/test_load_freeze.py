@@ -85,6 +85,18 @@ def test_several_freezes_are_one_caution() -> None:
     assert "; 1 more such time in this run" in caution
 
 
+def test_a_freeze_to_the_end_of_the_run_is_told_if_the_server_answered_after_that() -> None:
+    run = run_of(freezing([served(i / 4) for i in range(30)], 3.8, 20.0, timeout_s=1.0))
+    [found] = find_freezes(run)
+    assert (found.is_to_the_end, found.num_timed_out, found.end_s) == (True, 15, run.wall_s)
+    [caution] = judge(run, summarize(run)).cautions
+    assert "and it answered again only when it was asked after the run." in caution
+    run.server_gone = "no answer"
+    assert find_freezes(run) == []
+    run.server_gone, run.is_complete = None, False
+    assert find_freezes(run) == []
+
+
 def one_after_another(num: int, timeout_s: float = 100.0, ttft_s: float = 2.0) -> list[RequestRecord]:
     """A closed loop of one."""
     records: list[RequestRecord] = []
@@ -108,12 +120,12 @@ def one_after_another(num: int, timeout_s: float = 100.0, ttft_s: float = 2.0) -
         [served(0.0, ttft_s=2.0) for _ in range(8)] + [served(3.0 + i / 4) for i in range(20)],
         [served(float(i), ttft_s=min(i + 1.0, 3.0), timeout_s=3.5) for i in range(30)],
         [answer(i * 1.0, [], status=Status.TIMEOUT, end_s=i + 0.9) for i in range(10)],
-        [*steady_run(20).records, *(answer(2.0 + i, [], status=Status.TIMEOUT, end_s=9.0) for i in (0, 1))],
+        [*steady_run(20).records, *(answer(1.0, [1.1], status=Status.TIMEOUT, end_s=9.0) for _ in range(5))],
     ],
     ids=[
         *("nothing", "one", "steady", "closed loop of one", "and its time limit"),
         *("slow first tokens", "idle", "waves of slow first tokens", "slow first prompts"),
-        *("a long queue", "never an answer", "frozen for good"),
+        *("a long queue", "never an answer", "no answer to the last ones"),
     ],
 )
 def test_what_is_no_freeze(records: list[RequestRecord]) -> None:
