@@ -41,7 +41,7 @@ MEANINGS: Mapping[Status, str] = {
     Status.INCOMPLETE: "not all that was asked for: the server went away before the last rate or probe, a "
     "client process died, or a search ended (--max-probes, --max-rate) without an answer to every target",
     Status.SLO_MISSED: "with --strict: complete and valid, but too few requests met the SLOs at any rate",
-    Status.NOT_JUDGED: "compare: nothing could be judged (all invalid, or offered different loads)",
+    Status.NOT_JUDGED: "compare: nothing could be judged (all invalid, or of different plans)",
     Status.INTERRUPTED: "interrupted; what was measured is written",
 }
 _TABLE = "; ".join(f"{status.value} {text}" for status, text in MEANINGS.items())

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import msgspec
 
 from bench.load.results.files import json_safe
-from bench.load.results.likeness import differences, in_words, work_of
+from bench.load.results.likeness import OFFERED, SAME, differences, in_words, offered_otherwise, value_at
 from cluster.errors import ConfigError
 
 
@@ -95,34 +95,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("send_lag_ms.p99", "client send lag p99", "ms", Better.LOWER),
 )
 
-# What has to be equal for two runs to be comparable: words for a warning, and where it stands in the result.
-# Of these, what was offered: where it differs, a ratio says nothing of the server.
-OFFERED = frozenset(
-    {
-        *("the model", "the endpoint", "the workload", "the trace", "the seeds", "the arrivals"),
-        *("the number of requests", "the measured window"),
-    }
-)
-SAME: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
-    ("the model", lambda result: result.get("model_id")),
-    ("the endpoint", lambda result: result.get("endpoint")),
-    ("the workload", work_of),
-    ("the trace", lambda result: _pick(result.get("trace"), "sha256", "speedup", "num_rows")),
-    (
-        "the seeds",
-        lambda result: {"arrivals": _get(result, "arrival.seed"), "workload": _get(result, "workload.seed")},
-    ),
-    (
-        "the arrivals",
-        lambda result: _pick(result.get("arrival"), "kind", "rate", "burstiness", "closed_loop", "details"),
-    ),
-    ("the number of requests", lambda result: _get(result, "window.num_run_offered")),
-    ("the measured window", lambda result: _window_rule(_get(result, "window.rule"))),
-    ("the SLOs (ms)", lambda result: result.get("slos_ms")),
-    ("the cores of the server", lambda result: result.get("num_cores")),
-    ("the accelerators of the server", lambda result: result.get("num_accelerators")),
-)
-
 
 def compare_results(results: Sequence[Mapping[str, Any]], labels: Sequence[str] | None = None) -> Comparison:
     """Ratios to the first result. `labels` defaults to each result's own label, else its backend.
@@ -139,7 +111,7 @@ def compare_results(results: Sequence[Mapping[str, Any]], labels: Sequence[str] 
     complete = tuple(result.get("is_complete") is not False for result in results)
     succeeded = tuple(result.get("completed") != 0 for result in results)
     judged = tuple(map(all, zip(valid, complete, succeeded, strict=True)))
-    alike = tuple(not _offered_otherwise(results[0], result) for result in results)
+    alike = tuple(not offered_otherwise(results[0], result) for result in results)
     rows = [_row(metric, results, judged, alike) for metric in METRICS]
     return Comparison(
         labels=names,
@@ -232,22 +204,10 @@ def ratio_text(ratio: float) -> str:
     return f"×{round(ratio):,}" if ratio >= 10 else f"×{ratio:.2f}"
 
 
-def _offered_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What was offered to them that differs."""
-    return [what for what, read in SAME if what in OFFERED and differences(read(one), read(other))]
-
-
-def _window_rule(rule: Any) -> Any:
-    """What was asked for, without the moments that came of it."""
-    if not isinstance(rule, str):
-        return rule
-    return rule.partition(":")[0]  # also of a steady window, whose times follow from the run
-
-
 def _row(
     metric: Metric, results: Sequence[Mapping[str, Any]], judged: Sequence[bool], alike: tuple[bool, ...]
 ) -> Row:
-    values = tuple(_number(_get(result, metric.key)) for result in results)
+    values = tuple(_number(value_at(result, metric.key)) for result in results)
     first, slos = values[0], results[0].get("slos_ms")
     ratios = tuple(
         value / first
@@ -299,17 +259,6 @@ def _distinct(labels: Sequence[str]) -> tuple[str, ...]:
         label if label not in labels[:index] else f"{label} #{list(labels[: index + 1]).count(label)}"
         for index, label in enumerate(labels)
     )
-
-
-def _get(result: Mapping[str, Any], path: str) -> Any:
-    value: Any = result
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def _pick(value: Any, *keys: str) -> Any:
-    return {key: value.get(key) for key in keys} if isinstance(value, Mapping) else value
 
 
 def _number(value: Any) -> float | None:

@@ -2,14 +2,15 @@
 
 1. `work_of` takes from a result what was asked of the server: the settings of the workload without what every
    run draws anew (salt, seed) and what goes with its rate and length (speed-up, counts, totals).
-2. `differences` names each path at which two values differ, as `output.tokens: 64 → 16`.
+2. `SAME` are the parts of a result in which comparable runs are equal, `OFFERED` those that were the plan's.
+3. `differences` names each path at which two values differ, as `output.tokens: 64 → 16`.
 
 Comparisons warn with it; the report decides with it which runs are points of one sweep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_DIFFERENCES = 6
@@ -75,3 +76,59 @@ def _pair(one: str, other: str) -> tuple[str, str]:
 def _cut(text: str, start: int) -> str:
     end = start + MAX_CHARS
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+
+
+def value_at(result: Mapping[str, Any], path: str) -> Any:
+    """Under a path of keys joined by dots; None where there is none."""
+    value: Any = result
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _pick(value: Any, *keys: str) -> Any:
+    return {key: value.get(key) for key in keys} if isinstance(value, Mapping) else value
+
+
+def _window_rule(rule: Any) -> Any:
+    """What was asked for, without the moments that came of it."""
+    if not isinstance(rule, str):
+        return rule
+    return rule.partition(":")[0]  # also of a steady window, whose times follow from the run
+
+
+# What has to be equal for two runs to be comparable: words for a warning, and where it stands in the result.
+# Of these, what was offered: where it differs, a ratio says nothing of the server.
+OFFERED = frozenset(
+    {
+        *("the model", "the endpoint", "the workload", "the trace", "the seeds", "the arrivals"),
+        *("the number of requests", "the measured window"),
+    }
+)
+SAME: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
+    ("the model", lambda result: result.get("model_id")),
+    ("the endpoint", lambda result: result.get("endpoint")),
+    ("the workload", work_of),
+    ("the trace", lambda result: _pick(result.get("trace"), "sha256", "speedup", "num_rows")),
+    (
+        "the seeds",
+        lambda result: {
+            "arrivals": value_at(result, "arrival.seed"),
+            "workload": value_at(result, "workload.seed"),
+        },
+    ),
+    (
+        "the arrivals",
+        lambda result: _pick(result.get("arrival"), "kind", "rate", "burstiness", "closed_loop", "details"),
+    ),
+    ("the number of requests", lambda result: value_at(result, "window.num_run_offered")),
+    ("the measured window", lambda result: _window_rule(value_at(result, "window.rule"))),
+    ("the SLOs (ms)", lambda result: result.get("slos_ms")),
+    ("the cores of the server", lambda result: result.get("num_cores")),
+    ("the accelerators of the server", lambda result: result.get("num_accelerators")),
+)
+
+
+def offered_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What was offered to them that differs."""
+    return [what for what, read in SAME if what in OFFERED and differences(read(one), read(other))]
