@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 from kernels.cpu.backend import CpuBackend
+from kernels.cpu.build import load_library
+from kernels.cpu.native import bind
 from kernels.ops import Backend
 from kernels.reference import ReferenceBackend
+from tests.support.isa_emulation import emulated_library
 
 BACKENDS = ("reference", "cpu", "cpu-fallback")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -62,3 +66,12 @@ def backend(make_backend: BackendFactory) -> Backend:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     result: torch.dtype = request.param
     return result
+
+
+@pytest.fixture(scope="module", params=["emulated", "real"])
+def dot_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """With dot products (pairs of bf16, bytes): emulated anywhere, and the machine's own if it has them."""
+    library = emulated_library() if request.param == "emulated" else load_library()
+    if not bind(library).baton_dot_is_there():
+        pytest.skip("this machine has no dot products of bf16 pairs")
+    return library

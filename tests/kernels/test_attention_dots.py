@@ -22,17 +22,9 @@ pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated li
 SHAPES = (((9, 3), 64), ((8, 1), 80), ((4, 4), 128), ((8, 2), 32))
 
 
-@pytest.fixture(scope="module", params=["emulated", "real"])
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    library = emulated_library() if request.param == "emulated" else load_library()
-    if not bind(library).baton_dot_is_there():
-        pytest.skip("this machine has no such instructions")
-    return library
-
-
 @pytest.fixture
-def kernels(library: ctypes.CDLL) -> NativeKernels:
-    return NativeKernels(library, 1, Quantization.NONE)
+def kernels(dot_library: ctypes.CDLL) -> NativeKernels:
+    return NativeKernels(dot_library, 1, Quantization.NONE)
 
 
 def world_of(lengths: list[int], shape: tuple[tuple[int, int], int], kv_int8: bool) -> World:

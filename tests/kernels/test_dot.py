@@ -3,39 +3,27 @@ model of the instruction bit for bit, so equal to each other, and to themselves 
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.build import load_library
-from kernels.cpu.native import NativeKernels, bind
+from kernels.cpu.native import NativeKernels
 from kernels.cpu.weight_kind import WeightKind
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 from tests.kernels.test_amx import SHAPES, assert_same_bits, flushed, make_case
-from tests.support.isa_emulation import emulated_library
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 24, 25, 40, 70)
 
 
-@pytest.fixture(scope="module", params=["emulated", "real"])
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    library = emulated_library() if request.param == "emulated" else load_library()
-    if not bind(library).baton_dot_is_there():
-        pytest.skip("this machine multiplies no pairs of bf16")
-    return library
-
-
 @pytest.fixture
-def kernels(library, monkeypatch):
+def kernels(dot_library, monkeypatch):
     def make(num_threads: int = 1) -> NativeKernels:
         monkeypatch.setenv("BATON_CPU_ISA", "avx512-bf16")
-        return NativeKernels(library, num_threads, Quantization.NONE)
+        return NativeKernels(dot_library, num_threads, Quantization.NONE)
 
     return make
 
@@ -109,12 +97,12 @@ def test_no_rows(kernels):
     assert kernels().linear(x[:0], kernels().pack_linear(weight), bias).shape == (0, 48)
 
 
-def test_only_bf16_weights_are_of_this_kind_and_only_bf16_rows_meet_them(kernels, library):
+def test_only_bf16_weights_are_of_this_kind_and_only_bf16_rows_meet_them(kernels, dot_library):
     pairs = kernels()
     packed = pairs.pack_linear(torch.ones(8, 64).bfloat16())
-    assert library.baton_weight_kind(packed.data_ptr()) == WeightKind.DOT_BF16
+    assert dot_library.baton_weight_kind(packed.data_ptr()) == WeightKind.DOT_BF16
     wide = pairs.pack_linear(torch.ones(8, 64))
-    assert library.baton_weight_kind(wide.data_ptr()) == WeightKind.FLOAT
+    assert dot_library.baton_weight_kind(wide.data_ptr()) == WeightKind.FLOAT
     with pytest.raises(TypeError, match="`x` must be bf16 for a bf16 weight"):
         pairs.linear(torch.ones(2, 64), packed)
 
