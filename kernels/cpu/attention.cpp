@@ -246,7 +246,7 @@ private:
             if constexpr (kIntegers)
                 score_bytes_in_place<Rows>(head.q + r * dim_, dim_, addresses_ + j, factors_ + j, scores + j);
             else if constexpr (kPairs)
-                score_pairs_in_place<Rows>(pair_queries(head), dim_, addresses_ + j, factors_ + j, scores + j);
+                score_pairs_in_place<Rows>(pair_queries(head) + r * dim_, dim_, addresses_ + j, factors_ + j, scores + j);
             else
                 score_keys<Kv, Rows, 2>(head.q + r * dim_, dim_, addresses_ + j, factors_ + j, scores + j);
             if (r == 0) ahead_.advance(std::min(step, count - j) * shape_.kv.row_bytes);

@@ -42,8 +42,6 @@ inline void narrow(IntVec lanes, char* target) {
 #endif
 }
 
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the lowest bits
-
 // Elements from d on of [dim] int16, or of [2, dim] bytes, high and low of n = 128 high + low: signed ones where n is, so
 // that low is within [-64, 63], or within [0, 127]. The lowest 16 bits of each lane are n's.
 template <bool Signed>

@@ -189,7 +189,7 @@ inline void by_rows(int64_t begin, int64_t end, const Body& body) {
 
 // e^x for x <= 0, as `exp` of simd.h computes it, and 0 from where 2^n is no normal number; a NaN stays one.
 inline Vec exp_of_negative(Vec x) {
-    const Vec magic = splat(12582912.0f);            // 1.5 * 2^23: adding it rounds to an integer
+    const Vec magic = splat(kMagic);
     const Vec clamped = max(splat(-88.0f), x);       // in this order a NaN passes
     const Vec shifted = fma(clamped, splat(1.44269504088896341f), magic);
     const Vec n = shifted - magic;

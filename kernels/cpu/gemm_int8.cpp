@@ -137,7 +137,7 @@ void quantize_row(const float* x, int64_t in_features, int64_t m, const Int8Rows
     }
     const Vec inverse = splat(127.0f / largest);
     // adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits
-    const Vec magic = splat(12582912.0f);
+    const Vec magic = splat(kMagic);
     const auto quantized = [&](Vec value) { return UintVec(value * inverse + magic) + (128 - 0x4b400000u); };
     int64_t i = 0;
     for (; i + kWidth <= in_features; i += kWidth) store_bytes(values + i, quantized(load(x + i)));

@@ -48,7 +48,7 @@ inline void quantize_row(const T* row, int64_t head_dim, char* target) {
     const float smallest = std::numeric_limits<float>::min();
     const float scale = all_finite ? std::max(max_lanes(largest) / 127.0f, smallest)
                                    : std::numeric_limits<float>::quiet_NaN();
-    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec magic = splat(kMagic);
     for (int64_t d = 0; d < head_dim; d += kWidth) {
         IntVec values = IntVec(load_partial(row + d, head_dim - d) / scale + magic) - IntVec(magic);
         values = all_finite ? values : IntVec{};

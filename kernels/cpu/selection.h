@@ -101,7 +101,7 @@ inline int64_t find_best(const float* values, int64_t size, float* maxima) {
 
 // e^x for x <= 0, rounded to a multiple of 2^-34: Cephes' expf in single multiplications and additions.
 inline Vec weight(Vec x) {
-    const Vec to_integer = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec to_integer = splat(kMagic);
     const Vec to_grid = splat(0x1p-11f);        // what is below, plus this, is a multiple of 2^-34
     x = max(x, splat(-25.0f));                  // e^-25 is less than half a step of the grid
     const Vec shifted = x * 1.44269504088896341f + to_integer;

@@ -33,6 +33,7 @@ namespace baton {
 
 constexpr int64_t kWidth = BATON_WIDTH;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the lowest bits
 
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t UintVec __attribute__((vector_size(kWidth * 4)));
@@ -243,7 +244,7 @@ inline Vec exp(Vec x) {
     const Vec smallest = splat(-87.3f), largest = splat(88.3f);
     Vec clamped = max(x, smallest);
     clamped = clamped < largest ? clamped : largest;
-    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec magic = splat(kMagic);
     Vec shifted = fma(clamped, splat(1.44269504088896341f), magic);
     Vec n = shifted - magic;
     Vec r = fma(n, splat(-0.693359375f), clamped);
