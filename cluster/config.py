@@ -28,6 +28,7 @@ IdleCores = Literal["lend", "keep"]
 LauncherName = Literal["auto", "ray", "local"]
 LogFormat = Literal["text", "json"]
 PlacementName = Literal["elastic", "remote"]
+SpeculationName = Literal["auto", "off"]
 RolesName = Literal["fixed", "planned"]
 
 DEFAULT_GPU_MEMORY_SHARE: Final = 0.9
@@ -97,6 +98,13 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
     kv_dtype: Annotated[
         KvDtypeName,
         Meta(description="numeric type of KV; int8: a scale per token and head; auto: as `--dtype`"),
+    ] = "auto"
+    speculation: Annotated[
+        SpeculationName,
+        Meta(
+            description="whether decode steps check guesses at a request's next tokens, taken from its own "
+            "history; auto: on CPUs, where it pays; no token depends on it"
+        ),
     ] = "auto"
     backend: Annotated[
         BackendName,

@@ -307,6 +307,7 @@ def worker_config(
         dtype=config.dtype,
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,
+        speculation=config.speculation,
         backend=config.backend,
         num_threads=num_threads,
         core_share=core_share,

@@ -45,7 +45,7 @@ SETTINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             *("metric_names", "otlp_endpoint", *RequestConfig.__struct_fields__),
         ),
         Role.PREFILL.value: (*_EVERY_WORKER, "prefill_chunk", "prefill_kv_bytes"),
-        Role.DECODE.value: (*_EVERY_WORKER, "local_chunk", "decode_kv_bytes"),
+        Role.DECODE.value: (*_EVERY_WORKER, "local_chunk", "decode_kv_bytes", "speculation"),
     }
 )
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

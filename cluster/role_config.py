@@ -19,6 +19,7 @@ from cluster.config import (
     MetricNames,
     PlacementName,
     QuantizationName,
+    SpeculationName,
 )
 from cluster.core_board import CoreShare
 from cluster.errors import ConfigError
@@ -102,6 +103,7 @@ class WorkerConfig(_RoleConfig, frozen=True, kw_only=True, tag_field="kind", tag
     dtype: DtypeName = "bf16"
     quantization: QuantizationName = "none"
     kv_dtype: KvDtypeName = "auto"
+    speculation: SpeculationName = "auto"  # of decode workers
     backend: BackendName = "cpu"
     num_threads: int = 1
     core_share: CoreShare | None = None  # None: it has its threads and no more

@@ -17,6 +17,7 @@ While sequences wait that were preempted, new reserves are refused: what is here
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from cluster.clock import soonest
 from cluster.engine.batch import StepOutput
@@ -82,7 +83,8 @@ from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Gene
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """`block_bytes`: KV of one block as an edge moves it. `max_chunk_tokens`: most prompt tokens in a step;
-    `targets`: of requests that bring none; see `decode_worker.scheduler`."""
+    `targets`: of requests that bring none; `speculates`: whether rows may bring drafts; see
+    `decode_worker.scheduler`."""
 
     block_bytes: int
     max_num_seqs: int = 64
@@ -91,6 +93,7 @@ class DecodeConfig:
     max_ttl_s: float = 60.0
     retry_after_s: float = 0.25
     targets: Targets = DEFAULT_TARGETS
+    speculates: bool = False
 
 
 @dataclass(slots=True)
@@ -116,7 +119,10 @@ class DecodeCore:
         self._leases = LeaseTable(self._intake_config, blocks)
         self._intake = Intake(self._intake_config, blocks, self._leases)
         self._scheduler = DecodeScheduler(
-            DecodeSchedulerConfig(config.max_chunk_tokens, config.growth_blocks, config.targets), blocks
+            DecodeSchedulerConfig(
+                config.max_chunk_tokens, config.growth_blocks, config.targets, config.speculates
+            ),
+            blocks,
         )
         self._routers: set[RouterId] = set()
         self._gauges = Gauges(blocks, self._leases, self._intake, self._scheduler)
@@ -268,14 +274,13 @@ class DecodeCore:
         self._gauges.step_done(output)
         actions: list[Action] = []
         rows: dict[RouterId, list[TokenRow]] = {}
-        for new in self._scheduler.account(output, now, went_on=went_on):
-            if new.token_index == 0:
-                actions += self._first_token(new, now)
+        for of_row in _by_row(self._scheduler.account(output, now, went_on=went_on), bool(output.further)):
+            first, last = of_row[0], of_row[-1]
+            if first.token_index == 0:
+                actions += self._first_token(first, now)
                 continue
-            sequence = new.sequence
-            row = TokenRow(
-                sequence.request, sequence.attempt, new.token_index, [new.output], new.finish_reason
-            )
+            sequence, outputs = first.sequence, [new.output for new in of_row]
+            row = TokenRow(sequence.request, sequence.attempt, first.token_index, outputs, last.finish_reason)
             rows.setdefault(sequence.router, []).append(row)
         actions += [ToRouter(router, Tokens(rows=of_router)) for router, of_router in rows.items()]
         return actions
@@ -351,3 +356,10 @@ class DecodeCore:
     def _stale(self) -> list[Action]:
         self._gauges.stale()
         return []
+
+
+def _by_row(generated: list[Generated], has_further: bool) -> list[list[Generated]]:
+    """The tokens of a step, those of a sequence together."""
+    if not has_further:
+        return [[new] for new in generated]
+    return [list(of_row) for _, of_row in groupby(generated, key=lambda new: new.sequence.key)]

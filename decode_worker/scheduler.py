@@ -4,27 +4,31 @@
 2. `plan` gives every decoding sequence one token, oldest first. Chunks of prompts ride along, as many tokens
    as the tightest stream has time for: `cluster.slo_schedule` by this worker's own step model, with
    `max_chunk_tokens` as a bound. Sequences that yield (`cluster.engine.pace`) are in the steps that bear it.
-3. A decoding sequence takes a block when it fills its last one. If none is left, the youngest sequence is
+3. Where few decode and no chunk rides along, rows may bring drafts as far as their blocks reach
+   (`cluster.engine.speculation`): a step then gives some of them several tokens, and computes their KV.
+4. A decoding sequence takes a block when it fills its last one. If none is left, the youngest sequence is
    preempted: its full blocks go to the prefix cache, and its tokens so far are prefilled again later (the
    bits are the same, so nothing changes for the client). The youngest itself waits, it preempts nobody.
    So the oldest sequence can always go on, unless leases hold the rest, and those end by themselves.
-4. Preempted sequences come back oldest first, before anything younger is let in, once their
+5. Preempted sequences come back oldest first, before anything younger is let in, once their
    blocks and one more for every running sequence fit. They are then due as a new prompt would be.
-5. `account` books the step and tells what was generated. Ended sequences leave their full blocks, generated
+6. `account` books the step and tells what was generated. Ended sequences leave their full blocks, generated
    tokens included, as prefix cache. A step that nothing waits for may have gone on to the next one with the
    same rows (`may_go_on`).
-6. `cancel` drops a sequence. Its blocks are released at once, or when the step that computes it is done.
+7. `cancel` drops a sequence. Its blocks are released at once, or when the step that computes it is done.
 
 Work per step is proportional to rows and new tokens, not to lengths; hashing happens once per block.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.engine.batch import Row, StepOutput, StepPlan
+from cluster.engine.draft_policy import MOST_DRAFTS, MOST_ROWS
 from cluster.engine.pacing import Pacer, WaitingPrompt
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.ids import RequestId
@@ -37,12 +41,13 @@ from decode_worker.batch_load import Lives, decode_batch
 
 @dataclass(frozen=True, slots=True)
 class DecodeSchedulerConfig:
-    """Most prompt tokens per step, the blocks a resumed sequence gets beyond its tokens, and what requests
-    are promised that ask for nothing else."""
+    """Most prompt tokens per step, the blocks a resumed sequence gets beyond its tokens, what requests are
+    promised that ask for nothing else, and whether rows may bring drafts."""
 
     max_chunk_tokens: int = 512
     growth_blocks: int = 1
     targets: Targets = DEFAULT_TARGETS
+    speculates: bool = False
 
 
 class Generated(NamedTuple):
@@ -178,12 +183,28 @@ class DecodeScheduler:
             return None
         context = sum([len(sequence.token_ids) for sequence in decoding])
         self.pacer.begin(StepWork(total, context, attention), now)
+        if self._config.speculates and len(decoding) <= MOST_ROWS and not chunks:
+            return self._open_to_drafts(decoding, now)
         rows: list[Row] = [sequence.row(num_tokens) for sequence, num_tokens in self._step]
         return StepPlan(tuple(rows))
 
+    def _open_to_drafts(self, decoding: list[Sequence], now: float) -> StepPlan:
+        """Drafts stand in blocks that are there, and before the last token, which needs no KV. A row that
+        will need another block soon takes it now, if that leaves one for everybody."""
+        blocks, pacer, rows = self._blocks, self.pacer, []
+        for one in decoding:
+            end, most = len(one.block_ids) * blocks.block_size, one.max_tokens_with_kv
+            is_short = end < min(len(one.token_ids) + MOST_DRAFTS, most)
+            if is_short and not self._preempted and blocks.num_available > self.num_running:
+                one.block_ids += blocks.allocate(1) or ()
+                end = len(one.block_ids) * blocks.block_size
+            rows.append(one.row(1, min(end, most)))
+        batch = decode_batch(decoding, now, pacer.model, pacer.settings, self.lives.mean_s)
+        return StepPlan(tuple(rows), longest_s=math.inf if batch.budget_s is None else batch.budget_s)
+
     def may_go_on(self) -> bool:
         """Whether the next step would be the same rows, each with the token it gets in this one: all that is
-        here decodes, is wanted, and has a place for it."""
+        here decodes, is wanted, and has a place for it. Of the places for more, rows know themselves."""
         step = self._step
         if not step or self._prefilling or self._preempted or self._cancelled:
             return False
@@ -195,10 +216,10 @@ class DecodeScheduler:
     def account(self, output: StepOutput, now: float, *, went_on: bool = False) -> list[Generated]:
         """Book a finished step: the new tokens of the sequences that are still wanted, in row order.
 
-        `went_on`: a step with the same rows is in flight, each with its new token; so none has ended. What
-        was cancelled since then stays in it, and holds its blocks.
+        `went_on`: a step with the same rows is in flight, each with its last new token; so none has ended.
+        What was cancelled since then stays in it, and holds its blocks.
         """
-        self.pacer.end(output.compute_s, now)
+        self.pacer.end(output.compute_s, now, is_typical=not output.num_drafted)
         step, self._step = self._step, []
         assert len(step) == len(output.outputs), "one output per row"
         generated: list[Generated] = []
@@ -208,6 +229,9 @@ class DecodeScheduler:
                 if went_on:
                     assert token is not None
                     sequence.append(token.token_id)  # nobody is told, but its history is that of its step
+                    for further in output.further.get(index, ()):
+                        sequence.advance(1)
+                        sequence.append(further.token_id)
                 else:
                     self._free(sequence)
             elif token is not None:
@@ -216,6 +240,9 @@ class DecodeScheduler:
                     self._unwait(sequence)
                     insort(self._decoding, sequence, key=_age)
                 generated.append(self._append(sequence, token, now))
+                for further in output.further.get(index, ()):
+                    sequence.advance(1)  # of the token before, a draft that was right
+                    generated.append(self._append(sequence, further, now))
         if went_on:
             self._go_on(step, now)
         else:

@@ -53,18 +53,20 @@ async def run(
     pool, kinds = _make_pool(engine, kinds, may_do_without=config.kv_edge == AUTO)
     mover = await asyncio.to_thread(engine.make_mover, pool.whole) if kinds[0].on_gpu else None
     blocks = BlockManager(engine.layout.num_blocks, config.block_size, fingerprint)
+    speculates = config.speculation == "auto" and engine.can_speculate
     core = DecodeCore(
         DecodeConfig(
             block_bytes=engine.layout.bytes_per_block,
             max_num_seqs=config.max_num_seqs,
             max_chunk_tokens=config.max_chunk_tokens,
             targets=default_targets(config),
+            speculates=speculates,
         ),
         blocks,
     )
     driver = WorkerDriver(
         core=core,
-        make_runner=engine.make_runner(pool.whole),
+        make_runner=engine.make_runner(pool.whole, speculates=speculates),
         calibrate=engine.calibrate(pool.tensor),
         cache=blocks,
         keep_lifeline=engine.keep_lifeline,

@@ -5,7 +5,7 @@ A prefill chunk and a decode row differ only in how many tokens they bring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +15,7 @@ from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import PromptScore, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
+    from cluster.engine.speculation import RequestDrafts
     from cluster.grammar import GrammarState
 
 
@@ -23,6 +24,7 @@ class RowNotes(msgspec.Struct):
 
     opening: Future[GrammarState] | None = None  # where the answer stands in its grammar, once it is compiled
     scores: list[PromptScore] = msgspec.field(default_factory=list)  # of the prompt's tokens 1, 2, ... so far
+    drafts: RequestDrafts | None = None  # what its history suggests, once it was asked for
 
 
 class SampleSpec(msgspec.Struct, frozen=True):
@@ -46,13 +48,17 @@ class Row(msgspec.Struct, frozen=True):  # made for every row of every step: che
     ]  # covers at least [0, start + len(token_ids)); grows at its end, between steps
     sample: SampleSpec | None  # None: a chunk that does not reach the end of its prompt
     score: SampleSpec | None = None  # log-probabilities of the prompt's tokens are wanted
+    end: int = 0  # drafts stand at positions before it; what `block_ids` cover, or less
+    num_drafts: int = 0  # the last tokens of `token_ids` that are guesses (`cluster.engine.drafts`)
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """A packed batch. `copies` (source, destination) blocks are copied before anything is computed."""
+    """A packed batch. `copies` (source, destination) blocks are copied before anything is computed.
+    `longest_s`: how long the step may take with drafts in it; 0: it brings none."""
 
     rows: tuple[Row, ...]
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    longest_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -60,15 +66,19 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """One entry per row of the plan: the sampled token, or None where `sample` was None.
+    """One entry per row of the plan: the sampled token, or None where `sample` was None. `further`: where a
+    row's drafts were right, by its index, the tokens after that; none of them but the last ends the request.
 
     `compute_s` has no wait for histories in it once the engine's thread has handed the output over.
-    `num_borrowed`: pieces of its work that were done on cores of workers that rested.
+    `num_borrowed`: pieces of its work that were done on cores of workers that rested. `num_drafted`: drafts
+    that it brought.
     """
 
     outputs: tuple[TokenOutput | None, ...]
     compute_s: float
     num_borrowed: int = 0
+    further: Mapping[int, tuple[TokenOutput, ...]] = msgspec.field(default_factory=dict)
+    num_drafted: int = 0
 
 
 class Runner(Protocol):

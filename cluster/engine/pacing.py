@@ -105,17 +105,17 @@ class Pacer:
         self._step = work, now
         self._late_s = self.prompts.planned_late_s if len(self.prompts) else None
 
-    def end(self, compute_s: float, now: float) -> None:
+    def end(self, compute_s: float, now: float, *, is_typical: bool = True) -> None:
         """The step is done; streams felt what it computed and what it took to hand it over. One that went on
         by itself began before `begin` heard of it. What it waited for the loop then is in the time of the
-        step before: `compute_s` has none of it."""
+        step before: `compute_s` has none of it. `is_typical`: there was no more in it than `begin` said."""
         assert self._step is not None
         (work, began_s), self._step = self._step, None
         if self._late_s is not None and now > began_s:
             kept = math.exp((began_s - now) / _RATE_S)
             self._late_rate = kept * self._late_rate + (1 - kept) * self._late_s / (now - began_s)
             self._late_weight = kept * self._late_weight + (1 - kept)
-        if self.steps.observe(work, max(compute_s, now - began_s)):
+        if is_typical and self.steps.observe(work, max(compute_s, now - began_s)):
             self.prompts.model = self.steps.model
 
     def drop(self) -> None:

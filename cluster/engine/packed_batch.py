@@ -33,7 +33,7 @@ class PackedBatch:
     context_lens: Tensor  # [num_seqs] int32
     block_tables: Tensor  # [num_seqs, max_blocks] int32: all blocks a row has, padded with 0
     slot_mapping: Tensor  # [num_tokens] int64
-    logit_rows: Tensor  # [num_samples] int64: last token of each row that samples
+    logit_rows: Tensor  # [num_samples] int64: of each row that samples the last token, its drafts included
 
 
 class Packer:
@@ -94,15 +94,28 @@ class Packer:
         np.multiply(table[row_of_token, blocks], self._block_size, out=blocks)
         np.add(blocks, within, out=self._per_token.slots[:num_tokens])
 
-        samples = [index for index, row in enumerate(rows) if row.sample is not None]
-        num_samples = len(samples)
-        ends = query_ends if num_samples == num_rows else query_ends[samples]
-        np.subtract(ends, 1, out=per_row.logit_rows[:num_samples])
+        num_samples = self._ask(rows, query_ends)
         if num_tokens == num_rows == num_samples and self._device.type == "cpu":
             self._next_starts = context_lens.tolist()
             room = self._max_model_len - int(context_lens.max())
             self._num_more = min(self._block_size - 1 - int(within.max()), room)
         return self._views((num_rows, num_tokens, num_samples), table)
+
+    def _ask(self, rows: Sequence[Row], query_ends: NDArray[np.int32]) -> int:
+        """Write `logit_rows`; how many there are."""
+        samples = [index for index, row in enumerate(rows) if row.sample is not None]
+        num_samples = len(samples)
+        if any([row.num_drafts for row in rows]):
+            last = zip(
+                query_ends[samples].tolist(), [rows[index].num_drafts for index in samples], strict=True
+            )
+            asked = [at for end, num_drafts in last for at in range(end - 1 - num_drafts, end)]
+            num_samples = len(asked)
+            self._per_token.logit_rows[:num_samples] = asked
+        else:
+            ends = query_ends if num_samples == len(rows) else query_ends[samples]
+            np.subtract(ends, 1, out=self._per_token.logit_rows[:num_samples])
+        return num_samples
 
     def _go_on(
         self,
@@ -155,7 +168,7 @@ class Packer:
             context_lens=tensor(per_row.context_lens, num_rows),
             block_tables=tensor(table, num_rows),
             slot_mapping=tensor(per_token.slots, num_tokens),
-            logit_rows=tensor(per_row.logit_rows, num_samples),
+            logit_rows=tensor(per_token.logit_rows, num_samples),
         )
         if self._device.type == "cpu":  # elsewhere they are copies
             self._batch, self._sizes, self._table = batch, sizes, table
@@ -168,7 +181,6 @@ class _RowArrays:
         self.lengths = np.empty(num_rows, np.int32)
         self.context_lens = np.empty(num_rows, np.int32)
         self.query_starts = np.zeros(num_rows + 1, np.int32)
-        self.logit_rows = np.empty(num_rows, np.int64)
         self.indices = np.arange(num_rows)
 
 
@@ -177,6 +189,7 @@ class _TokenArrays:
         self.tokens = np.empty(num_tokens, np.int64)
         self.positions = np.empty(num_tokens, np.int64)
         self.slots = np.empty(num_tokens, np.int64)
+        self.logit_rows = np.empty(num_tokens, np.int64)
 
 
 def pack(rows: Sequence[Row], block_size: int, max_model_len: int, device: torch.device) -> PackedBatch:

@@ -3,7 +3,7 @@
 1. Copies of the plan (copy-on-write) are made in order.
 2. `pack` lays the rows out as one batch; the decoder computes it and writes its keys and values.
 3. Logits are taken only for rows that sample; the sampler chooses by each row's own parameters and history.
-   Prompts whose own log-probabilities are wanted are scored as they pass.
+   Prompts whose own log-probabilities are wanted are scored as they pass. Of drafts, what is right is kept.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine.decoder import Decoder
+from cluster.engine.drafts import asked_of, sort_out
 from cluster.engine.grammar_masks import GrammarMasks
 from cluster.engine.load import load_decoder
 from cluster.engine.packed_batch import PackedBatch, Packer
@@ -85,11 +86,12 @@ class ModelRunner:
         with _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode():
             batch = self._packer.pack(plan.rows) if plan.rows else None
             copy_blocks(self._pool, plan)
-            sampled = iter(self._compute(batch, plan.rows, await_history) if batch is not None else ())
-        outputs = tuple(None if row.sample is None else next(sampled) for row in plan.rows)
+            sampled = self._compute(batch, plan.rows, await_history) if batch is not None else ()
+        outputs, further = sort_out(plan.rows, sampled)
         fused, before = self.decoder.fused, self._num_borrowed
         self._num_borrowed = 0 if fused is None else fused.num_borrowed
-        return StepOutput(outputs, time.perf_counter() - started_s, self._num_borrowed - before)
+        num_borrowed = self._num_borrowed - before
+        return StepOutput(outputs, time.perf_counter() - started_s, num_borrowed, further)
 
     def warm_up(self) -> float:
         """Compute a prefill and a decode step before anyone waits for one; returns seconds.
@@ -125,10 +127,9 @@ class ModelRunner:
         return self.choose(result, rows) if specs else []
 
     def choose(self, result: StepResult, rows: Sequence[Row]) -> list[TokenOutput]:
-        """The tokens of the rows that sample; `result` has a row of logits for each. Those whose grammars are
-        not prepared wait for them here."""
-        specs = [row.sample for row in rows if row.sample is not None]
-        positions = [row.start + len(row.token_ids) for row in rows if row.sample is not None]
+        """The tokens of the rows that sample, and those after their drafts; `result` has a row of logits for
+        each. Those whose grammars are not prepared wait for them here."""
+        specs, positions = asked_of(rows)
         outputs = self._choose(result, specs, positions)
         for index, spec in enumerate(specs):
             if spec.notes.scores:

@@ -151,8 +151,9 @@ class Sequence:
             self.num_cached = self.num_computed
         return True
 
-    def row(self, num_tokens: int) -> Row:
-        """The next `num_tokens` tokens as a step's row; samples if they reach the end."""
+    def row(self, num_tokens: int, end: int = 0) -> Row:
+        """The next `num_tokens` tokens as a step's row; samples if they reach the end. `end`: as `Row` has
+        it."""
         start = self.num_computed
         end = start + num_tokens
         total = len(self.token_ids)
@@ -164,6 +165,7 @@ class Sequence:
             self.block_ids,
             self.sample if end == total else None,
             self.sample if self.needs_scores and start + 1 < self.num_prompt_tokens else None,
+            end,
         )
 
     def advance(self, num_tokens: int) -> None:

@@ -27,6 +27,7 @@ from cluster.engine.parallel import SINGLE_RANK, kv_geometry
 from cluster.engine.prepare import prepare_model
 from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.runner import ModelRunner
+from cluster.engine.speculation import SpeculatingRunner, Speculation
 from cluster.errors import ConfigError
 from cluster.kv.block_copy import Mover
 from cluster.kv.layout import KVLayout
@@ -77,9 +78,16 @@ class WorkerEngine:
         for `make_runner`. Takes a second where kernels have to be compiled."""
         return None if self.gpu is None else self.gpu.make_mover(pool)
 
-    def make_runner(self, pool: torch.Tensor) -> Callable[[], Runner]:
+    @property
+    def can_speculate(self) -> bool:
+        """Whether rows may bring drafts. On a GPU steps of one token per row are replayed as graphs, and what
+        drafts cost there has not been measured."""
+        return self.gpu is None
+
+    def make_runner(self, pool: torch.Tensor, *, speculates: bool = False) -> Callable[[], Runner]:
         """A function for the engine thread: thread-local compute settings are made there. `pool`: the whole
-        of what `make_pool` made."""
+        of what `make_pool` made. `speculates`: only where that `can_speculate`."""
+        assert self.can_speculate or not speculates
 
         def make() -> Runner:
             torch.set_num_threads(self.num_threads)
@@ -98,7 +106,8 @@ class WorkerEngine:
                     loaded_s - started_s,
                     time.perf_counter() - loaded_s,
                 )
-                return _ThreadRunner(runner, self.board, mode.pop_all())
+                speculating = SpeculatingRunner(runner, Speculation()) if speculates else runner
+                return _ThreadRunner(speculating, self.board, mode.pop_all())
 
         return make
 

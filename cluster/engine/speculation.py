@@ -1,0 +1,139 @@
+"""Steps that bring drafts: more than one token of a request per pass over the weights, where that pays.
+
+1. The core says how long a step may take with drafts (`StepPlan.longest_s`; 0: it brings none) and how far
+   each row's blocks and limits reach (`Row.end`).
+2. `Speculation.draft` gives rows what their own history suggests (`cluster.engine.prompt_lookup`), as much as
+   pays (`cluster.engine.draft_policy`).
+3. The runner computes and keeps what is right (`cluster.engine.drafts`); `learn` takes note of it.
+
+It lives beside the runner, not in the core: a step that follows at once (`cluster.engine.following`) needs
+its drafts before the core has heard of the one before. Rows with a grammar bring none, since a grammar's
+state cannot go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from cluster.engine.batch import Row, Runner, StepOutput, StepPlan
+from cluster.engine.draft_policy import MOST_DRAFTS, MOST_ROWS, Acceptance, DraftCosts, choose
+from cluster.engine.drafts import with_drafts
+from cluster.engine.prompt_lookup import Match, PromptLookup
+
+
+class Drafts(Protocol):
+    """Who guesses. Nothing of what it says can change a token."""
+
+    def draft(self, plan: StepPlan) -> StepPlan:
+        """`plan`, with drafts in some of its rows."""
+        ...
+
+    def learn(self, plan: StepPlan, output: StepOutput) -> None:
+        """What became of a plan that `draft` has returned; not called if its step failed."""
+        ...
+
+
+class RequestDrafts(msgspec.Struct):
+    """What drafting knows of a request; kept in its `RowNotes`."""
+
+    lookup: PromptLookup
+    acceptance: Acceptance
+
+
+class Speculation:
+    """`Drafts` by prompt lookup. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._costs = DraftCosts()
+        self._acceptance = Acceptance()  # of all requests
+        self._matches: dict[int, Match] = {}  # by row of the plan: those that brought drafts
+
+    def draft(self, plan: StepPlan) -> StepPlan:
+        self._matches.clear()
+        num_rows = len(plan.rows)
+        cost = self._costs.of(num_rows)
+        if not plan.longest_s or num_rows > MOST_ROWS or cost is None:
+            return plan
+        found: list[tuple[int, RequestDrafts, Match]] = []
+        chances: list[list[float]] = []
+        for index, row in enumerate(plan.rows):
+            most = min(row.end - row.start - 1, MOST_DRAFTS)
+            known = self._known(row) if most > 0 else None
+            match = known.lookup.find() if known is not None else None
+            if known is not None and match is not None:
+                found.append((index, known, match))
+                chances.append(known.acceptance.chances(match.length, most))
+        if not found:
+            return plan
+        rows = list(plan.rows)
+        counts = choose(chances, num_rows, *cost, plan.longest_s)
+        for (index, known, match), count in zip(found, counts, strict=True):
+            if count:
+                self._matches[index] = match
+                rows[index] = with_drafts(rows[index], known.lookup.draft(match, count))
+            else:
+                known.acceptance.passed_over()
+        return msgspec.structs.replace(plan, rows=tuple(rows)) if self._matches else plan
+
+    def learn(self, plan: StepPlan, output: StepOutput) -> None:
+        if not plan.longest_s or len(plan.rows) > MOST_ROWS:
+            return
+        self._costs.observe(len(plan.rows), num_drafts(plan), output.compute_s)
+        for index, row in enumerate(plan.rows):
+            token = output.outputs[index]
+            known = None if row.sample is None else row.sample.notes.drafts
+            if known is None or token is None:
+                continue
+            further = output.further.get(index, ())
+            if index in self._matches:
+                known.acceptance.record(self._matches[index].length, row.num_drafts, len(further))
+            if len(known.lookup.tokens) == row.start + 1:
+                for one in (token, *further):
+                    known.lookup.append(one.token_id)
+
+    def _known(self, row: Row) -> RequestDrafts | None:
+        """With the row's whole history. None: it is not told yet, or its tokens are not free."""
+        spec = row.sample
+        if spec is None or spec.params.grammar:
+            return None
+        known, num_prompt = spec.notes.drafts, len(spec.prompt_ids)
+        have = num_prompt if known is None else len(known.lookup.tokens)
+        news: list[int] = []
+        if have <= row.start:
+            news += spec.output_ids[have - num_prompt :]
+            if have + len(news) == row.start:  # a step that follows at once: its token is not told yet
+                news.append(row.token_ids[0])
+        if have + len(news) != row.start + 1:
+            return None
+        if known is None:
+            lookup = PromptLookup([*spec.prompt_ids, *news])
+            known = spec.notes.drafts = RequestDrafts(lookup, Acceptance(self._acceptance))
+        else:
+            for token in news:
+                known.lookup.append(token)
+        return known
+
+
+class SpeculatingRunner:
+    """A `Runner` whose steps bring drafts."""
+
+    def __init__(self, runner: Runner, drafts: Drafts) -> None:
+        self._runner, self._drafts = runner, drafts
+
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        drafted = self._drafts.draft(plan)
+        output = self._runner.run(drafted, await_history)
+        self._drafts.learn(drafted, output)
+        return output if drafted is plan else told(drafted, output)
+
+
+def told(plan: StepPlan, output: StepOutput) -> StepOutput:
+    """`output` with how many drafts there were."""
+    return msgspec.structs.replace(output, num_drafted=num_drafts(plan))
+
+
+def num_drafts(plan: StepPlan) -> int:
+    return sum([row.num_drafts for row in plan.rows])
