@@ -151,9 +151,9 @@ class Sequence:
             self.num_cached = self.num_computed
         return True
 
-    def row(self, num_tokens: int, end: int = 0) -> Row:
-        """The next `num_tokens` tokens as a step's row; samples if they reach the end. `end`: as `Row` has
-        it."""
+    def row(self, num_tokens: int, drafts_end: int = 0) -> Row:
+        """The next `num_tokens` tokens as a step's row; samples if they reach the end. `drafts_end`: as
+        `Row.end`."""
         start = self.num_computed
         end = start + num_tokens
         total = len(self.token_ids)
@@ -165,7 +165,7 @@ class Sequence:
             self.block_ids,
             self.sample if end == total else None,
             self.sample if self.needs_scores and start + 1 < self.num_prompt_tokens else None,
-            end,
+            drafts_end,
         )
 
     def advance(self, num_tokens: int) -> None:
