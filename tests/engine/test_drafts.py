@@ -1,4 +1,4 @@
-"""The real engine under the decode scheduler: whatever is guessed, tokens and log-probabilities stay the same."""
+"""The real engine under the decode scheduler: whatever is guessed, tokens and log-probabilities stay."""
 
 from __future__ import annotations
 
