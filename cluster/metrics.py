@@ -304,6 +304,8 @@ class Metrics:
             "generation_tokens": self._generated_tokens,
             "prefix_cache_queries": self._prompt_tokens,
             "prefix_cache_hits": self._cached_tokens,
+            "spec_decode_num_draft_tokens": self._workers.drafts,
+            "spec_decode_num_accepted_tokens": self._workers.right_drafts,
         }
 
 

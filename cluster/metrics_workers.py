@@ -45,6 +45,8 @@ class WorkerMetrics:
         self._borrowed = counter(
             "engine_borrowed_pieces", "Pieces of steps computed on cores of workers that rested"
         )
+        self.drafts = counter("spec_decode_num_draft_tokens", "Tokens guessed, for decode steps to check", ())
+        self.right_drafts = counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right", ())
         self._preemptions = counter("preemptions", "Sequences preempted")
         self._stale = counter("stale_messages", "Late or duplicate messages dropped")
 
@@ -83,6 +85,8 @@ class WorkerMetrics:
             counter.labels(worker).inc(gained)
         if role is Role.DECODE:
             self._transfer_bytes.inc(_gain(before.kv_bytes_received, load.kv_bytes_received))
+            self.drafts.inc(_gain(before.drafts, load.drafts))
+            self.right_drafts.inc(_gain(before.right_drafts, load.right_drafts))
 
     def forget(self, worker: WorkerId) -> None:
         """Drop the series of a worker that is not part of the cluster any more."""

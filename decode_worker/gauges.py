@@ -31,6 +31,7 @@ class Gauges:
         self._scheduler = scheduler
         self._num_steps = 0
         self._num_borrowed = 0  # pieces of steps that other workers' cores did
+        self._num_drafts = self._num_right_drafts = 0
         self._num_stale = 0
         self._prefill_rate = RateMeter()
         self._decode_step_s = 0.0
@@ -39,6 +40,9 @@ class Gauges:
         """A step ended; the scheduler has not booked it yet."""
         self._num_steps += 1
         self._num_borrowed += output.num_borrowed
+        if output.num_drafted:
+            self._num_drafts += output.num_drafted
+            self._num_right_drafts += sum(map(len, output.further.values()))
         if output.compute_s <= 0:
             return
         if self._scheduler.step_is_pure_decode:
@@ -66,6 +70,8 @@ class Gauges:
             blocks_free=counts.free,
             steps=self._num_steps,
             borrowed_pieces=self._num_borrowed,
+            drafts=self._num_drafts,
+            right_drafts=self._num_right_drafts,
             preemptions=scheduler.num_preemptions,
             leases=len(self._leases),
             stale_messages=self._num_stale + self._intake.num_stale,

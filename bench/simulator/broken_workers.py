@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from bench.simulator.mutation import Broken, Mutation, Patch
 from cluster import block_hash
+from cluster.engine import drafts
 from cluster.engine.fence import AttemptFence
 from cluster.engine.sequence import Sequence as TokenSequence
 from cluster.kv.block_manager import BlockManager
@@ -162,6 +163,21 @@ def _publish_uncomputed(_: Broken) -> Broken:
     return publish
 
 
+def _hold_one_more(original: Broken) -> Broken:
+    def held(row: Any, spec: Any, token: TokenOutput, after: list[TokenOutput]) -> tuple[TokenOutput, ...]:
+        right: tuple[TokenOutput, ...] = original(row, spec, token, after)
+        return tuple(after[: len(right) + 1])
+
+    return held
+
+
+def _guess_beyond_the_room(original: Broken) -> Broken:
+    def row(self: TokenSequence, num_tokens: int, drafts_end: int = 0) -> Any:
+        return original(self, num_tokens, drafts_end and drafts_end + 4)
+
+    return row
+
+
 def _room_for_all(original: Broken) -> Broken:
     return lambda *given, **named: original(*given, **{**named, "num_here": 0})
 
@@ -197,6 +213,8 @@ WORKER_MUTATIONS: Final[tuple[Mutation, ...]] = (
     Mutation("commit while pieces are sent", [Patch(Handoff, "settle", _commit_while_sending)]),
     Mutation("free during a step", [Patch(DecodeScheduler, "cancel", _free_during_step)]),
     Mutation("go on without room", [Patch(DecodeScheduler, "may_go_on", _go_on_without_room)]),
+    Mutation("keep what follows a wrong guess", [Patch(drafts, "_held", _hold_one_more)]),
+    Mutation("guess beyond the room", [Patch(TokenSequence, "row", _guess_beyond_the_room)]),
     Mutation("share blocks before they are computed", [Patch(TokenSequence, "publish", _publish_uncomputed)]),
     Mutation(
         "share blocks across salts",

@@ -44,7 +44,8 @@ class Guesses:
         rng, room = self._rng, min(row.end - row.start - 1, self._most)
         if room <= 0 or rng.random() > _SHARE_OF_ROWS:
             return row
-        right = list(self._tokens_of(row)[row.start + 1 : row.start + 1 + rng.randint(1, room)])
+        first = row.start + 1
+        right = self._tokens_of(row)[first : first + rng.randint(1, room)]
         guessed = [
             token if rng.random() < _SHARE_RIGHT else rng.randrange(self._vocabulary) for token in right
         ]

@@ -5,7 +5,7 @@
    of another request or out of date changes, or is caught by, everything that comes after it.
 3. An `Oracle` is the undisturbed run of one request: what every slot and every token has to be.
 4. `Engine` computes steps from the pool as it is when they begin, and again when they end: what was freed and
-   written over in between shows.
+   written over in between shows. Guesses in a step (`bench.simulator.guesses`) leave their own KV behind.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 
 from bench.simulator.violation import Violation
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
+from cluster.engine.drafts import sort_out
 from cluster.ids import BlockId, RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.request import RequestSpec
@@ -139,15 +140,21 @@ class Engine:
             Violation: as `begin`.
         """
         blocks, size = self._pool.blocks, self._pool.block_size
-        outputs: list[TokenOutput | None] = []
+        sampled: list[TokenOutput] = []
         for row in plan.rows:
-            value, block_ids = self._read(row), row.block_ids
+            value, block_ids, spec = self._read(row), row.block_ids, row.sample
+            first_asked = row.start + len(row.token_ids) - 1 - row.num_drafts
             for position, token in enumerate(row.token_ids, row.start):
                 value = chain(value, token)
                 blocks[block_ids[position // size]][position % size] = value
+                if spec is not None and position >= first_asked:
+                    sampled.append(sample(value, spec.params.seed))
             self._check_holders(row)
-            outputs.append(None if row.sample is None else self._sample(row, value, row.sample))
-        return StepOutput(tuple(outputs), compute_s)
+        outputs, further = sort_out(plan.rows, sampled)
+        for index, row in enumerate(plan.rows):
+            if row.sample is not None:
+                self._check_sampled(row, row.sample, 1 + len(further.get(index, ())))
+        return StepOutput(outputs, compute_s, further=further)
 
     def spoil(self, plan: StepPlan) -> None:
         """The step raised in the middle: garbage where it was to write."""
@@ -161,7 +168,8 @@ class Engine:
         oracle = self._oracles[row.request]
         start, block_ids, blocks, size = row.start, row.block_ids, self._pool.blocks, self._pool.block_size
         end = start + len(row.token_ids)
-        if list(row.token_ids) != oracle.tokens[start:end]:
+        num_known = len(row.token_ids) - row.num_drafts
+        if list(row.token_ids[:num_known]) != oracle.tokens[start : start + num_known]:
             self._violate("I8", row, f"tokens {list(row.token_ids)} at {start} are not this request's")
         if end > len(block_ids) * size:
             self._violate("I6", row, f"{len(block_ids)} blocks do not cover {end} tokens")
@@ -178,18 +186,17 @@ class Engine:
             self._wrong_kv(row, num_full, rest)
         return last[rest - 1]
 
-    def _sample(self, row: Row, value: int, spec: SampleSpec) -> TokenOutput:
+    def _check_sampled(self, row: Row, spec: SampleSpec, num_sampled: int) -> None:
         """From the whole history, which a step that nobody asked for has by now (I8). No index of an attempt
-        is drawn twice, whoever draws it (I4)."""
+        is drawn and kept twice, whoever draws it (I4)."""
         oracle = self._oracles[row.request]
-        sampled, end = oracle.sampled, row.start + len(row.token_ids)
+        sampled, end = oracle.sampled, row.start + len(row.token_ids) - row.num_drafts
         if list(spec.output_ids) != oracle.tokens[len(oracle.spec.token_ids) : end]:
             self._violate("I8", row, f"it samples after outputs {list(spec.output_ids)}")
-        index = (row.attempt, end)
-        if index in sampled:
-            self._violate("I4", row, f"the token after position {index[1] - 1} is sampled again")
-        sampled.add(index)
-        return sample(value, spec.params.seed)
+        for index in range(end, end + num_sampled):
+            if (row.attempt, index) in sampled:
+                self._violate("I4", row, f"the token after position {index - 1} is sampled again")
+            sampled.add((row.attempt, index))
 
     def _check_holders(self, row: Row) -> None:
         """What a step reads is held until it ends (I2), what it writes is nobody else's (I1)."""

@@ -95,6 +95,7 @@ def draw(seed: int, *, num_requests: int, faults: bool) -> Scenario:
             growth_blocks=0 if is_long else rng.choice([0, 1, 1, 2]),
             max_chunk_tokens=rng.choice([4, 8, 16]),
             targets=_targets(rng),
+            speculates=random.Random(f"{seed}/speculation").random() < 0.5,
         ),
         conductor=_conductor(rng, live_times),
         delay_s=rng.choice([0.0001, 0.0005, 0.003, 0.02]),

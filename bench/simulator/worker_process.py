@@ -2,7 +2,8 @@
 
 1. It dials every router, says `Register`, and dials again when a stream ends (`cluster.worker_driver`).
 2. Every event goes to `core.handle`; the actions go to routers, to the engine, or to the role's KV side.
-3. A step reads the pool when it begins and when it ends; its outcome is the next event.
+3. A step reads the pool when it begins and when it ends; its outcome is the next event. Who may bring drafts
+   brings guesses.
 4. SIGTERM drains it: it leaves when nothing runs or the grace time is over.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.simulator.model import Engine, Pool
+from bench.simulator.guesses import Guesses
+from bench.simulator.model import VOCABULARY, Engine, Pool
 from bench.simulator.network import Endpoint
 from bench.simulator.process import Process
 from bench.simulator.scenario import BLOCK_BYTES
@@ -19,6 +21,7 @@ from bench.simulator.violation import Violation
 from cluster.cache_reports import CacheReports
 from cluster.engine.batch import StepPlan
 from cluster.engine.following import following_plan
+from cluster.engine.speculation import told
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.kv.block_manager import BlockManager
 from cluster.wire.kv_events import KvResync
@@ -89,6 +92,7 @@ class WorkerProcess(Process):
         self.blocks = BlockManager(num_blocks, site.scenario.block_size, FINGERPRINT)
         self.pool = Pool(num_blocks, site.scenario.block_size)
         self.engine = Engine(self.pool, self.blocks, site.oracles, str(self))
+        self.guesses = Guesses(site.rng, lambda row: site.oracles[row.request].tokens, VOCABULARY)
         self.slowness = 1.0  # of its steps
         self.fails_next_step = False
         self._links: dict[RouterId, _Link] = {}
@@ -148,35 +152,41 @@ class WorkerProcess(Process):
     # ---- steps
 
     def _run(self, plan: StepPlan) -> None:
-        self.engine.begin(plan)
-        self._compute(plan)
+        drafted = self.guesses.draft(plan)
+        self.engine.begin(drafted)
+        self._compute(plan, drafted)
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _compute(self, plan: StepPlan, drafted: StepPlan) -> None:
         scenario = self.site.scenario
-        compute_s = (scenario.step_s + scenario.token_s * plan.num_tokens) * self.slowness
-        self.later(compute_s * (0.8 + 0.4 * self._rng.random()), self._end_step, plan, compute_s)
+        compute_s = (scenario.step_s + scenario.token_s * drafted.num_tokens) * self.slowness
+        self.later(compute_s * (0.8 + 0.4 * self._rng.random()), self._end_step, plan, drafted, compute_s)
 
-    def _end_step(self, plan: StepPlan, compute_s: float) -> None:
+    def _end_step(self, plan: StepPlan, drafted: StepPlan, compute_s: float) -> None:
+        """`drafted`: `plan` as it was computed."""
         self.site.log.note(self, "step")
         self.site.counters["steps"] += 1
         if self.fails_next_step:
             self.fails_next_step = False
-            self.engine.spoil(plan)
+            self.engine.spoil(drafted)
             self.dispatch(StepFailed("out of memory"))
             return
-        output = self.engine.finish(plan, compute_s)
+        output = told(drafted, self.engine.finish(drafted, compute_s))
+        self.site.counters["drafts"] += output.num_drafted
+        self.site.counters["right drafts"] += sum(map(len, output.further.values()))
         following = following_plan(plan, output) if self.core.may_go_on() else None
         if following is None:
             self.dispatch(StepDone(output))
             return
-        self.engine.begin(following)  # at once; the core hears of it while that step computes
-        self.later(compute_s * self._rng.random(), self._tell, StepDone(output, went_on=True), following)
+        drafted = self.guesses.draft(following)
+        self.engine.begin(drafted)  # at once; the core hears of it while that step computes
+        done = StepDone(output, went_on=True)
+        self.later(compute_s * self._rng.random(), self._tell, done, following, drafted)
 
-    def _tell(self, done: StepDone, following: StepPlan) -> None:
+    def _tell(self, done: StepDone, following: StepPlan, drafted: StepPlan) -> None:
         """No step ends before the core has dealt with the one before."""
         self.site.counters["went on"] += 1
         self.dispatch(done)
-        self._compute(following)
+        self._compute(following, drafted)
 
     # ---- routers
 

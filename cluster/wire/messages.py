@@ -22,7 +22,7 @@ from cluster.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Role(Enum):
@@ -117,6 +117,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     coming_context: int = 0  # prompt tokens of those
     row_life_s: float = 0.0  # mean time that a sequence decodes here; 0 = not yet measured
     borrowed_pieces: int = 0  # of steps' work, done on cores of workers that rested
+    drafts: int = 0  # tokens that were guessed
+    right_drafts: int = 0  # of those
 
 
 # ---- worker and router: membership ---------------------------------------------------------------

@@ -20,8 +20,9 @@ from cluster.wire.messages import Role, WorkerLoad
 ROOT = Path(__file__).resolve().parents[2]
 P, D = WorkerId("prefill-0"), WorkerId("decode-0")
 LOAD = WorkerLoad(
-    running=3, waiting=2, blocks_used=30, blocks_cached=10, blocks_free=60, steps=5, borrowed_pieces=40
-)
+    running=3, waiting=2, blocks_used=30, blocks_cached=10, blocks_free=60, steps=5, borrowed_pieces=40,
+    drafts=9, right_drafts=6,
+)  # fmt: skip
 GOOD = RequestRecord(
     Outcome.STOP, 10, 4, 5, 1, 1.2, ttft_s=0.3, tpot_s=0.05,
     queue_s=0.1, prefill_s=0.2, kv_transfer_s=0.01, decode_s=0.9,
@@ -104,6 +105,8 @@ def test_the_series_of_a_worker() -> None:
     assert value(found, "baton_cache_config_info", worker=D) == 1
     assert value(found, "baton_worker_steps_total", worker=D) == 7  # 5, and 2 since the restart
     assert value(found, "baton_engine_borrowed_pieces_total", worker=D) == 44
+    assert value(found, "baton_spec_decode_num_draft_tokens_total") == 9
+    assert value(found, "baton_spec_decode_num_accepted_tokens_total") == 6
     assert value(found, "baton_worker_state", worker=D, state="stuck") == 1
     made.forget_worker(D)
     made.forget_worker(D)
@@ -150,6 +153,8 @@ def test_vllm_names_say_the_same() -> None:
         assert found[f"{theirs}_count"] == [(one, found[f"{ours}_count"][0][1])]
     assert found["vllm:generation_tokens_total"] == [(one, 5)]
     assert found["vllm:prefix_cache_hits_total"] == [(one, 4)]
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == [(one, 9)]
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == [(one, 6)]
 
 
 # ---- what is deployed ----------------------------------------------------------------------------

@@ -33,6 +33,8 @@ QUICK = {
     "reuse quarantined blocks": 4,
     "free while a piece is sent": 0,
     "free during a step": 0,
+    "keep what follows a wrong guess": 0,
+    "guess beyond the room": 0,
     "share blocks before they are computed": 0,
     "share blocks across salts": 0,
     "forget which attempts were taken": 78,

@@ -84,6 +84,21 @@ def test_workers_that_change_roles_lose_nothing_and_every_rule_holds(alone: bool
     assert num_touched > num_shifted
 
 
+def test_guesses_right_and_wrong_change_no_answer_and_every_rule_holds() -> None:
+    """Steps with several tokens of a request meet stops, aborts, preemptions and all other faults."""
+    counters = Counter[str]()
+    for seed in range(500, 516):
+        for faults in (False, True):
+            scenario = draw(seed, num_requests=60, faults=faults)
+            report = Simulation(replace(scenario, decode=replace(scenario.decode, speculates=True))).run()
+            assert report.violation is None, f"seed {seed}: {report.violation}"
+            if not faults:
+                assert report.outcomes[EXACT] + report.outcomes[STOPPED] == 60
+            counters.update(report.counters)
+    assert counters["drafts"] > counters["right drafts"] > 1000
+    assert counters["preemptions"] > 10
+
+
 def test_the_rare_things_happen() -> None:
     outcomes, faults, counters = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(14):

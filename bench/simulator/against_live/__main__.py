@@ -51,7 +51,8 @@ MEASURING = (
 def record(
     layout: str, options: Sequence[str], fractions: Sequence[float], seconds: float, seed: int
 ) -> Recording:
-    arguments = ["--model", "demo", "--launcher", "local", *options, *LAYOUTS[layout]]
+    as_simulated = ["--model", "demo", "--launcher", "local", "--speculation", "off"]  # nobody guesses there
+    arguments = [*as_simulated, *options, *LAYOUTS[layout]]
     with ServedCluster(arguments) as cluster:
         server = probe(parse_target(cluster.url))
         started_with = seen(cluster.get("/cluster"))

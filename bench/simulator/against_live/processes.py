@@ -63,11 +63,11 @@ class _Measured(WorkerProcess):
         model = measured.beside if busy - {self.worker} else measured.alone
         seconds = model.step_s(work_of(plan))
         busy.add(self.worker)
-        self.later(seconds, self._end_step, plan, seconds)
+        self.later(seconds, self._end_step, plan, plan, seconds)
 
-    def _end_step(self, plan: StepPlan, compute_s: float) -> None:
+    def _end_step(self, plan: StepPlan, drafted: StepPlan, compute_s: float) -> None:
         self.cores.busy.discard(self.worker)
-        super()._end_step(plan, compute_s)
+        super()._end_step(plan, drafted, compute_s)
 
 
 class _Decode(_Measured, DecodeProcess):
