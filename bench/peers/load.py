@@ -36,13 +36,18 @@ from bench.peers.estimate import (
 )
 from bench.peers.goodput import goodput_of
 from bench.peers.outcome import Goodput, PeerOutcome, mean_of
-from bench.peers.server import Running
+from bench.peers.server import Running, group_members
+from bench.quiet import CpuUse, quick_gflop_per_s
 from cluster.errors import BatonError, ConfigError
 
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
 WARMUP_OUTPUT_TOKENS = 16
 REQUEST_TIMEOUT_S = 600.0
 MAX_RATE = 1000.0
+
+# Of a result: cores busy for others than this server and its client, cores that the machine's host took away,
+# both on average; and how fast the machine was just before.
+MEANWHILE = ("others_cores", "stolen_cores", "fp32_gflop_per_s_before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +191,11 @@ class ServerSearch:
         self._tell(f"  {probe.rate:.3g} req/s, seed {probe.seed}: {share:.1%} of {outcome.num_offered} good")
 
     def account(self) -> dict[str, Any]:
-        """The search's own, with how long each probe took."""
-        took_s = [round(one.run.wall_s, 1) for one in self._search.measurements]
-        return self._search.account() | {"probe_wall_s": took_s}
+        """The search's own, with how long each probe took and what the machine did meanwhile."""
+        measured = self._search.measurements
+        took_s = [round(one.run.wall_s, 1) for one in measured]
+        meanwhile = [{name: one.result[name] for name in MEANWHILE} for one in measured]
+        return self._search.account() | {"probe_wall_s": took_s, "probe_meanwhile": meanwhile}
 
 
 def search_goodput(
@@ -249,5 +256,12 @@ def search_settings(
 
 
 def _measure(running: Running, settings: PlanSettings, how: RunSettings, backend: str) -> Measurement:
+    """What the machine did meanwhile is in the result (`MEANWHILE`)."""
     environment = describe_environment(running.target, running.info, backend, None, 0)
-    return measure(settings, how, running.target, environment, None)
+    speed, pids = quick_gflop_per_s(), group_members(running.pid)
+    before = CpuUse.begin(pids)
+    measurement = measure(settings, how, running.target, environment, None)
+    others_cores, stolen_cores = before.others(CpuUse.begin(pids))
+    values = (others_cores, stolen_cores, speed)
+    measurement.result.update(zip(MEANWHILE, (round(value, 3) for value in values), strict=True))
+    return measurement

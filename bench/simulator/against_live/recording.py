@@ -22,8 +22,8 @@ from bench.load.plans.build import build_plan
 from bench.load.plans.lengths import parse_lengths
 from bench.load.plans.settings import PlanSettings, Synthetic
 from bench.load.records import RequestRecord, Status
+from bench.quiet import CpuUse
 from bench.served import ServedCluster
-from bench.simulator.against_live.quiet import CpuUse
 from cluster.errors import BatonError
 from cluster.step_model import StepModel
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from bench.simulator.against_live.__main__ import main
 from bench.simulator.against_live.compare import capacity, compare
 from bench.simulator.against_live.measured import BOTH, DECODE, PROMPTS, MeasuredWorker, World, world_of
 from bench.simulator.against_live.processes import replay_processes
-from bench.simulator.against_live.quiet import CpuUse
 from bench.simulator.against_live.recording import (
     Load,
     Moment,
@@ -269,12 +267,3 @@ def test_the_command_compares_again_what_was_recorded(
     assert result["layouts"][0]["loads"][0]["num_served"] == 10
     with pytest.raises(BatonError, match="record it first"):
         main(["--recordings", str(directory), "--again", "--layouts", "1p1d"])
-
-
-def test_cores_of_others_are_what_is_busy_and_not_ours() -> None:
-    before, now = CpuUse(10.0, 100.0, 1.0, 40.0), CpuUse(20.0, 118.0, 2.0, 53.0)
-    assert before.others(now) == pytest.approx((0.5, 0.1))
-    assert before.others(CpuUse(20.0, 100.0, 1.0, 41.0)) == (0.0, 0.0)  # clocks of unequal grain
-    use = CpuUse.begin([os.getpid()])
-    assert use.ours_s > 0
-    assert use.busy_s > 0
