@@ -170,8 +170,8 @@ def test_the_table_says_what_the_machine_did_meanwhile(tmp_path: Path, stage: St
     run(tmp_path, "baton", "quick", num_rounds=1)
     quick, slow = sorted((RATES["baton"], RATES["quick"]))
     assert (
-        "- the machine meanwhile: in a loop or probe others used 0.25 cores at most, and the machine's host took "
-        f"0.00 at most; just before each, fp32 products ran at {quick:.0f} to {slow:.0f} GFLOP/s"
+        "- the machine meanwhile: in a loop or probe others used 0.25 cores at most, and the machine's host "
+        f"took 0.00 at most; just before each, fp32 products ran at {quick:.0f} to {slow:.0f} GFLOP/s"
     ) in (tmp_path / "table.md").read_text()
 
 
