@@ -7,8 +7,9 @@
    `processes`: that of `--faults`), and the figures are compared. `--again` does this alone, for recordings
    that are there.
 
-What the loads themselves took is used for nothing but the comparison. Exit code 1: a quantile of TTFT or TPOT
-in the pool is off by more than 10 %.
+Of a load itself the simulators know when what arrived, and how long steps took from one half second to the
+next (`measured`); how long requests took is used for nothing but the comparison. Exit code 1: a quantile of
+TTFT or TPOT in the pool is off by more than 10 %.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ MEASURING = (
     Load(
         name=DECODE, input="uniform:60-240", output="uniform:100-260", closed_loop=8, num_requests=8, seed=102
     ),
-    Load(
-        name=BOTH, input="uniform:100-400", output="uniform:16-96", closed_loop=10, num_requests=40, seed=103
-    ),
+    Load(name=BOTH, input=INPUT, output=OUTPUT, closed_loop=10, num_requests=160, seed=103),
 )
 
 
@@ -129,12 +128,12 @@ def _compared(recording: Recording) -> dict[str, Any]:
     ended = [one for name in (PROMPTS, DECODE, BOTH) for one in recording.measuring[name].requests]
     for phase in recording.loads:
         history = [(one.input_tokens, one.output_tokens) for one in ended]
-        loads.append(compare(phase, world, BLOCK_TOKENS, history))
+        loads.append(compare(phase, world_of(recording, phase), BLOCK_TOKENS, history))
         ended += phase.requests
         for line in text_lines(recording.layout, loads[-1]):
             print(line, flush=True)
     workers = [
-        {"role": one.role.value, "alone": one.alone, "beside": one.beside, "num_blocks": one.num_blocks}
+        {"role": one.role.value, "step_model": one.model_at(0.0), "num_blocks": one.num_blocks}
         for one in world.workers
     ]
     return {

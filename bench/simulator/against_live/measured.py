@@ -1,26 +1,28 @@
-"""The world of a replay: what a recording measured of its machine, before and apart from the loads compared.
+"""The world of a replay: what a recording measured of its machine.
 
-Three short phases measure it, on the same cluster, with requests of their own:
+Three short phases, before the loads, with requests of their own:
 
-- `prompts`, one request at a time, answers of one token: how long a worker's steps take while the others
-  rest, and what a first token takes beside its prefill (client, HTTP, router, messages): `front_s`.
-- `decode`, several requests with short prompts and long answers: decode alone, and the end of an answer
-  after its last token: `tail_s`.
-- `both`, more requests than are served at once: each worker's steps while the others compute too. Workers of
-  one machine share its memory's bandwidth, and one that rests lends its cores, so that is another model. Also
-  the hand-off of a prompt computed elsewhere.
+- `prompts`, one request at a time, answers of one token: what a first token takes beside its prefill (client,
+  HTTP, router, messages): `front_s`.
+- `decode`, several requests with short prompts and long answers: the end of an answer after its last token:
+  `tail_s`.
+- `both`, more requests than are served at once: how long steps take, to find the capacity that loads are
+  shares of; the hand-off of a prompt computed elsewhere: `tokens_s`.
 
-A worker alone has one model, that of the end of `both`: it knows all kinds of steps by then.
+And while a load runs, how long steps take, twice a second, as workers find it out from their own steps. The
+speed of a machine that others use too differs by half between a minute and the next, as does a worker's whose
+neighbour computes or lends its cores. What a simulator predicts is what comes of such steps: who waits, what
+is computed together, where, and how long that takes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 
-import msgspec
-
-from bench.simulator.against_live.recording import Phase, Recording, WorkerSeen
+from bench.simulator.against_live.recording import Phase, Recording
 from bench.simulator.hardware import HANDOFF_S
 from cluster.errors import BatonError
 from cluster.step_model import StepModel
@@ -33,12 +35,15 @@ _LEAST_S = 1e-5  # of a transfer
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWorker:
-    """`alone`: its steps while all others rest; `beside`: while one of them computes."""
+    """`models`: (from when on, how long steps take), in order; the first one holds before, too."""
 
     role: Role
-    alone: StepModel
-    beside: StepModel
     num_blocks: int
+    models: tuple[tuple[float, StepModel], ...]
+
+    def model_at(self, at_s: float) -> StepModel:
+        index = bisect_right(self.models, at_s, key=itemgetter(0))
+        return self.models[max(0, index - 1)][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,9 @@ class World:
     tokens_s: float
 
 
-def world_of(recording: Recording) -> World:
-    """
+def world_of(recording: Recording, load: Phase | None = None) -> World:
+    """As it was during this load; None: during `both`.
+
     Raises:
         BatonError: a phase that measures the machine is missing, or says nothing of it.
     """
@@ -63,26 +69,17 @@ def world_of(recording: Recording) -> World:
             )
         check(recording.measuring[name])
     prompts, decode, both = (recording.measuring[name] for name in (PROMPTS, DECODE, BOTH))
-    is_alone = len(both.workers) == 1
     workers = []
-    for last in both.workers:
-        role = Role(last.role)
-        alone = last if is_alone else _of(last, decode if role is Role.DECODE else prompts)
-        model = _whole(alone.step_model, last.step_model)
-        workers.append(MeasuredWorker(role, model, last.step_model, last.num_blocks))
+    for index, last in enumerate(both.workers):
+        moments = () if load is None else load.moments
+        models = [(moment.at_s, moment.models[index]) for moment in moments] or [(0.0, last.step_model)]
+        workers.append(MeasuredWorker(Role(last.role), last.num_blocks, tuple(models)))
     return World(
         workers=tuple(workers),
         front_s=median(one.ttft_s - one.prefill_s for one in prompts.requests),
         tail_s=median(one.tail_s for one in decode.requests),
         tokens_s=_tokens_s(both),
     )
-
-
-def _whole(alone: StepModel, beside: StepModel) -> StepModel:
-    """What the phase alone had no steps to tell (decode has no chunks) is as it is beside others."""
-    told = {name: getattr(alone, name) for name in ("per_token_s", "per_context_s", "per_attention_s")}
-    missing = {name: getattr(beside, name) for name, value in told.items() if value <= 0}
-    return msgspec.structs.replace(alone, **missing)
 
 
 def check(phase: Phase) -> None:
@@ -103,10 +100,6 @@ def check(phase: Phase) -> None:
                 f"the steps of {worker.worker} in `{phase.load.name}` follow no model "
                 f"({model.per_token_s:.1e} s per token): record it again when the machine is quiet"
             )
-
-
-def _of(worker: WorkerSeen, phase: Phase) -> WorkerSeen:
-    return next(one for one in phase.workers if one.worker == worker.worker)
 
 
 def _tokens_s(phase: Phase) -> float:
