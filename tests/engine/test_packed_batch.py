@@ -21,8 +21,9 @@ CPU = torch.device("cpu")
 SAMPLE = SampleSpec(SamplingParams(max_tokens=1), (), ())
 
 
-def row(tokens, start, blocks, samples=True):
-    return Row(RequestId("r"), Attempt(1), tokens, start, blocks, SAMPLE if samples else None)
+def row(tokens, start, blocks, samples=True, num_drafts=0):
+    sample = SAMPLE if samples else None
+    return Row(RequestId("r"), Attempt(1), tokens, start, blocks, sample, num_drafts=num_drafts)
 
 
 def plain(batch: PackedBatch, rows) -> dict[str, list]:
@@ -50,7 +51,12 @@ def expected(rows) -> dict[str, list]:
             one.block_ids[p // BLOCK] * BLOCK + p % BLOCK
             for (one, _), p in zip(tokens, positions, strict=True)
         ],
-        "logit_rows": [end - 1 for one, end in zip(rows, ends, strict=True) if one.sample is not None],
+        "logit_rows": [
+            at
+            for one, end in zip(rows, ends, strict=True)
+            if one.sample is not None
+            for at in range(end - 1 - one.num_drafts, end)
+        ],
     }
 
 
@@ -76,7 +82,8 @@ def test_any_run_of_steps(seed):
             while len(blocks) * BLOCK < start + length + rng.choice([0, 0, 9]):
                 blocks.append(BlockId(rng.randrange(1, 999)))
             tokens = [rng.randrange(2**32) for _ in range(length)]
-            rows.append(row(tokens, start, blocks, samples=rng.random() < 0.9))
+            samples, num_drafts = rng.random() < 0.9, rng.randrange(length) if rng.random() < 0.2 else 0
+            rows.append(row(tokens, start, blocks, samples, num_drafts if samples else 0))
             after.append((blocks, start + length))
         sequences = after
         assert plain(packer.pack(rows), rows) == expected(rows)
