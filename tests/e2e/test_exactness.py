@@ -1,7 +1,8 @@
 """The one idea, through real processes and the real model: a request's tokens and log-probabilities are
 bit-identical whatever happens around it.
 
-The oracle is each request alone on a colocated server: no transfer, no companions, no prefix cache hit.
+The oracle is each request alone on a colocated server: no transfer, no companions, no prefix cache hit, no
+speculation. The others speculate where it pays, as they do unless told otherwise.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Oracle:
 
 
 def _measure(dtype: str) -> Oracle:
-    with local_cluster(dtype=dtype, prefill=0) as cluster:
+    with local_cluster(dtype=dtype, prefill=0, speculation="off") as cluster:
         return Oracle(dtype, alone(cluster, PROBES), alone(cluster, GROWERS))
 
 

@@ -1,0 +1,1 @@
+"""What drafts bring, by the kind of text; see `__main__`."""
