@@ -200,6 +200,12 @@ def test_every_worker_and_the_preparation_hear_of_the_quantization() -> None:
     assert command[command.index("--quantization") + 1] == "int8"
 
 
+def test_workers_hear_whether_to_speculate() -> None:
+    for speculation in ("auto", "off"):
+        _, *workers = plan_roles(ClusterConfig(speculation=speculation), SITE)  # type: ignore[arg-type]
+        assert {worker.config.speculation for worker in workers} == {speculation}  # type: ignore[union-attr]
+
+
 def test_settings_spell_quantizations_as_the_kernels_do() -> None:
     assert get_args(QuantizationName) == tuple(Quantization)
 
