@@ -1,8 +1,8 @@
 """Simulated against live: `python -m bench.simulator.against_live --recordings DIR [--again] [--out FILE]`.
 
 1. For each layout `baton serve` is started on this machine; three short phases measure it (`measured`).
-2. The simulator says its capacity; loads of 30, 60 and 80 % of it are offered as `baton bench run` would
-   (open loop, Poisson), and every request is recorded: DIR/LAYOUT.json.
+2. The simulator says its capacity, at the speed of that minute; loads of 20, 35 and 50 % of it are offered as
+   `baton bench run` would (open loop, Poisson), and every request is recorded: DIR/LAYOUT.json.
 3. The recorded arrivals and lengths run in both simulators (`replay`: the pool of `baton simulate --trace`;
    `processes`: that of `--faults`), and the figures are compared. `--again` does this alone, for recordings
    that are there.
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recordings", type=Path, required=True, help="directory of LAYOUT.json")
     parser.add_argument("--again", action="store_true", help="compare what was recorded; nothing is served")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--fractions", type=float, nargs="+", default=[0.3, 0.6, 0.8])
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.2, 0.35, 0.5])
     parser.add_argument("--seconds", type=float, default=75.0, help="of each load")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quantization", default="int8", help="of the server: int8 or none")
