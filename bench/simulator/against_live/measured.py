@@ -10,9 +10,9 @@ Three short phases, before the loads, with requests of their own:
   shares of; the hand-off of a prompt computed elsewhere: `tokens_s`.
 
 And while a load runs, how long steps take, twice a second, as workers find it out from their own steps, and
-how far single steps are from that. The speed of a machine that others use too differs by half between a minute
-and the next, as does a worker's whose neighbour computes or lends its cores. What a simulator predicts is what
-comes of such steps: who waits, what is computed together, where, and how long that takes.
+how far single steps are from that. The speed of a machine that others use too differs by half between a
+minute and the next, as does a worker's whose neighbour computes or lends its cores. What a simulator predicts
+is what comes of such steps: who waits, what is computed together, where, and how long that takes.
 """
 
 from __future__ import annotations

@@ -82,11 +82,7 @@ def phase(name: str, workers: list[WorkerSeen], requests: list[Served]) -> Phase
     moment = Moment(at_s=0.0, models=models, errors_p90=[0.0] * len(workers))
     return Phase(
         load=Load(name=name, input="60", output="3", rate=1.0),
-        moments=[
-            Moment(at_s=0.0, models=[one.step_model for one in workers], errors_p90=[0.0] * len(workers))
-        ]
-        if workers
-        else [],
+        moments=[moment] if workers else [],
         others_cores=0.1,
         stolen_cores=0.0,
         arrivals=[(one.scheduled_s, one.input_tokens, one.output_tokens) for one in requests],
