@@ -101,15 +101,18 @@ def world_of(recording: Recording, load: Phase | None = None) -> World:
     )
 
 
+def is_quiet(phase: Phase) -> bool:
+    return phase.others_cores + phase.stolen_cores <= MOST_OTHERS
+
+
 def check(phase: Phase) -> None:
     """
     Raises:
         BatonError: others used the machine meanwhile, or the steps that ran follow no model.
     """
-    others = phase.others_cores + phase.stolen_cores
-    if others > MOST_OTHERS:
+    if not is_quiet(phase):
         raise BatonError(
-            f"others used {others:.2f} cores while `{phase.load.name}` ran: "
+            f"others used {phase.others_cores + phase.stolen_cores:.2f} cores while `{phase.load.name}` ran: "
             "record it again when the machine is quiet"
         )
     for worker in phase.workers if phase.load.name == BOTH else ():
