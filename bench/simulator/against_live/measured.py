@@ -9,14 +9,16 @@ Three short phases, before the loads, with requests of their own:
 - `both`, more requests than are served at once: how long steps take, to find the capacity that loads are
   shares of; the hand-off of a prompt computed elsewhere: `tokens_s`.
 
-And while a load runs, how long steps take, twice a second, as workers find it out from their own steps. The
-speed of a machine that others use too differs by half between a minute and the next, as does a worker's whose
-neighbour computes or lends its cores. What a simulator predicts is what comes of such steps: who waits, what
-is computed together, where, and how long that takes.
+And while a load runs, how long steps take, twice a second, as workers find it out from their own steps, and
+how far single steps are from that. The speed of a machine that others use too differs by half between a
+minute and the next, as does a worker's whose neighbour computes or lends its cores. What a simulator predicts
+is what comes of such steps: who waits, what is computed together, where, and how long that takes.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from bisect import bisect_right
 from dataclasses import dataclass
 from operator import itemgetter
@@ -25,25 +27,40 @@ from statistics import median
 from bench.simulator.against_live.recording import Phase, Recording
 from bench.simulator.hardware import HANDOFF_S
 from cluster.errors import BatonError
-from cluster.step_model import StepModel
+from cluster.step_model import StepModel, StepWork
 from cluster.wire.messages import Role
 
 PROMPTS, DECODE, BOTH = "prompts", "decode", "both"
 MOST_OTHERS = 0.25  # cores that others may use while the machine is measured
 _LEAST_S = 1e-5  # of a transfer
+_P90 = 1.2816  # of a normal distribution
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWorker:
-    """`models`: (from when on, how long steps take), in order; the first one holds before, too."""
+    """`times`: (from when on, how long steps take, the spread of single ones), in order; the first holds
+    before, too. A spread is a standard deviation of logarithms."""
 
     role: Role
     num_blocks: int
-    models: tuple[tuple[float, StepModel], ...]
+    times: tuple[tuple[float, StepModel, float], ...]
 
     def model_at(self, at_s: float) -> StepModel:
-        index = bisect_right(self.models, at_s, key=itemgetter(0))
-        return self.models[max(0, index - 1)][1]
+        return self._at(at_s)[1]
+
+    def step_s(self, work: StepWork, at_s: float, rng: random.Random) -> float:
+        """Of one step."""
+        _, model, spread = self._at(at_s)
+        return model.step_s(work) * (math.exp(rng.gauss(0, spread)) if spread else 1.0)
+
+    def _at(self, at_s: float) -> tuple[float, StepModel, float]:
+        index = bisect_right(self.times, at_s, key=itemgetter(0))
+        return self.times[max(0, index - 1)]
+
+
+def spread(error_p90: float) -> float:
+    """Of steps of which one in ten takes so much longer than the middle one."""
+    return math.log1p(max(0.0, error_p90)) / _P90
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +89,10 @@ def world_of(recording: Recording, load: Phase | None = None) -> World:
     workers = []
     for index, last in enumerate(both.workers):
         moments = () if load is None else load.moments
-        models = [(moment.at_s, moment.models[index]) for moment in moments] or [(0.0, last.step_model)]
-        workers.append(MeasuredWorker(Role(last.role), last.num_blocks, tuple(models)))
+        times = [
+            (moment.at_s, moment.models[index], spread(moment.errors_p90[index])) for moment in moments
+        ] or [(0.0, last.step_model, spread(last.step_error_p90))]
+        workers.append(MeasuredWorker(Role(last.role), last.num_blocks, tuple(times)))
     return World(
         workers=tuple(workers),
         front_s=median(one.ttft_s - one.prefill_s for one in prompts.requests),
@@ -82,15 +101,18 @@ def world_of(recording: Recording, load: Phase | None = None) -> World:
     )
 
 
+def is_quiet(phase: Phase) -> bool:
+    return phase.others_cores + phase.stolen_cores <= MOST_OTHERS
+
+
 def check(phase: Phase) -> None:
     """
     Raises:
         BatonError: others used the machine meanwhile, or the steps that ran follow no model.
     """
-    others = phase.others_cores + phase.stolen_cores
-    if others > MOST_OTHERS:
+    if not is_quiet(phase):
         raise BatonError(
-            f"others used {others:.2f} cores while `{phase.load.name}` ran: "
+            f"others used {phase.others_cores + phase.stolen_cores:.2f} cores while `{phase.load.name}` ran: "
             "record it again when the machine is quiet"
         )
     for worker in phase.workers if phase.load.name == BOTH else ():

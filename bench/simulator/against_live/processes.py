@@ -49,10 +49,11 @@ class _Measured(WorkerProcess):
 
     measured: MeasuredWorker
     begin_s: float  # of the load
+    noise: random.Random
 
     def _run(self, plan: StepPlan) -> None:
         self.engine.begin(plan)
-        seconds = self.measured.model_at(self.queue.now - self.begin_s).step_s(work_of(plan))
+        seconds = self.measured.step_s(work_of(plan), self.queue.now - self.begin_s, self.noise)
         self.later(seconds, self._end_step, plan, plan, seconds)
 
 
@@ -127,7 +128,7 @@ def replay_processes(
     for index, measured in enumerate(world.workers):
         kind: Any = _Decode if measured.role is Role.DECODE else _Prefill
         worker: _Measured = kind(site, WorkerId(f"{measured.role.value}-{index}"), Epoch(1))
-        worker.measured, worker.begin_s = measured, begin_s
+        worker.measured, worker.begin_s, worker.noise = measured, begin_s, random.Random(index)
         site.add(worker)
         worker.start()
         worker.dispatch(Calibrated(measured.model_at(0.0)))

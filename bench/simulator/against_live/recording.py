@@ -71,10 +71,12 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """`at_s`: since the load began. `models`: how long steps took then, in the order of `Phase.workers`."""
+    """`at_s`: since the load began. `models`: how long steps took then, in the order of `Phase.workers`;
+    `errors_p90`: how much longer than that one step in ten took at least, a share."""
 
     at_s: float
     models: list[StepModel]
+    errors_p90: list[float]
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +145,7 @@ class Watch:
     def __init__(self, cluster: ServedCluster) -> None:
         self._cluster = cluster
         self._is_over = threading.Event()
-        self._seen: list[tuple[float, list[StepModel]]] = []  # by `perf_counter`
+        self._seen: list[tuple[float, list[WorkerSeen]]] = []  # by `perf_counter`
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._main, name="watch", daemon=True)
 
@@ -164,13 +166,20 @@ class Watch:
         """
         if self._error is not None or self._thread.is_alive():
             raise BatonError(f"the cluster's step models could not be watched: {self._error or 'no answer'}")
-        return [Moment(at_s=at_s - start_s, models=models) for at_s, models in self._seen]
+        return [
+            Moment(
+                at_s=at_s - start_s,
+                models=[one.step_model for one in workers],
+                errors_p90=[one.step_error_p90 for one in workers],
+            )
+            for at_s, workers in self._seen
+        ]
 
     def _main(self) -> None:
         try:
             while True:
                 workers = seen(self._cluster.get("/cluster"))
-                self._seen.append((time.perf_counter(), [one.step_model for one in workers]))
+                self._seen.append((time.perf_counter(), workers))
                 if self._is_over.wait(WATCH_EVERY_S):
                     break
         except Exception as error:  # told by `moments`

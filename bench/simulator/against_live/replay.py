@@ -1,11 +1,12 @@
 """A recorded load in the simulated pool: the same arrivals and lengths, the live policy, measured steps.
 
-Steps run one by one. One takes what such steps took at that time of the load, live; router and scheduler know
-that, as they do live.
+Steps run one by one. One takes what such steps took at that time of the load, live, more or less: as far from
+it as they were. Router and scheduler know what they take in the middle, as they do live.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,10 +42,11 @@ class MeasuredTimes:
 
     measured: MeasuredWorker
     clock: Clock
+    rng: random.Random
 
     def step_s(self, num_rows: int, context: int, num_chunk_tokens: int, attention: float) -> float:
-        model = self.measured.model_at(self.clock.now)
-        return model.step_s(StepWork(num_rows + num_chunk_tokens, context, attention))
+        work = StepWork(num_rows + num_chunk_tokens, context, attention)
+        return self.measured.step_s(work, self.clock.now, self.rng)
 
     def growth_s(self, num_rows: int) -> float:
         return self.measured.model_at(self.clock.now).per_context_s * num_rows
@@ -113,9 +115,9 @@ def replay(
             one.num_blocks * block_size,
             _TOKEN_BYTES,
             world.tokens_s,
-            times=MeasuredTimes(one, clock),
+            times=MeasuredTimes(one, clock, random.Random(index)),
         )
-        for one in world.workers
+        for index, one in enumerate(world.workers)
     ]
     policy = StepByStep(targets, world.workers, history)
     requests = [Request(index, *arrival) for index, arrival in enumerate(arrivals)]

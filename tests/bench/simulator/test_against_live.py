@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,15 @@ import pytest
 from bench.simulator.against_live import recording as recording_module
 from bench.simulator.against_live.__main__ import main
 from bench.simulator.against_live.compare import capacity, compare
-from bench.simulator.against_live.measured import BOTH, DECODE, PROMPTS, MeasuredWorker, World, world_of
+from bench.simulator.against_live.measured import (
+    BOTH,
+    DECODE,
+    PROMPTS,
+    MeasuredWorker,
+    World,
+    spread,
+    world_of,
+)
 from bench.simulator.against_live.processes import replay_processes
 from bench.simulator.against_live.recording import (
     Load,
@@ -33,8 +42,8 @@ from cluster.wire.messages import Role
 
 ALONE = StepModel(2e-3, 8e-3, 7e-4, 2e-6, 1e-7)
 BESIDE = StepModel(4e-3, 14e-3, 1.2e-3, 3e-6, 2e-7)
-DECODER = MeasuredWorker(Role.DECODE, 3_000, ((0.0, ALONE),))
-PREFILLER = MeasuredWorker(Role.PREFILL, 3_000, ((0.0, ALONE), (0.9, BESIDE)))
+DECODER = MeasuredWorker(Role.DECODE, 3_000, ((0.0, ALONE, 0.0),))
+PREFILLER = MeasuredWorker(Role.PREFILL, 3_000, ((0.0, ALONE, 0.0), (0.9, BESIDE, 0.0)))
 
 
 def prompt_s(model: StepModel, num_tokens: int) -> float:
@@ -69,9 +78,11 @@ def served(at_s: float, ttft_s: float, transfer_s: float = 0.0) -> Served:
 
 
 def phase(name: str, workers: list[WorkerSeen], requests: list[Served]) -> Phase:
+    models = [one.step_model for one in workers]
+    moment = Moment(at_s=0.0, models=models, errors_p90=[0.0] * len(workers))
     return Phase(
         load=Load(name=name, input="60", output="3", rate=1.0),
-        moments=[Moment(at_s=0.0, models=[one.step_model for one in workers])] if workers else [],
+        moments=[moment] if workers else [],
         others_cores=0.1,
         stolen_cores=0.0,
         arrivals=[(one.scheduled_s, one.input_tokens, one.output_tokens) for one in requests],
@@ -110,9 +121,9 @@ def test_the_world_is_what_the_measuring_phases_say() -> None:
 def test_during_a_load_steps_take_what_workers_found_at_that_time() -> None:
     whole = recording(2)
     moments = [
-        Moment(at_s=0.1, models=[ALONE, BESIDE]),
-        Moment(at_s=0.6, models=[BESIDE, BESIDE]),
-        Moment(at_s=1.1, models=[ALONE, ALONE]),
+        Moment(at_s=0.1, models=[ALONE, BESIDE], errors_p90=[0.0, 0.1]),
+        Moment(at_s=0.6, models=[BESIDE, BESIDE], errors_p90=[0.0, 0.1]),
+        Moment(at_s=1.1, models=[ALONE, ALONE], errors_p90=[0.0, 0.1]),
     ]
     load = msgspec.structs.replace(whole.loads[0], moments=moments)
     decoder, prefiller = world_of(whole, load).workers
@@ -163,8 +174,18 @@ def test_with_two_workers_the_prompt_moves_and_steps_take_what_they_took_then() 
     assert late.ttft_s == pytest.approx(prompt_s(BESIDE, 60))
 
 
+def test_steps_are_as_far_from_their_middle_as_they_were() -> None:
+    worker = MeasuredWorker(Role.DECODE, 3_000, ((0.0, ALONE, spread(0.3)),))
+    rng, work = random.Random(0), StepWork(4, 400)
+    found = sorted(worker.step_s(work, 1.0, rng) / ALONE.step_s(work) for _ in range(4_000))
+    assert found[2_000] == pytest.approx(1.0, abs=0.02)
+    assert found[3_600] == pytest.approx(1.3, abs=0.03)
+    assert spread(-0.1) == 0.0
+    assert DECODER.step_s(work, 1.0, rng) == ALONE.step_s(work)
+
+
 def test_both_simulators_know_the_time_of_the_load() -> None:
-    slow = MeasuredWorker(Role.DECODE, 3_000, ((0.0, ALONE), (5.0, BESIDE)))
+    slow = MeasuredWorker(Role.DECODE, 3_000, ((0.0, ALONE, 0.0), (5.0, BESIDE, 0.0)))
     world = World((slow,), front_s=0.0, tail_s=0.0, tokens_s=1e9)
     arrivals = [(1.0, 60, 2), (6.0, 60, 2)]
     for answers in (replay(world, arrivals, 32), replay_processes(world, arrivals, 32)):
@@ -244,7 +265,7 @@ def test_a_load_is_watched_while_it_runs_and_a_cluster_that_goes_is_told(
     with Watch(cluster) as watch:
         assert cluster.asked.acquire(timeout=10)
     [first, *_] = watch.moments(time.perf_counter() - 60)
-    assert (first.models, 0 < first.at_s < 70) == ([ALONE], True)
+    assert (first.models, first.errors_p90, 0 < first.at_s < 70) == ([ALONE], [0.2], True)
     gone: Any = _Cluster({"workers": []})
     with Watch(gone) as watch:
         for _ in range(2):
