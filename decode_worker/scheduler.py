@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.engine.batch import Row, StepOutput, StepPlan
-from cluster.engine.draft_policy import MOST_DRAFTS, MOST_ROWS
+from cluster.engine.draft_policy import MOST_ROWS
 from cluster.engine.pacing import Pacer, WaitingPrompt
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.ids import RequestId
@@ -37,6 +37,7 @@ from cluster.sampling import FinishReason, TokenOutput
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
 from cluster.step_model import StepWork, chunk_attention
 from decode_worker.batch_load import Lives, decode_batch
+from decode_worker.draft_room import rows_with_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +190,12 @@ class DecodeScheduler:
         return StepPlan(tuple(rows))
 
     def _open_to_drafts(self, decoding: list[Sequence], now: float) -> StepPlan:
-        """Drafts stand in blocks that are there, and before the last token, which needs no KV. A row that
-        will need another block soon takes it now, if that leaves one for everybody."""
-        blocks, pacer, rows = self._blocks, self.pacer, []
-        for one in decoding:
-            end, most = len(one.block_ids) * blocks.block_size, one.max_tokens_with_kv
-            is_short = end < min(len(one.token_ids) + MOST_DRAFTS, most)
-            if is_short and not self._preempted and blocks.num_available > self.num_running:
-                one.block_ids += blocks.allocate(1) or ()
-                end = len(one.block_ids) * blocks.block_size
-            rows.append(one.row(1, min(end, most)))
+        """All that is in the step decodes. Blocks are for those that were preempted, if there are any."""
+        pacer = self.pacer
         batch = decode_batch(decoding, now, pacer.model, pacer.settings, self.lives.mean_s)
-        return StepPlan(tuple(rows), longest_s=math.inf if batch.budget_s is None else batch.budget_s)
+        keep_free = self._blocks.num_blocks if self._preempted else self.num_running
+        rows = rows_with_room(decoding, self._blocks, keep_free)
+        return StepPlan(rows, longest_s=math.inf if batch.budget_s is None else batch.budget_s)
 
     def may_go_on(self) -> bool:
         """Whether the next step would be the same rows, each with the token it gets in this one: all that is
