@@ -11,9 +11,9 @@ from cluster.kv.block_manager import BlockManager
 
 
 def rows_with_room(decoding: Iterable[Sequence], blocks: BlockManager, keep_free: int) -> tuple[Row, ...]:
-    """Each with its one token. Drafts stand in blocks that are there, and before a request's last token, which
-    needs no KV. A sequence that will need another block soon takes it now, if more than `keep_free` are left.
-    """
+    """Each with its one token. Drafts stand in blocks that are there, and before a request's last token,
+    which needs no KV. A sequence that will soon need another block takes it now, if more than `keep_free` are
+    left."""
     rows = []
     for sequence in decoding:
         end, most = len(sequence.block_ids) * blocks.block_size, sequence.max_tokens_with_kv
