@@ -32,7 +32,13 @@ _ASSUMED_SHARE: Final = 0.08  # of a step that a draft adds
 _COST_WEIGHT: Final = 16.0  # of that assumption, in squared drafts
 _COST_KEPT: Final = 0.97  # of what was learned, per step
 _MOST_ABOVE: Final = 1.5  # times what was expected: a step that took longer was disturbed
-_MARGIN: Final = 1.1  # by which a draft must pay
+_MARGIN: Final = 1.25  # by which a draft must pay
+
+
+def most_rest(num_rows: int) -> int:
+    """For how many steps at most nobody looks for drafts of a request that had none that paid: looking takes
+    some 10 us a row when caches are cold, and the more rows there are, the less a draft brings."""
+    return num_rows // 2
 
 
 class Acceptance:

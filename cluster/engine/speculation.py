@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from cluster.engine.batch import Row, Runner, StepOutput, StepPlan
-from cluster.engine.draft_policy import MOST_DRAFTS, MOST_ROWS, Acceptance, DraftCosts, choose
+from cluster.engine.draft_policy import MOST_DRAFTS, MOST_ROWS, Acceptance, DraftCosts, choose, most_rest
 from cluster.engine.drafts import with_drafts
 from cluster.engine.prompt_lookup import Match, PromptLookup
 
@@ -41,6 +41,12 @@ class RequestDrafts(msgspec.Struct):
 
     lookup: PromptLookup
     acceptance: Acceptance
+    rest: int = 0  # steps in which nobody looks
+    num_vain: int = 0  # looks in a row that came to nothing
+
+    def looked(self, is_useful: bool, num_rows: int) -> None:
+        self.num_vain = 0 if is_useful else self.num_vain + 1
+        self.rest = min(self.num_vain, most_rest(num_rows))
 
 
 class Speculation:
@@ -62,15 +68,20 @@ class Speculation:
         for index, row in enumerate(plan.rows):
             most = min(row.end - row.start - 1, MOST_DRAFTS)
             known = self._known(row) if most > 0 else None
-            match = known.lookup.find() if known is not None else None
-            if known is not None and match is not None:
-                found.append((index, known, match))
-                chances.append(known.acceptance.chances(match.length, most))
+            if known is None:
+                continue
+            match = known.lookup.find()
+            if match is None:
+                known.looked(False, num_rows)
+                continue
+            found.append((index, known, match))
+            chances.append(known.acceptance.chances(match.length, most))
         if not found:
             return plan
         rows = list(plan.rows)
         counts = choose(chances, num_rows, *cost, plan.longest_s)
         for (index, known, match), count in zip(found, counts, strict=True):
+            known.looked(count > 0, num_rows)
             if count:
                 self._matches[index] = match
                 rows[index] = with_drafts(rows[index], known.lookup.draft(match, count))
@@ -95,11 +106,14 @@ class Speculation:
                     known.lookup.append(one.token_id)
 
     def _known(self, row: Row) -> RequestDrafts | None:
-        """With the row's whole history. None: it is not told yet, or its tokens are not free."""
+        """With the row's whole history. None: it is not told yet, its tokens are not free, or it rests."""
         spec = row.sample
         if spec is None or spec.params.grammar:
             return None
         known, num_prompt = spec.notes.drafts, len(spec.prompt_ids)
+        if known is not None and known.rest:
+            known.rest -= 1
+            return None
         have = num_prompt if known is None else len(known.lookup.tokens)
         news: list[int] = []
         if have <= row.start:

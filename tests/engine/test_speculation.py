@@ -116,6 +116,27 @@ def test_who_does_not_draft(plan: StepPlan) -> None:
         assert speculating.run(plan).num_drafted == 0
 
 
+def test_where_many_decode_a_request_that_repeats_nothing_is_looked_at_less_often() -> None:
+    """And has its whole history when it is."""
+    speculation = Speculation()
+    looping = row(9, end=9)  # no room: only the other one may bring any
+    fresh = list(range(100, 130))
+    spec = SampleSpec(PARAMS, fresh[:10], answer := [fresh[10]])
+    looks = 0
+    for step in range(11, 30):
+        other = Row(RequestId("b"), Attempt(1), (answer[-1],), step - 1, [BlockId(2)], spec, end=999)
+        before = None if spec.notes.drafts is None else spec.notes.drafts.num_vain
+        plan = plan_of(looping, other)
+        assert speculation.draft(plan) is plan
+        speculation.learn(plan, StepOutput((TokenOutput(1), TokenOutput(fresh[step])), 7e-3))
+        known = spec.notes.drafts
+        looks += known is not None and known.num_vain != before
+        if known is not None and known.num_vain != before:
+            assert known.lookup.tokens == fresh[: step + 1]
+        answer.append(fresh[step])
+    assert 8 <= looks <= 10  # every other step
+
+
 def test_what_is_not_repeated_is_not_drafted() -> None:
     speculation = Speculation()
     params = SamplingParams(max_tokens=500)
