@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.engine.draft_policy import Acceptance, DraftCosts, choose
 
-FALLING = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
+FALLING = [0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6]
 BASE_S, EACH_S = 7e-3, 0.5e-3  # one row of the demo model
 
 
