@@ -180,7 +180,11 @@ class WorkerProcess(Process):
         drafted = self.guesses.draft(following)
         self.engine.begin(drafted)  # at once; the core hears of it while that step computes
         done = StepDone(output, went_on=True)
-        self.later(compute_s * self._rng.random(), self._tell, done, following, drafted)
+        self.later(self._telling_s(compute_s), self._tell, done, following, drafted)
+
+    def _telling_s(self, compute_s: float) -> float:
+        """Until the core hears of a step that went on."""
+        return compute_s * self._rng.random()
 
     def _tell(self, done: StepDone, following: StepPlan, drafted: StepPlan) -> None:
         """No step ends before the core has dealt with the one before."""

@@ -1,6 +1,6 @@
 """Simulated against live: `python -m bench.simulator.against_live --recordings DIR [--again] [--out FILE]`.
 
-1. For each layout `baton serve` is started on this machine; three short phases measure it (`measured`).
+1. For each layout `baton serve` is started on this machine; two short phases measure it (`measured`).
 2. The simulator says its capacity, at the speed of that minute; loads of 20, 35 and 50 % of it are offered as
    `baton bench run` would (open loop, Poisson), and every request is recorded: DIR/LAYOUT.json.
 3. The recorded arrivals and lengths run in both simulators (`replay`: the pool of `baton simulate --trace`;
@@ -30,7 +30,7 @@ from bench.load.results.files import json_safe, write_atomically
 from bench.machine import cpu_facts
 from bench.served import ServedCluster
 from bench.simulator.against_live.compare import HEADER, WITHIN, capacity, compare, text_lines
-from bench.simulator.against_live.measured import BOTH, DECODE, PROMPTS, check, is_quiet, world_of
+from bench.simulator.against_live.measured import BOTH, DECODE, check, is_quiet, world_of
 from bench.simulator.against_live.recording import Load, Phase, Recording, record_phase, seen
 from cluster.errors import BatonError
 
@@ -40,7 +40,6 @@ MOST_TRIES = 4  # of a phase that measures the machine
 INPUT = "lognormal:mean=96,sigma=0.6,min=16,max=400"
 OUTPUT = "lognormal:mean=40,sigma=0.6,min=4,max=160"
 MEASURING = (
-    Load(name=PROMPTS, input="uniform:100-400", output="1", closed_loop=1, num_requests=24, seed=101),
     Load(
         name=DECODE, input="uniform:60-240", output="uniform:100-260", closed_loop=8, num_requests=8, seed=102
     ),
@@ -131,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compared(recording: Recording) -> dict[str, Any]:
     world = world_of(recording)
     loads = []
-    ended = [one for name in (PROMPTS, DECODE, BOTH) for one in recording.measuring[name].requests]
+    ended = [one for name in (DECODE, BOTH) for one in recording.measuring[name].requests]
     for phase in recording.loads:
         history = [(one.input_tokens, one.output_tokens) for one in ended]
         loads.append(compare(phase, world_of(recording, phase), BLOCK_TOKENS, history))

@@ -1,13 +1,12 @@
 """The world of a replay: what a recording measured of its machine.
 
-Three short phases, before the loads, with requests of their own:
+Two short phases, before the loads, with requests of their own:
 
-- `prompts`, one request at a time, answers of one token: what a first token takes beside its prefill (client,
-  HTTP, router, messages): `front_s`.
 - `decode`, several requests with short prompts and long answers: the end of an answer after its last token:
   `tail_s`.
-- `both`, more requests than are served at once: how long steps take, to find the capacity that loads are
-  shares of; the hand-off of a prompt computed elsewhere: `tokens_s`.
+- `both`, prompts and answers, several at a time: how long steps take, to find the capacity that loads are
+  shares of; what a first token takes beside its prefill (client, HTTP, router, messages): `front_s`; the
+  hand-off of a prompt computed elsewhere: `tokens_s`.
 
 And while a load runs, how long steps take, twice a second, as workers find it out from their own steps, and
 how far single steps are from that. The speed of a machine that others use too differs by half between a
@@ -30,7 +29,7 @@ from cluster.errors import BatonError
 from cluster.step_model import StepModel, StepWork
 from cluster.wire.messages import Role
 
-PROMPTS, DECODE, BOTH = "prompts", "decode", "both"
+DECODE, BOTH = "decode", "both"
 MOST_OTHERS = 0.25  # cores that others may use while the machine is measured
 _LEAST_S = 1e-5  # of a transfer
 _P90 = 1.2816  # of a normal distribution
@@ -79,13 +78,13 @@ def world_of(recording: Recording, load: Phase | None = None) -> World:
     Raises:
         BatonError: a phase that measures the machine is missing, or says nothing of it.
     """
-    for name in (PROMPTS, DECODE, BOTH):
+    for name in (DECODE, BOTH):
         if name not in recording.measuring:
             raise BatonError(
                 f"the recording of `{recording.layout}` lacks its phase `{name}`: record it again"
             )
         check(recording.measuring[name])
-    prompts, decode, both = (recording.measuring[name] for name in (PROMPTS, DECODE, BOTH))
+    decode, both = (recording.measuring[name] for name in (DECODE, BOTH))
     workers = []
     for index, last in enumerate(both.workers):
         moments = () if load is None else load.moments
@@ -95,7 +94,7 @@ def world_of(recording: Recording, load: Phase | None = None) -> World:
         workers.append(MeasuredWorker(Role(last.role), last.num_blocks, tuple(times)))
     return World(
         workers=tuple(workers),
-        front_s=median(one.ttft_s - one.prefill_s for one in prompts.requests),
+        front_s=_front_s(both),
         tail_s=median(one.tail_s for one in decode.requests),
         tokens_s=_tokens_s(both),
     )
@@ -122,6 +121,12 @@ def check(phase: Phase) -> None:
                 f"the steps of {worker.worker} in `{phase.load.name}` follow no model "
                 f"({model.per_token_s:.1e} s per token): record it again when the machine is quiet"
             )
+
+
+def _front_s(phase: Phase) -> float:
+    """Before and after a prompt waits and is computed; the least wait has nobody to wait for."""
+    rest_s = median(one.ttft_s - one.queue_s - one.prefill_s for one in phase.requests)
+    return rest_s + min(one.queue_s for one in phase.requests)
 
 
 def _tokens_s(phase: Phase) -> float:

@@ -51,10 +51,13 @@ class _Measured(WorkerProcess):
     begin_s: float  # of the load
     noise: random.Random
 
-    def _run(self, plan: StepPlan) -> None:
-        self.engine.begin(plan)
+    def _compute(self, plan: StepPlan, drafted: StepPlan) -> None:
         seconds = self.measured.step_s(work_of(plan), self.queue.now - self.begin_s, self.noise)
-        self.later(seconds, self._end_step, plan, plan, seconds)
+        self.later(seconds, self._end_step, plan, drafted, seconds)
+
+    def _telling_s(self, compute_s: float) -> float:
+        """It is in what steps were measured to take."""
+        return 0.0
 
 
 class _Decode(_Measured, DecodeProcess):

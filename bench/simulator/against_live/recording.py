@@ -2,7 +2,7 @@
 
 1. `record_phase` offers a load to the running cluster and asks `/cluster` for the step models: meanwhile,
    twice a second (`Watch`), and afterwards.
-2. A `Recording` has the phases of one cluster: three that measure the machine, then the loads to compare.
+2. A `Recording` has the phases of one cluster: two that measure the machine, then the loads to compare.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from bench.simulator.against_live.compare import capacity, compare
 from bench.simulator.against_live.measured import (
     BOTH,
     DECODE,
-    PROMPTS,
     MeasuredWorker,
     World,
     spread,
@@ -92,10 +91,10 @@ def phase(name: str, workers: list[WorkerSeen], requests: list[Served]) -> Phase
 
 
 def recording(num_workers: int) -> Recording:
-    """The models differ by phase: 1 in `prompts`, 2 in `decode`, 3 in `both`."""
+    """The models differ by phase: 1 in `decode`, 2 in `both`."""
     names = ["decode-0", "prefill-0"][:num_workers]
     phases = {}
-    for number, name in enumerate((PROMPTS, DECODE, BOTH), start=1):
+    for number, name in enumerate((DECODE, BOTH), start=1):
         workers = [seen_worker(one, StepModel(number * 1e-3, 1e-3, 1e-4, 0.0, 0.0)) for one in names]
         requests = [served(0.0, 0.054, 0.0105), served(1.0, 0.056, 0.0105), served(2.0, 0.099, 0.0305)]
         phases[name] = phase(name, workers, requests)
@@ -112,7 +111,7 @@ def recording(num_workers: int) -> Recording:
 def test_the_world_is_what_the_measuring_phases_say() -> None:
     world = world_of(recording(2))
     assert [one.role for one in world.workers] == [Role.DECODE, Role.PREFILL]
-    assert [1e3 * one.model_at(7.0).fixed_s for one in world.workers] == pytest.approx([3, 3])
+    assert [1e3 * one.model_at(7.0).fixed_s for one in world.workers] == pytest.approx([2, 2])
     assert world.front_s == pytest.approx(0.006)
     assert world.tail_s == pytest.approx(0.001)
     assert world.tokens_s == pytest.approx(60 / (0.0105 - HANDOFF_S))
@@ -133,7 +132,7 @@ def test_during_a_load_steps_take_what_workers_found_at_that_time() -> None:
 
 def test_a_recording_without_a_phase_says_so() -> None:
     whole = recording(1)
-    broken = msgspec.structs.replace(whole, measuring={PROMPTS: whole.measuring[PROMPTS]})
+    broken = msgspec.structs.replace(whole, measuring={BOTH: whole.measuring[BOTH]})
     with pytest.raises(BatonError, match="lacks its phase `decode`: record it again"):
         world_of(broken)
 
@@ -192,6 +191,15 @@ def test_both_simulators_know_the_time_of_the_load() -> None:
         quick, late = answers
         assert quick.ttft_s == pytest.approx(prompt_s(ALONE, 60), abs=2e-3)
         assert late.ttft_s == pytest.approx(prompt_s(BESIDE, 60), abs=2e-3)
+
+
+def test_answers_alone_take_the_same_in_both_simulators() -> None:
+    """Whose steps follow one another at once, without the router."""
+    world = World((DECODER,), front_s=0.0, tail_s=0.0, tokens_s=1e9)
+    arrivals = [(1.0, 60, 50), (1.2, 80, 40)]
+    pairs = zip(replay(world, arrivals, 32), replay_processes(world, arrivals, 32), strict=True)
+    for of_pool, of_processes in pairs:
+        assert of_processes.tpot_s == pytest.approx(of_pool.tpot_s, rel=0.03)
 
 
 def test_ratios_are_of_the_requests_that_were_served() -> None:
