@@ -80,7 +80,7 @@ public:
     const float *const cos, *const sin;
     const float eps, scale;
     Team team;
-    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, int8_memory, bf16_memory;
+    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, operand_memory;
     double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
 
@@ -100,7 +100,7 @@ public:
                  s_.num_heads, model.scale),
           items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
           last_items_(batch.is_trimmed() ? asked(items_, batch) : items_), kv_ahead_(kv_to_come()),
-          operands_(model.team, model.int8_memory, model.bf16_memory, std::max(batch.num_tokens, batch.num_logit_rows),
+          operands_(model.team, model.operand_memory, std::max(batch.num_tokens, batch.num_logit_rows),
                     std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
         a_ = model.rows_memory.floats(rows * std::max(s_.hidden, s_.query()));

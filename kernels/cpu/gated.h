@@ -14,9 +14,9 @@ struct Gates {
     const float* bias;  // or null
     int64_t first, width;
 
-    void write(int64_t row, int64_t column, Vec value) const {
-        if (bias != nullptr) value += load(bias + column);
-        store(data + row * width + column - first, value);
+    void write(int64_t row, int64_t column, Vec low, Vec high) const {
+        if (bias != nullptr) add_two(bias + column, low, high);
+        store_two(data + row * width + column - first, low, high);
     }
 };
 
@@ -28,11 +28,12 @@ struct Ups {
     int64_t first, width, inner_size;
     float* inner;
 
-    void write(int64_t row, int64_t column, Vec value) const {
-        if (bias != nullptr) value += load(bias + column);
+    void write(int64_t row, int64_t column, Vec low, Vec high) const {
+        if (bias != nullptr) add_two(bias + column, low, high);
         column -= inner_size;
-        const Vec gate = load(gates + row * width + column - first);
-        store(inner + row * inner_size + column, silu_mul<T>(gate, round_to<T>(value)));
+        const T* gate = gates + row * width + column - first;
+        store_two(inner + row * inner_size + column, silu_mul<T>(load(gate), round_to<T>(low)),
+                  silu_mul<T>(load(gate + kWidth), round_to<T>(high)));
     }
 };
 

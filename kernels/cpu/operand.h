@@ -34,9 +34,7 @@ struct Share {
 struct Operand {
     const float* x;  // [num_rows, in_features]
     int64_t num_rows, in_features;
-    Int8Rows int8{nullptr, 0};
-    AmxRows tiles{TileCut(1), 0, nullptr};
-    DotRows pairs{nullptr};
+    Int8Rows laid_out{};  // as the weights' kind takes them: bf16 have no scales
     KvRide ride{};
 };
 
@@ -50,20 +48,20 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
              rows.ride);
         break;
     case WeightKind::kAmxBf16:
-        if constexpr (kHasAmx) amx_gemm_bf16(rows.tiles, data, begin, end, output);
+        if constexpr (kHasAmx) amx_gemm_bf16(rows.laid_out.lines, data, begin, end, output);
         break;
     case WeightKind::kAmxInt8:
-        if constexpr (kHasAmx) amx_gemm_int8(rows.tiles, rows.int8.scales, Int8Weight(packed), begin, end, output);
+        if constexpr (kHasAmx) amx_gemm_int8(rows.laid_out, Int8Weight(packed), begin, end, output);
         break;
     case WeightKind::kInt8:
-        gemm_int8(rows.int8, rows.num_rows, Int8Weight(packed), begin, end, output, rows.ride);
+        gemm_int8(rows.laid_out, Int8Weight(packed), begin, end, output, rows.ride);
         break;
     case WeightKind::kInt8Weights:
         gemm_widened(rows.x, rows.num_rows, Int8Weight(packed), begin, end, output, rows.ride);
         break;
     case WeightKind::kDotBf16:
         if constexpr (kHasDot)
-            gemm_dot(rows.pairs, rows.num_rows, rows.in_features, data, begin, end, output, rows.ride);
+            gemm_dot(rows.laid_out.lines, rows.in_features, data, begin, end, output, rows.ride);
         break;
     }
 }
@@ -72,19 +70,10 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
 class Operands {
 public:
     // For at most `num_rows` rows of at most `in_features`.
-    Operands(Team& team, Scratch& int8_memory, Scratch& bf16_memory, int64_t num_rows, int64_t in_features)
-        : team_(team), int8_(int8_memory.floats(
-                           Int8Rows::floats(std::max(num_rows, team.size() * kOwnRows), in_features))) {
-        int64_t bytes = 0;
-        if constexpr (kHasAmx) {
-            const int64_t steps = AmxRows::steps_of(2 * in_features);
-            const int64_t many = AmxRows::bytes(TileCut(std::max<int64_t>(num_rows, 1)), steps);
-            bytes = std::max(many, AmxRows::bytes(TileCut(kOwnRows), steps) * team.size());
-        }
-        if constexpr (kHasDot)
-            bytes = std::max(bytes, DotRows::bytes(std::max(num_rows, team.size() * kOwnRows), in_features));
-        laid_out_ = reinterpret_cast<char*>(bf16_memory.floats(ceil_div(bytes, 4)));
-    }
+    Operands(Team& team, Scratch& memory, int64_t num_rows, int64_t in_features)
+        : team_(team), own_bytes_(bytes_of(kOwnRows, in_features)),
+          memory_(reinterpret_cast<char*>(memory.floats(
+              std::max(bytes_of(std::max<int64_t>(num_rows, 1), in_features), team.size() * own_bytes_) / 4))) {}
 
     // By every rank, with the same rows; x is read by whoever prepared it only, unless weights take it as it is.
     Operand prepare(int64_t rank, const float* x, const void* packed, int64_t num_rows, int64_t in_features) {
@@ -92,30 +81,19 @@ public:
         const WeightKind kind = header_of(packed).kind;
         if (num_rows == 0 || kind == WeightKind::kFloat || kind == WeightKind::kInt8Weights) return result;
         const bool alone = num_rows <= kOwnRows;
-        const bool is_tiled = kind == WeightKind::kAmxBf16 || kind == WeightKind::kAmxInt8;
         const bool is_int8 = kind == WeightKind::kInt8 || kind == WeightKind::kAmxInt8;
-        if (is_int8) result.int8 = {int8_ + (alone ? rank * Int8Rows::floats(kOwnRows, in_features) : 0), num_rows};
-        char* laid_out = nullptr;
-        if (is_tiled) {
-            const TileCut cut(num_rows);
-            const int64_t steps = AmxRows::steps_of((is_int8 ? 1 : 2) * in_features);
-            laid_out = laid_out_ + (alone ? rank * AmxRows::bytes(cut, steps) : 0);
-            result.tiles = {cut, steps, laid_out};
-        } else if (!is_int8) {
-            laid_out = laid_out_ + (alone ? rank * DotRows::bytes(kOwnRows, in_features) : 0);
-            result.pairs = {laid_out};
-        }
+        const bool is_amx = kind == WeightKind::kAmxBf16 || kind == WeightKind::kAmxInt8;
+        char* memory = memory_ + (alone ? rank * own_bytes_ : 0);
+        const RowCut cut = is_amx ? amx_cut(num_rows) : word_cut(num_rows);
+        const int64_t steps = LineRows::steps_of((is_int8 ? 1 : 2) * in_features);
+        result.laid_out = {{cut, steps, memory + scale_bytes(num_rows)}, reinterpret_cast<float*>(memory)};
         const Share share(num_rows, alone ? 0 : rank, alone ? 1 : team_.size());
         const auto prepare_rows = [&](int64_t begin, int64_t end) {
             for (int64_t m = begin; m < end; ++m) {
-                const float* row = x + m * in_features;
-                if (is_int8) quantize_row(row, in_features, m, result.int8);
-                if constexpr (kHasAmx) {
-                    if (is_tiled && is_int8) amx_int8_row(result.int8, in_features, m, result.tiles.cut, laid_out);
-                    if (is_tiled && !is_int8) amx_bf16_row(row, in_features, m, result.tiles.cut, laid_out);
-                }
-                if constexpr (kHasDot)
-                    if (!is_tiled && !is_int8) dot_row(row, in_features, m, laid_out);
+                if (is_int8)
+                    result.laid_out.quantize(x + m * in_features, in_features, m);
+                else
+                    narrow_row(x + m * in_features, in_features, m, result.laid_out.lines);
             }
         };
         if (alone) {
@@ -128,9 +106,19 @@ public:
     }
 
 private:
+    static int64_t scale_bytes(int64_t num_rows) { return ceil_div(num_rows * 4, kLineBytes) * kLineBytes; }
+
+    // Of a row's scales and lines, however its kind cuts them.
+    static int64_t bytes_of(int64_t num_rows, int64_t in_features) {
+        const int64_t steps = LineRows::steps_of(2 * in_features);
+        int64_t most = LineRows::bytes(word_cut(num_rows), steps);
+        if constexpr (kHasAmx) most = std::max(most, LineRows::bytes(amx_cut(num_rows), steps));
+        return scale_bytes(num_rows) + most;
+    }
+
     Team& team_;
-    float* int8_;
-    char* laid_out_;  // rows of bf16 products, and of int8 in tiles
+    const int64_t own_bytes_;
+    char* const memory_;  // of `alone`'s rows, one part for each rank
 };
 
 }  // namespace baton
