@@ -41,7 +41,10 @@ struct LineRows {
     // From a row's line to its next one.
     int64_t stride() const { return cut.height * kLineBytes; }
     // The first line of row m.
-    char* row(int64_t m) const { return data + m / cut.height * tile_bytes() + m % cut.height * kLineBytes; }
+    char* row(int64_t m) const {
+        const uint32_t height = uint32_t(cut.height), at = uint32_t(m);  // divided sooner
+        return data + at / height * tile_bytes() + at % height * kLineBytes;
+    }
 };
 
 // x [in_features] rounded to bf16 to row m of `rows`, zeros to the end of its last line.

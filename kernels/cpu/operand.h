@@ -1,9 +1,9 @@
 // The rows of a product in the form that its weights take, and the product itself, whatever the weights' kind.
 //
 // 1. A pass asks its `Operands` for an `Operand`: rows as they are for weights of the model's type and for widened
-//    ones; quantized for int8; laid out in tiles for the matrix unit; rounded to bf16 for products of pairs.
+//    ones; quantized for int8; rounded to bf16 for the matrix unit and for products of pairs; these in lines (`line_rows.h`).
 // 2. Few rows are prepared by every rank for itself, sooner than ranks could meet; many by all ranks together, who
-//    meet once.
+//    meet once. Rows that are made for one product only are prepared one by one, while they are in cache.
 // 3. `multiply` takes any panels of the weight.
 #pragma once
 
@@ -31,18 +31,32 @@ struct Share {
     }
 };
 
+inline bool is_int8(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kAmxInt8; }
+inline bool is_amx(WeightKind kind) { return kind == WeightKind::kAmxBf16 || kind == WeightKind::kAmxInt8; }
+inline bool reads_floats(WeightKind kind) { return kind == WeightKind::kFloat || kind == WeightKind::kInt8Weights; }
+inline bool reads_bf16(WeightKind kind) { return kind == WeightKind::kAmxBf16 || kind == WeightKind::kDotBf16; }
+
 struct Operand {
-    const float* x;  // [num_rows, in_features]
+    WeightKind kind;
+    const float* x;  // [num_rows, in_features] of kinds that read floats
     int64_t num_rows, in_features;
-    Int8Rows laid_out{};  // as the weights' kind takes them: bf16 have no scales
+    Int8Rows laid_out{};  // of other kinds: bf16 have no scales
     KvRide ride{};
+
+    // Row m, for kinds that do not read floats.
+    void take(const float* row, int64_t m) const {
+        if (is_int8(kind))
+            laid_out.quantize(row, in_features, m);
+        else
+            narrow_row(row, in_features, m, laid_out.lines);
+    }
 };
 
 // Rows x panels [begin, end) of a packed weight, of type T if it is not of a kind of its own; `output` as in `gemm.h`.
 template <typename T, typename Output>
 void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t end, const Output& output) {
     const char* data = static_cast<const char*>(packed) + sizeof(PackedHeader);
-    switch (header_of(packed).kind) {
+    switch (rows.kind) {
     case WeightKind::kFloat:
         gemm(rows.x, rows.num_rows, rows.in_features, reinterpret_cast<const T*>(data), begin, end, output,
              rows.ride);
@@ -66,59 +80,84 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
     }
 }
 
-// The memory of a pass's operands. One operand at a time: preparing the next one overwrites it.
+// The memory of a pass's operands. One operand at a time: preparing the next one overwrites it, but for the one that
+// `place` gave.
 class Operands {
 public:
     // For at most `num_rows` rows of at most `in_features`.
-    Operands(Team& team, Scratch& memory, int64_t num_rows, int64_t in_features)
+    Operands(Team& team, Scratch& memory, Scratch& placed, int64_t num_rows, int64_t in_features)
         : team_(team), own_bytes_(bytes_of(kOwnRows, in_features)),
-          memory_(reinterpret_cast<char*>(memory.floats(
-              std::max(bytes_of(std::max<int64_t>(num_rows, 1), in_features), team.size() * own_bytes_) / 4))) {}
+          memory_(bytes(memory, std::max(bytes_of(num_rows, in_features), team.size() * own_bytes_))),
+          placed_(bytes(placed, kHasDot || kHasAmx ? bytes_of(num_rows, in_features) : 0)) {}
 
     // By every rank, with the same rows; x is read by whoever prepared it only, unless weights take it as it is.
     Operand prepare(int64_t rank, const float* x, const void* packed, int64_t num_rows, int64_t in_features) {
-        Operand result{x, num_rows, in_features};
         const WeightKind kind = header_of(packed).kind;
-        if (num_rows == 0 || kind == WeightKind::kFloat || kind == WeightKind::kInt8Weights) return result;
-        const bool alone = num_rows <= kOwnRows;
-        const bool is_int8 = kind == WeightKind::kInt8 || kind == WeightKind::kAmxInt8;
-        const bool is_amx = kind == WeightKind::kAmxBf16 || kind == WeightKind::kAmxInt8;
-        char* memory = memory_ + (alone ? rank * own_bytes_ : 0);
-        const RowCut cut = is_amx ? amx_cut(num_rows) : word_cut(num_rows);
-        const int64_t steps = LineRows::steps_of((is_int8 ? 1 : 2) * in_features);
-        result.laid_out = {{cut, steps, memory + scale_bytes(num_rows)}, reinterpret_cast<float*>(memory)};
-        const Share share(num_rows, alone ? 0 : rank, alone ? 1 : team_.size());
-        const auto prepare_rows = [&](int64_t begin, int64_t end) {
-            for (int64_t m = begin; m < end; ++m) {
-                if (is_int8)
-                    result.laid_out.quantize(x + m * in_features, in_features, m);
-                else
-                    narrow_row(x + m * in_features, in_features, m, result.laid_out.lines);
-            }
-        };
-        if (alone) {
-            prepare_rows(share.begin, share.end);
-        } else {
-            team_.divide(rank, share.begin, share.end, 1, kOwnRows, prepare_rows);
-            team_.barrier();
-        }
+        if (reads_floats(kind)) return {kind, x, num_rows, in_features};
+        const Operand result = laid_out(kind, num_rows, in_features, memory_of(rank, num_rows));
+        each(rank, num_rows, [&](int64_t m) { result.take(x + m * in_features, m); });
         return result;
     }
 
+    // By every rank: make(m, row) writes row m as fp32.
+    template <typename Make>
+    Operand make(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features, const Make& make) {
+        const Operand result = laid_out(header_of(packed).kind, num_rows, in_features, memory_of(rank, num_rows));
+        each(rank, num_rows, [&](int64_t m) {
+            static thread_local Scratch memory;
+            if (reads_floats(result.kind)) return make(m, const_cast<float*>(result.x) + m * in_features);
+            float* row = memory.floats(in_features);
+            make(m, row);
+            result.take(row, m);
+        });
+        return result;
+    }
+
+    // Where the caller writes the rows, for all ranks.
+    Operand place(const void* packed, int64_t num_rows, int64_t in_features) const {
+        return laid_out(header_of(packed).kind, num_rows, in_features, placed_);
+    }
+
 private:
+    static char* bytes(Scratch& scratch, int64_t count) { return reinterpret_cast<char*>(scratch.floats(count / 4)); }
+
     static int64_t scale_bytes(int64_t num_rows) { return ceil_div(num_rows * 4, kLineBytes) * kLineBytes; }
 
-    // Of a row's scales and lines, however its kind cuts them.
+    // Whatever the kind.
     static int64_t bytes_of(int64_t num_rows, int64_t in_features) {
         const int64_t steps = LineRows::steps_of(2 * in_features);
-        int64_t most = LineRows::bytes(word_cut(num_rows), steps);
-        if constexpr (kHasAmx) most = std::max(most, LineRows::bytes(amx_cut(num_rows), steps));
-        return scale_bytes(num_rows) + most;
+        int64_t lines = LineRows::bytes(word_cut(num_rows), steps);
+        if constexpr (kHasAmx) lines = std::max(lines, LineRows::bytes(amx_cut(num_rows), steps));
+        return std::max(scale_bytes(num_rows) + lines, scale_bytes(num_rows * in_features));
+    }
+
+    static bool alone(int64_t num_rows) { return num_rows <= kOwnRows; }
+    char* memory_of(int64_t rank, int64_t num_rows) const { return memory_ + (alone(num_rows) ? rank * own_bytes_ : 0); }
+
+    static Operand laid_out(WeightKind kind, int64_t num_rows, int64_t in_features, char* memory) {
+        float* floats = reinterpret_cast<float*>(memory);
+        Operand result{kind, floats, num_rows, in_features};
+        if (reads_floats(kind)) return result;
+        const RowCut cut = is_amx(kind) ? amx_cut(num_rows) : word_cut(num_rows);
+        const int64_t steps = LineRows::steps_of((is_int8(kind) ? 1 : 2) * in_features);
+        result.laid_out = {{cut, steps, memory + scale_bytes(num_rows)}, floats};
+        return result;
+    }
+
+    template <typename Row>
+    void each(int64_t rank, int64_t num_rows, const Row& row) {
+        const auto rows = [&](int64_t begin, int64_t end) {
+            for (int64_t m = begin; m < end; ++m) row(m);
+        };
+        if (alone(num_rows)) return rows(0, num_rows);
+        const Share share(num_rows, rank, team_.size());
+        team_.divide(rank, share.begin, share.end, 1, kOwnRows, rows);
+        team_.barrier();
     }
 
     Team& team_;
     const int64_t own_bytes_;
-    char* const memory_;  // of `alone`'s rows, one part for each rank
+    char *const memory_, *const placed_;  // memory_: of few rows a part for each rank
 };
 
 }  // namespace baton
