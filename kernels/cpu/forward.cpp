@@ -116,7 +116,7 @@ public:
         const T* embedding = static_cast<const T*>(model_.embedding);
         for (int64_t m = rows.begin; m < rows.end; ++m)
             std::memcpy(x_ + m * s_.hidden, embedding + batch_.tokens[m] * s_.hidden, size_t(s_.hidden) * sizeof(T));
-        if (batch_.num_tokens <= kOwnRows) meet(watch, StepStage::kEmbedding);
+        if (batch_.num_tokens <= kOwnRows) meet(rank, watch, StepStage::kEmbedding);
         int64_t num_rows = batch_.num_tokens;
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
@@ -124,26 +124,26 @@ public:
             const float* normed = norm(watch, rank, layer.input_norm, num_rows);
             product(rank, normed, layer.qkv, num_rows, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()},
                     ride(index, layer.qkv, s_.num_between() - s_.qkv() * s_.hidden));
-            meet(watch, StepStage::kQkv);
+            meet(rank, watch, StepStage::kQkv);
             heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
-            meet(watch, StepStage::kHeads);
+            meet(rank, watch, StepStage::kHeads);
             const bool is_last = index == s_.num_layers - 1;
             attention(rank, index, is_last ? last_items_ : items_);
-            meet(watch, StepStage::kAttention);
+            meet(rank, watch, StepStage::kAttention);
             if (is_last && batch_.is_trimmed()) {
                 if (batch_.num_logit_rows == 0) return;
                 num_rows = batch_.num_logit_rows;
                 if (rank == 0) keep_asked();
-                meet(watch, StepStage::kAttention);
+                meet(rank, watch, StepStage::kAttention);
             }
             product(rank, a_, layer.output, num_rows, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden},
                     ride(index + 1, layer.output, 0));
-            meet(watch, StepStage::kOutput);
+            meet(rank, watch, StepStage::kOutput);
             normed = norm(watch, rank, layer.mlp_norm, num_rows);
             gated(watch, rank, normed, layer, num_rows, ride(index + 1, layer.gate_up, s_.hidden * s_.query()));
             product(rank, inner_, layer.down, num_rows, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden},
                     ride(index + 1, layer.down, s_.hidden * (s_.query() + 2 * s_.inner)));
-            meet(watch, StepStage::kDown);
+            meet(rank, watch, StepStage::kDown);
         }
         logits(watch, rank);
     }
@@ -154,9 +154,9 @@ private:
     }
 
     // The end of a stage whose results other ranks read.
-    void meet(Stopwatch& watch, StepStage stage) {
+    void meet(int64_t rank, Stopwatch& watch, StepStage stage) {
         watch.lap(stage);
-        model_.team.barrier();
+        model_.team.barrier(rank);
         watch.lap(stage, Stopwatch::kWait);
     }
 
@@ -195,7 +195,7 @@ private:
             watch.lap(StepStage::kNorm);
         } else {
             model_.team.divide(rank, rows.begin, rows.end, 1, 8, norm_rows);
-            meet(watch, StepStage::kNorm);
+            meet(rank, watch, StepStage::kNorm);
         }
         return target;
     }
@@ -251,7 +251,7 @@ private:
             multiply<T>(rows, layer.gate_up, first_up + begin, first_up + end,
                         Ups<T>{gates, layer.gate_up_bias, first, width, s_.inner, inner_});
         });
-        meet(watch, StepStage::kGateUp);
+        meet(rank, watch, StepStage::kGateUp);
     }
 
     // Gate and up to wide_, then silu(gate) * up.
@@ -259,7 +259,7 @@ private:
                      const KvRide& ride) {
         product(rank, x, layer.gate_up, num_rows, s_.hidden,
                 Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner}, ride);
-        meet(watch, StepStage::kGateUp);
+        meet(rank, watch, StepStage::kGateUp);
         const Share columns(s_.inner, rank, size_);
         const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, num_rows));
         model_.team.divide(rank, columns.begin, columns.end, unit, least, [&](int64_t begin, int64_t end) {
@@ -268,7 +268,7 @@ private:
                 silu_mul_row(gates, gates + s_.inner, end - begin, inner_ + m * s_.inner + begin);
             }
         });
-        meet(watch, StepStage::kGate);
+        meet(rank, watch, StepStage::kGate);
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
@@ -326,10 +326,10 @@ private:
         for (int64_t r = rows.begin; r < rows.end; ++r)
             rms_norm_row(x_ + (batch_.is_trimmed() ? r : batch_.logit_rows[r]) * s_.hidden,
                          static_cast<const T*>(model_.final_norm), model_.eps, s_.hidden, a_ + r * s_.hidden);
-        meet(watch, StepStage::kNorm);
+        meet(rank, watch, StepStage::kNorm);
         product(rank, a_, model_.lm_head, batch_.num_logit_rows, s_.hidden,
                 Store<float>{batch_.logits, nullptr, s_.vocab});
-        meet(watch, StepStage::kHead);
+        meet(rank, watch, StepStage::kHead);
         model_.team.divide(rank, rows.begin, rows.end, 1, 1, [&](int64_t begin, int64_t end) {
             for (int64_t r = begin; r < end; ++r)
                 batch_.best[r] = find_best(batch_.logits + r * s_.vocab, s_.vocab,

@@ -122,7 +122,7 @@ public:
             prepare_rows(share.begin, share.end);
         } else {
             team_.divide(rank, share.begin, share.end, 1, kOwnRows, prepare_rows);
-            team_.barrier();
+            team_.barrier(rank);
         }
         return result;
     }
