@@ -122,7 +122,7 @@ def fit_calibration(steps: Sequence[MeasuredStep]) -> Calibration:
     if not usable:
         return Calibration(ASSUMED, 0, "no step of the calibration ran")
     scale = statistics.median(seconds / ASSUMED.step_s(work) for work, seconds in usable)
-    assumed = StepModel(*(getattr(ASSUMED, name) * scale for name in StepModel.__struct_fields__))
+    assumed = ASSUMED.slower(scale)
     if len(usable) < _MIN_SHAPES:
         problem = f"too few kinds of steps ran in the time there was ({len(usable)})"
         return Calibration(assumed, len(usable), problem)

@@ -66,7 +66,7 @@ class StepModelFit:
         steps = np.concatenate([steps, anchors], axis=1)
         trust = np.ones(steps.shape[1])
         trust[num_steps:] = _ANCHOR_WEIGHT
-        model = start or _scaled(self._base, scale)
+        model = start or self._base.slower(scale)
         problem, seconds = _Relative(steps), steps[3]
         predicted = _predict(model, steps)
         for _ in range(num_rounds):
@@ -169,10 +169,6 @@ def _anchors(base: StepModel) -> _Array:
 def _as_long_as(seconds: float, each_s: float, most: float) -> float:
     """How many of what takes `each_s` take so long; what costs nothing, or nearly, is shown by the most."""
     return seconds / each_s if each_s * most > seconds else most
-
-
-def _scaled(model: StepModel, scale: float) -> StepModel:
-    return StepModel(*(getattr(model, name) * scale for name in StepModel.__struct_fields__))
 
 
 class _Relative:

@@ -54,6 +54,10 @@ class StepModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             + (self.mixed_s if work.context > 0 and work.attention > 0 else 0.0)
         )
 
+    def slower(self, times: float) -> StepModel:
+        """On a machine on which everything takes `times` as long."""
+        return StepModel(*(getattr(self, name) * times for name in self.__struct_fields__))
+
     @property
     def ridge_tokens(self) -> float:
         """Tokens in a step up to which reading the weights takes longer than the arithmetic."""

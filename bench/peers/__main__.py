@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--together",
         action="store_true",
-        help="start all servers first, and take turns at every load (all must fit into memory; no search)",
+        help="start all servers first, and take turns at every load (all must fit into memory)",
     )
     made.add_argument(
         "--concurrency",
@@ -130,10 +130,8 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
     trace = trace_load(options)
     if options.rounds < 1 and not (options.rounds == 0 and options.resume and trace):
         raise ConfigError(f"--rounds {options.rounds}: give 1 or more, or 0 with --resume and --trace")
-    if options.together and (trace is not None or options.rounds < 1):
-        raise ConfigError(
-            "--together: takes no --trace and needs a round; search in a run of its own, with --resume"
-        )
+    if options.together and options.rounds < 1:
+        raise ConfigError("--together: needs a round of closed loops: give --rounds 1 or more")
     for flag, value in (
         ("--max-loop-seconds", options.max_loop_seconds),
         ("--budget-minutes", options.budget_minutes),

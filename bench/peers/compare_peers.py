@@ -90,7 +90,8 @@ def _compare(
     num_rounds = comparison.num_rounds
     num_passes = num_rounds + (comparison.trace is not None and num_rounds < 2)  # the last has the searches
     if comparison.is_together:
-        measure_together(comparison, peers, outcomes, report, tell)
+        left_s = comparison.budget_s - (time.monotonic() - started_s)
+        measure_together(comparison, peers, outcomes, report, tell, left_s)
     else:
         for number in range(num_passes):
             _round(comparison, peers, outcomes, number, number == num_passes - 1, report, started_s, tell)

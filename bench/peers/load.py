@@ -17,8 +17,8 @@ import msgspec
 
 from bench.load.figures.slo import Slo
 from bench.load.figures.window import Window
-from bench.load.goodput.probing import find_max_goodput
-from bench.load.goodput.values import Probe, SearchSettings
+from bench.load.goodput.probing import ProbedSearch
+from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
 from bench.load.plans import arrivals
 from bench.load.plans.lengths import parse_lengths
 from bench.load.plans.settings import Oversize, PlanSettings, Synthetic, TraceReplay, at_rate
@@ -36,13 +36,18 @@ from bench.peers.estimate import (
 )
 from bench.peers.goodput import goodput_of
 from bench.peers.outcome import Goodput, PeerOutcome, mean_of
-from bench.peers.server import Running
+from bench.peers.server import Running, group_members
+from bench.quiet import CpuUse, quick_gflop_per_s
 from cluster.errors import BatonError, ConfigError
 
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
 WARMUP_OUTPUT_TOKENS = 16
 REQUEST_TIMEOUT_S = 600.0
 MAX_RATE = 1000.0
+
+# Of a result: cores busy for others than this server and its client, cores that the machine's host took away,
+# both on average; and how fast the machine was just before.
+MEANWHILE = ("others_cores", "stolen_cores", "fp32_gflop_per_s_before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,79 @@ def probe_settings(base: PlanSettings, load: TraceLoad, probe: Probe, salt: int)
     return msgspec.structs.replace(aimed, duration_s=probe_length_s(probe.rate, load.probe_s))
 
 
+class ServerSearch:
+    """The search for a running server's max goodput, probe by probe."""
+
+    def __init__(
+        self,
+        running: Running,
+        load: TraceLoad,
+        found: Estimate | None,
+        max_probes: int,
+        one_seed_below: float,
+        backend: str,
+        tell: Callable[[str], None],
+        first_rate: float | None = None,
+    ) -> None:
+        """
+        Args:
+            found: `estimate_of` this server.
+            one_seed_below: rate below which one seed is enough, `values.SearchSettings`.
+            first_rate: where to begin; None: as `found` says.
+
+        Raises:
+            BatonError: the trace is too short for any rate.
+        """
+        self._running, self._load, self._backend, self._tell = running, load, backend, tell
+        self._base = trace_settings(running, load, rate=1.0)  # each probe has a rate of its own
+        most_rows = len(read_trace(load.path).rows)
+        max_rate = min(MAX_RATE, (most_rows - 1) / load.probe_s)
+        settings = search_settings(load, found, max_probes, max_rate, one_seed_below)
+        if first_rate is not None:
+            first_rate = min(max(first_rate, settings.min_rate), max_rate)
+            settings = msgspec.structs.replace(settings, start_rate=first_rate)
+        self._search = ProbedSearch(settings)
+        self._how = RunSettings(
+            slos=load.slos,
+            window=Window(warmup_s=WARMUP_SHARE * load.probe_s),
+            timeout_s=max(60.0, load.probe_s),
+        )
+
+    @property
+    def is_over(self) -> bool:
+        return self._search.next() is None
+
+    @property
+    def is_interrupted(self) -> bool:
+        return any(not one.run.is_complete for one in self._search.measurements)
+
+    def step(self, ends_s: float) -> None:
+        """The next probe; one that would end later than `ends_s`, by `time.monotonic`, ends the search.
+
+        Raises:
+            BatonError: it is the first one, and cannot be offered.
+        """
+
+        def offer(probe: Probe, number: int) -> Measurement:
+            if time.monotonic() + probe_length_s(probe.rate, self._load.probe_s) > ends_s:
+                raise BatonError("the time for this search is over")
+            settings = probe_settings(self._base, self._load, probe, number + 1)
+            return _measure(self._running, settings, self._how, self._backend)
+
+        self._search.step(offer, self._told)
+
+    def _told(self, probe: Probe, outcome: ProbeOutcome, _: object) -> None:
+        share = outcome.attainment or 0.0
+        self._tell(f"  {probe.rate:.3g} req/s, seed {probe.seed}: {share:.1%} of {outcome.num_offered} good")
+
+    def account(self) -> dict[str, Any]:
+        """The search's own, with how long each probe took and what the machine did meanwhile."""
+        measured = self._search.measurements
+        took_s = [round(one.run.wall_s, 1) for one in measured]
+        meanwhile = [{name: one.result[name] for name in MEANWHILE} for one in measured]
+        return self._search.account() | {"probe_wall_s": took_s, "probe_meanwhile": meanwhile}
+
+
 def search_goodput(
     running: Running,
     load: TraceLoad,
@@ -130,41 +208,18 @@ def search_goodput(
     backend: str,
     tell: Callable[[str], None],
 ) -> tuple[list[Goodput], dict[str, Any], bool]:
-    """Max goodput per target share, the search's own account, and whether the user interrupted it.
-
-    Args:
-        found: `estimate_of` this server.
-        max_s: no probe begins that would end later than this.
-        one_seed_below: rate below which one seed is enough, `values.SearchSettings`.
+    """A whole search (`ServerSearch`) at once: max goodput per target share, the search's own account, and
+    whether the user interrupted it. No probe begins that would end after `max_s`.
 
     Raises:
         BatonError: the first probe cannot be built, or there is no time for it.
     """
-    base = trace_settings(running, load, rate=1.0)  # each probe has a rate of its own
-    most_rows = len(read_trace(load.path).rows)
-    max_rate = min(MAX_RATE, (most_rows - 1) / load.probe_s)
-    search = search_settings(load, found, max_probes, max_rate, one_seed_below)
-    how = RunSettings(
-        slos=load.slos, window=Window(warmup_s=WARMUP_SHARE * load.probe_s), timeout_s=max(60.0, load.probe_s)
-    )
+    search = ServerSearch(running, load, found, max_probes, one_seed_below, backend, tell)
     ends_s = time.monotonic() + max_s
-
-    def offer(probe: Probe, number: int) -> Measurement:
-        if time.monotonic() + probe_length_s(probe.rate, load.probe_s) > ends_s:
-            raise BatonError(f"the {max_s:.0f} s for this search are over")
-        return _measure(running, probe_settings(base, load, probe, number + 1), how, backend)
-
-    account, measured = find_max_goodput(
-        search,
-        offer,
-        lambda probe, outcome, _: tell(
-            f"  {probe.rate:.3g} req/s, seed {probe.seed}: "
-            f"{outcome.attainment or 0.0:.1%} of {outcome.num_offered} good"
-        ),
-    )
-    is_interrupted = any(not one.run.is_complete for one in measured)
-    account["probe_wall_s"] = [round(one.run.wall_s, 1) for one in measured]
-    return goodput_of(account), account, is_interrupted
+    while not search.is_over:
+        search.step(ends_s)
+    account = search.account()
+    return goodput_of(account), account, search.is_interrupted
 
 
 def search_settings(
@@ -201,5 +256,12 @@ def search_settings(
 
 
 def _measure(running: Running, settings: PlanSettings, how: RunSettings, backend: str) -> Measurement:
+    """What the machine did meanwhile is in the result (`MEANWHILE`)."""
     environment = describe_environment(running.target, running.info, backend, None, 0)
-    return measure(settings, how, running.target, environment, None)
+    speed, pids = quick_gflop_per_s(), group_members(running.pid)
+    before = CpuUse.begin(pids)
+    measurement = measure(settings, how, running.target, environment, None)
+    others_cores, stolen_cores = before.others(CpuUse.begin(pids))
+    values = (others_cores, stolen_cores, speed)
+    measurement.result.update(zip(MEANWHILE, (round(value, 3) for value in values), strict=True))
+    return measurement

@@ -18,6 +18,7 @@ import orjson
 from bench.load.results.files import json_safe, write_or_rescue
 from bench.load.runner import Measurement
 from bench.peers.goodput import goodput_of
+from bench.peers.load import MEANWHILE
 from bench.peers.older_notes import name_loads
 from bench.peers.outcome import Goodput, PeerOutcome
 from bench.peers.table import as_markdown
@@ -59,6 +60,8 @@ class Report:
         self._out = out
         self._written = Written() if earlier is None else read_written(earlier)
         self._written.parts.append(Part(facts=facts, machine=machine))
+        self._meanwhile: list[Mapping[str, Any]] = []  # results of this run
+        self._searched: set[str] = set()  # in this run
         self.has_new_figures = False
         self.is_written = False
 
@@ -95,15 +98,29 @@ class Report:
         self.has_new_figures = True
         kept = {key: value for key, value in measurement.result.items() if key not in LEFT_OUT}
         self._written.results.setdefault(name, []).append(kept)
+        self._meanwhile.append(kept)
 
     def keep_search(self, name: str, found: dict[str, Any]) -> None:
         self.has_new_figures = True
         self._written.searches[name] = found
+        self._searched.add(name)
 
     def write(self) -> None:
         self._written.parts[-1].load_average = list(os.getloadavg())
+        probes = [one for name in self._searched for one in self._written.searches[name]["probe_meanwhile"]]
+        if seen := [*self._meanwhile, *probes]:
+            self.tell("the machine meanwhile", _meanwhile_words(seen))
         write_files(self._out, self._written)
         self.is_written = True
+
+
+def _meanwhile_words(results: Sequence[Mapping[str, Any]]) -> str:
+    others, stolen, speed = ([one[name] for one in results] for name in MEANWHILE)
+    return (
+        f"in a loop or probe others used {max(others):.2f} cores at most, and the machine's host took "
+        f"{max(stolen):.2f} at most; just before each, fp32 products ran at {min(speed):.0f} to "
+        f"{max(speed):.0f} GFLOP/s"
+    )
 
 
 def write_files(out: Path, written: Written) -> None:

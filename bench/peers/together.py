@@ -1,14 +1,18 @@
-"""Closed loops of servers that all run at once, each resting while another is measured (`--together`).
+"""Servers that all run at once, each resting while another is measured (`--together`).
 
 A machine that others use too is slow for minutes at a time. Servers started one after the other are minutes
-apart, so such a phase falls on some of them; here the loops of one load are seconds apart.
+apart, so such a phase falls on some of them; here the loops of one load are seconds apart, and so are the
+probes of searches.
 
 1. Every server is started and warmed up, in turn. A peer then rests: its processes are stopped (SIGSTOP), so
    that none of its threads spins. Baton is not stopped, since its processes watch one another's heartbeats;
    what it costs while idle is to the peers' disadvantage at most by that much, and said in the results.
 2. Per round and per number in flight, each server in turn wakes, is measured, and rests. Every round begins
    with another server.
-3. One that fails loses its later loops, and no other does.
+3. With a trace, each server's search for its max goodput (those named, else all) has one probe per turn. All
+   begin at the same rate, the middle one of those they promise, and go on in the same steps, so that most
+   probes of a turn offer the same load.
+4. One that fails loses its later loops and probes, and no other does.
 """
 
 from __future__ import annotations
@@ -16,9 +20,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from bench.peers.comparison import Comparison
+from bench.peers.comparison import Comparison, Interrupted
+from bench.peers.estimate import affordable_probes
+from bench.peers.goodput import goodput_of
+from bench.peers.load import ServerSearch, TraceLoad, estimate_of, trace_lengths
 from bench.peers.one_server import Tell, measure_loop, recorded, serving
 from bench.peers.outcome import ClosedLoop, PeerOutcome
 from bench.peers.peer import Peer
@@ -32,8 +41,10 @@ def measure_together(
     outcomes: Mapping[str, PeerOutcome],
     report: Report,
     tell: Tell,
+    left_s: float,
 ) -> None:
-    """All rounds of closed loops."""
+    """All rounds of closed loops, then the searches. `left_s`: of the budget."""
+    ends_s = time.monotonic() + left_s
     with contextlib.ExitStack() as stack:
         standing: dict[str, Running] = {}
         for peer in peers:
@@ -45,6 +56,63 @@ def measure_together(
         for number in range(comparison.num_rounds):
             tell(f"round {number + 1} of {comparison.num_rounds}")
             _round(comparison, peers, outcomes, standing, number, report, tell)
+        if comparison.trace is not None:
+            named = [one for one in peers if one.name in (comparison.goodput_names or standing)]
+            _search_in_turn(comparison.trace, named, outcomes, standing, ends_s, report, tell)
+
+
+def _search_in_turn(
+    trace: TraceLoad,
+    peers: Sequence[Peer],
+    outcomes: Mapping[str, PeerOutcome],
+    standing: dict[str, Running],
+    ends_s: float,
+    report: Report,
+    tell: Tell,
+) -> None:
+    """One probe each, then the next, until every search is over or the time is."""
+    peers = [peer for peer in peers if peer.name in standing]
+    if not peers:
+        return
+    num_probes = affordable_probes(ends_s - time.monotonic(), 1 / len(peers), trace.probe_s, trace.max_probes)
+    if not num_probes:
+        for peer in peers:
+            outcomes[peer.name].goodput_note = "not searched: the time was over"
+        return
+    lengths = trace_lengths(trace)
+    found = {peer.name: estimate_of(outcomes[peer.name], trace, lengths) for peer in peers}
+    promised = [one.start_rate for one in found.values() if one is not None]
+    first_rate = round(statistics.median(promised), 3) if promised else None
+    tell(f"max goodput, in turn: at most {num_probes} probes each")
+    searches: dict[str, ServerSearch] = {}
+    for number in range(num_probes):
+        for peer in in_turn(peers, number):
+            running = standing.get(peer.name)
+            if running is None or (number and searches[peer.name].is_over):
+                continue
+            outcome, is_done = outcomes[peer.name], False
+            with recorded(outcome, report, tell), awake(peer, running.pid):
+                if not number:
+                    searches[peer.name] = ServerSearch(
+                        *(running, trace, found[peer.name], num_probes, 0.0, peer.name, tell), first_rate
+                    )
+                tell(f" {peer.title}")
+                _probe(searches[peer.name], outcome, ends_s, report)
+                is_done = True
+            if not is_done:
+                del standing[peer.name]
+
+
+def _probe(search: ServerSearch, outcome: PeerOutcome, ends_s: float, report: Report) -> None:
+    begun_s = time.monotonic()
+    search.step(ends_s)
+    account = search.account()
+    outcome.goodput, outcome.goodput_note = goodput_of(account), None
+    took_s = time.monotonic() - begun_s
+    outcome.took_s["search"] = round(outcome.took_s.get("search", 0.0) + took_s, 1)
+    report.keep_search(outcome.name, account)
+    if search.is_interrupted:
+        raise Interrupted
 
 
 def _round(

@@ -170,7 +170,12 @@ class WorkerProcess(Process):
             self.dispatch(StepDone(output))
             return
         self.engine.begin(following)  # at once; the core hears of it while that step computes
-        self.later(compute_s * self._rng.random(), self._tell, StepDone(output, went_on=True), following)
+        done = StepDone(output, went_on=True)
+        self.later(self._telling_s(compute_s), self._tell, done, following)
+
+    def _telling_s(self, compute_s: float) -> float:
+        """Until the core hears of a step that went on."""
+        return compute_s * self._rng.random()
 
     def _tell(self, done: StepDone, following: StepPlan) -> None:
         """No step ends before the core has dealt with the one before."""

@@ -41,44 +41,72 @@ def server_lost(run: RunRecord) -> str | None:
     return None
 
 
-def find_max_goodput(
-    settings: SearchSettings, measure: MeasureProbe, on_probe: OnProbe
-) -> tuple[dict[str, Any], list[Measurement]]:
-    """The search's dict (settings, answers, probes) and every measurement, in order.
+class ProbedSearch:
+    """A search and what was measured for it, one probe after the other; others may be measured in between.
 
     An interrupted probe ends the search, and so does one in which the server went away, or a later one that
-    cannot be built (a trace with too few rows, say); its answers then say that they are unfinished.
-
-    Raises:
-        BatonError: the first probe cannot be built.
+    cannot be offered (a trace with too few rows, say); its answers then say that they are unfinished.
     """
-    search = GoodputSearch(settings)
-    measurements: list[Measurement] = []
-    failures: list[str] = []
-    is_complete = True
-    while is_complete and (probe := search.next()) is not None:
+
+    def __init__(self, settings: SearchSettings) -> None:
+        self.measurements: list[Measurement] = []
+        self._search = GoodputSearch(settings)
+        self._failures: list[str] = []
+        self._is_complete = True
+
+    def next(self) -> Probe | None:
+        """The probe to run now. None: the search is over."""
+        return self._search.next() if self._is_complete else None
+
+    def step(self, measure: MeasureProbe, on_probe: OnProbe) -> None:
+        """Run the probe that `next` gave.
+
+        Raises:
+            BatonError: the first probe cannot be offered.
+        """
+        probe = self._search.next()
+        assert probe is not None, "the search is over"
         try:
-            measurement = measure(probe, len(measurements))
+            measurement = measure(probe, len(self.measurements))
         except BatonError as error:
-            if not measurements:
+            if not self.measurements:
                 raise
-            is_complete = False
-            failures.append(f"The probe at {probe.rate:.4g} req/s could not be offered: {error}")
-            break
-        measurements.append(measurement)
+            self._end(f"The probe at {probe.rate:.4g} req/s could not be offered: {error}")
+            return
+        self.measurements.append(measurement)
         if not measurement.run.is_complete:
-            is_complete = False
+            self._is_complete = False
         elif (lost := server_lost(measurement.run)) is not None:
-            is_complete = False
-            failures.append(
+            self._end(
                 f"The search ended with its probe at {probe.rate:.4g} req/s, seed {probe.seed}, which proves "
                 f"nothing and is in no figure: {lost}."
             )
         else:
             outcome = outcome_of(measurement)
-            search.report(probe, outcome)
-            on_probe(probe, outcome, search)
-    found = to_dict(search)
-    found["notes"] += failures
-    reasons = failures if is_complete or failures else ["It was interrupted."]
-    return found | {"is_complete": is_complete, "incomplete_reasons": reasons}, measurements
+            self._search.report(probe, outcome)
+            on_probe(probe, outcome, self._search)
+
+    def account(self) -> dict[str, Any]:
+        """The search's dict: settings, answers, probes."""
+        found = to_dict(self._search)
+        found["notes"] += self._failures
+        reasons = self._failures if self._is_complete or self._failures else ["It was interrupted."]
+        return found | {"is_complete": self._is_complete, "incomplete_reasons": reasons}
+
+    def _end(self, failure: str) -> None:
+        self._is_complete = False
+        self._failures.append(failure)
+
+
+def find_max_goodput(
+    settings: SearchSettings, measure: MeasureProbe, on_probe: OnProbe
+) -> tuple[dict[str, Any], list[Measurement]]:
+    """A whole search (`ProbedSearch`) at once: its dict and every measurement, in order.
+
+    Raises:
+        BatonError: the first probe cannot be offered.
+    """
+    search = ProbedSearch(settings)
+    while search.next() is not None:
+        search.step(measure, on_probe)
+    return search.account(), search.measurements

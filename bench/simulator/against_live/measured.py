@@ -1,44 +1,65 @@
-"""The world of a replay: what a recording measured of its machine, before and apart from the loads compared.
+"""The world of a replay: what a recording measured of its machine.
 
-Three short phases measure it, on the same cluster, with requests of their own:
+Two short phases, before the loads, with requests of their own:
 
-- `prompts`, one request at a time, answers of one token: how long a worker's steps take while the others
-  rest, and what a first token takes beside its prefill (client, HTTP, router, messages): `front_s`.
-- `decode`, several requests with short prompts and long answers: decode alone, and the end of an answer
-  after its last token: `tail_s`.
-- `both`, more requests than are served at once: each worker's steps while the others compute too. Workers of
-  one machine share its memory's bandwidth, and one that rests lends its cores, so that is another model. Also
-  the hand-off of a prompt computed elsewhere.
+- `decode`, several requests with short prompts and long answers: the end of an answer after its last token:
+  `tail_s`.
+- `both`, prompts and answers, several at a time: how long steps take, to find the capacity that loads are
+  shares of; what a first token takes beside its prefill (client, HTTP, router, messages): `front_s`; the
+  hand-off of a prompt computed elsewhere: `tokens_s`.
 
-A worker alone has one model, that of the end of `both`: it knows all kinds of steps by then.
+And while a load runs, how long steps take, twice a second, as workers find it out from their own steps, and
+how far single steps are from that. The speed of a machine that others use too differs by half between a
+minute and the next, as does a worker's whose neighbour computes or lends its cores. What a simulator predicts
+is what comes of such steps: who waits, what is computed together, where, and how long that takes.
 """
 
 from __future__ import annotations
 
+import math
+import random
+from bisect import bisect_right
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 
-import msgspec
-
-from bench.simulator.against_live.recording import Phase, Recording, WorkerSeen
+from bench.simulator.against_live.recording import Phase, Recording
 from bench.simulator.hardware import HANDOFF_S
 from cluster.errors import BatonError
-from cluster.step_model import StepModel
+from cluster.step_model import StepModel, StepWork
 from cluster.wire.messages import Role
 
-PROMPTS, DECODE, BOTH = "prompts", "decode", "both"
+DECODE, BOTH = "decode", "both"
 MOST_OTHERS = 0.25  # cores that others may use while the machine is measured
 _LEAST_S = 1e-5  # of a transfer
+_P90 = 1.2816  # of a normal distribution
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWorker:
-    """`alone`: its steps while all others rest; `beside`: while one of them computes."""
+    """`times`: (from when on, how long steps take, the spread of single ones), in order; the first holds
+    before, too. A spread is a standard deviation of logarithms."""
 
     role: Role
-    alone: StepModel
-    beside: StepModel
     num_blocks: int
+    times: tuple[tuple[float, StepModel, float], ...]
+
+    def model_at(self, at_s: float) -> StepModel:
+        return self._at(at_s)[1]
+
+    def step_s(self, work: StepWork, at_s: float, rng: random.Random) -> float:
+        """Of one step."""
+        _, model, spread = self._at(at_s)
+        return model.step_s(work) * (math.exp(rng.gauss(0, spread)) if spread else 1.0)
+
+    def _at(self, at_s: float) -> tuple[float, StepModel, float]:
+        index = bisect_right(self.times, at_s, key=itemgetter(0))
+        return self.times[max(0, index - 1)]
+
+
+def spread(error_p90: float) -> float:
+    """Of steps of which one in ten takes so much longer than the middle one."""
+    return math.log1p(max(0.0, error_p90)) / _P90
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +72,36 @@ class World:
     tokens_s: float
 
 
-def world_of(recording: Recording) -> World:
-    """
+def world_of(recording: Recording, load: Phase | None = None) -> World:
+    """As it was during this load; None: during `both`.
+
     Raises:
         BatonError: a phase that measures the machine is missing, or says nothing of it.
     """
-    for name in (PROMPTS, DECODE, BOTH):
+    for name in (DECODE, BOTH):
         if name not in recording.measuring:
             raise BatonError(
                 f"the recording of `{recording.layout}` lacks its phase `{name}`: record it again"
             )
         check(recording.measuring[name])
-    prompts, decode, both = (recording.measuring[name] for name in (PROMPTS, DECODE, BOTH))
-    is_alone = len(both.workers) == 1
+    decode, both = (recording.measuring[name] for name in (DECODE, BOTH))
     workers = []
-    for last in both.workers:
-        role = Role(last.role)
-        alone = last if is_alone else _of(last, decode if role is Role.DECODE else prompts)
-        model = _whole(alone.step_model, last.step_model)
-        workers.append(MeasuredWorker(role, model, last.step_model, last.num_blocks))
+    for index, last in enumerate(both.workers):
+        moments = () if load is None else load.moments
+        times = [
+            (moment.at_s, moment.models[index], spread(moment.errors_p90[index])) for moment in moments
+        ] or [(0.0, last.step_model, spread(last.step_error_p90))]
+        workers.append(MeasuredWorker(Role(last.role), last.num_blocks, tuple(times)))
     return World(
         workers=tuple(workers),
-        front_s=median(one.ttft_s - one.prefill_s for one in prompts.requests),
+        front_s=_front_s(both),
         tail_s=median(one.tail_s for one in decode.requests),
         tokens_s=_tokens_s(both),
     )
 
 
-def _whole(alone: StepModel, beside: StepModel) -> StepModel:
-    """What the phase alone had no steps to tell (decode has no chunks) is as it is beside others."""
-    told = {name: getattr(alone, name) for name in ("per_token_s", "per_context_s", "per_attention_s")}
-    missing = {name: getattr(beside, name) for name, value in told.items() if value <= 0}
-    return msgspec.structs.replace(alone, **missing)
+def is_quiet(phase: Phase) -> bool:
+    return phase.others_cores + phase.stolen_cores <= MOST_OTHERS
 
 
 def check(phase: Phase) -> None:
@@ -90,10 +109,9 @@ def check(phase: Phase) -> None:
     Raises:
         BatonError: others used the machine meanwhile, or the steps that ran follow no model.
     """
-    others = phase.others_cores + phase.stolen_cores
-    if others > MOST_OTHERS:
+    if not is_quiet(phase):
         raise BatonError(
-            f"others used {others:.2f} cores while `{phase.load.name}` ran: "
+            f"others used {phase.others_cores + phase.stolen_cores:.2f} cores while `{phase.load.name}` ran: "
             "record it again when the machine is quiet"
         )
     for worker in phase.workers if phase.load.name == BOTH else ():
@@ -105,8 +123,10 @@ def check(phase: Phase) -> None:
             )
 
 
-def _of(worker: WorkerSeen, phase: Phase) -> WorkerSeen:
-    return next(one for one in phase.workers if one.worker == worker.worker)
+def _front_s(phase: Phase) -> float:
+    """Before and after a prompt waits and is computed; the least wait has nobody to wait for."""
+    rest_s = median(one.ttft_s - one.queue_s - one.prefill_s for one in phase.requests)
+    return rest_s + min(one.queue_s for one in phase.requests)
 
 
 def _tokens_s(phase: Phase) -> float:

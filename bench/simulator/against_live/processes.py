@@ -44,30 +44,20 @@ _LONGEST_S = 3_600.0
 _DELAY_S = 1e-4  # of a message; what messages take is in `World.front_s`
 
 
-class Cores:
-    """Which workers compute."""
-
-    def __init__(self) -> None:
-        self.busy: set[WorkerId] = set()
-
-
 class _Measured(WorkerProcess):
-    """Steps take what was measured."""
+    """Steps take what was measured at that time of the load."""
 
-    cores: Cores
     measured: MeasuredWorker
+    begin_s: float  # of the load
+    noise: random.Random
 
-    def _run(self, plan: StepPlan) -> None:
-        self.engine.begin(plan)
-        measured, busy = self.measured, self.cores.busy
-        model = measured.beside if busy - {self.worker} else measured.alone
-        seconds = model.step_s(work_of(plan))
-        busy.add(self.worker)
+    def _compute(self, plan: StepPlan) -> None:
+        seconds = self.measured.step_s(work_of(plan), self.queue.now - self.begin_s, self.noise)
         self.later(seconds, self._end_step, plan, seconds)
 
-    def _end_step(self, plan: StepPlan, compute_s: float) -> None:
-        self.cores.busy.discard(self.worker)
-        super()._end_step(plan, compute_s)
+    def _telling_s(self, compute_s: float) -> float:
+        """It is in what steps were measured to take."""
+        return 0.0
 
 
 class _Decode(_Measured, DecodeProcess):
@@ -137,14 +127,14 @@ def replay_processes(
     workload = Workload(site, site.queue.stop)
     router = RouterProcess(site, 0, Epoch(1))
     site.routers.append(router)
-    cores = Cores()
+    begin_s = 2 * _START_S + 10.0
     for index, measured in enumerate(world.workers):
         kind: Any = _Decode if measured.role is Role.DECODE else _Prefill
         worker: _Measured = kind(site, WorkerId(f"{measured.role.value}-{index}"), Epoch(1))
-        worker.cores, worker.measured = cores, measured
+        worker.measured, worker.begin_s, worker.noise = measured, begin_s, random.Random(index)
         site.add(worker)
         worker.start()
-        worker.dispatch(Calibrated(measured.beside))
+        worker.dispatch(Calibrated(measured.model_at(0.0)))
     site.queue.run(_START_S)
     rng = random.Random("prompts")
     calls = []
@@ -159,7 +149,6 @@ def replay_processes(
         _Caller(site, workload, calls[-1]).send(router, spec)
 
     send(32, 8)
-    begin_s = 2 * _START_S + 10.0
     for at_s, num_prompt, num_output in arrivals:
         site.queue.at(begin_s + at_s, send, num_prompt, num_output)
     site.queue.run(begin_s + arrivals[-1][0] + _LONGEST_S)

@@ -1,13 +1,16 @@
 """What is kept of a live run: each request as its client saw it, and what workers said of their steps.
 
-1. `record_phase` offers a load to the running cluster and asks `/cluster` for the step models afterwards.
-2. A `Recording` has the phases of one cluster: three that measure the machine, then the loads to compare.
+1. `record_phase` offers a load to the running cluster and asks `/cluster` for the step models: meanwhile,
+   twice a second (`Watch`), and afterwards.
+2. A `Recording` has the phases of one cluster: two that measure the machine, then the loads to compare.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import Any
+from types import TracebackType
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -19,12 +22,14 @@ from bench.load.plans.build import build_plan
 from bench.load.plans.lengths import parse_lengths
 from bench.load.plans.settings import PlanSettings, Synthetic
 from bench.load.records import RequestRecord, Status
+from bench.quiet import CpuUse
 from bench.served import ServedCluster
-from bench.simulator.against_live.quiet import CpuUse
 from cluster.errors import BatonError
 from cluster.step_model import StepModel
 
 HEARTBEATS_S = 1.2  # until every worker has told of its last step
+WATCH_EVERY_S: Final = 0.5
+_WATCH_ENDS_S: Final = 10.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +70,21 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """`at_s`: since the load began. `models`: how long steps took then, in the order of `Phase.workers`;
+    `errors_p90`: how much longer than that one step in ten took at least, a share."""
+
+    at_s: float
+    models: list[StepModel]
+    errors_p90: list[float]
+
+
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
     """`workers`: as they were when it had ended. `others_cores`: busy for others meanwhile, on average;
     `stolen_cores`: taken by the machine's host."""
 
     load: Load
+    moments: list[Moment]
     others_cores: float
     stolen_cores: float
     arrivals: list[tuple[float, int, int]]  # of all offered: (when, prompt tokens, answer tokens)
@@ -105,7 +120,8 @@ def record_phase(cluster: ServedCluster, model: str, max_model_len: int | None, 
     plan = build_plan(settings, None)
     pids = _pids(cluster)
     before = CpuUse.begin(pids)
-    run = run_plan(plan, parse_target(cluster.url))
+    with Watch(cluster) as watch:
+        run = run_plan(plan, parse_target(cluster.url))
     others_cores, stolen_cores = before.others(CpuUse.begin(pids))
     answered = [record for record in run.records if record.status is Status.OK and record.chunk_times_s]
     requests = [_served(record) for record in answered]
@@ -114,12 +130,60 @@ def record_phase(cluster: ServedCluster, model: str, max_model_len: int | None, 
     time.sleep(HEARTBEATS_S)
     return Phase(
         load=load,
+        moments=watch.moments(run.start_ns / 1e9),
         others_cores=others_cores,
         stolen_cores=stolen_cores,
         arrivals=[(one.scheduled_s, one.input_tokens or 1, one.output_tokens or 1) for one in plan.requests],
         requests=requests,
         workers=seen(cluster.get("/cluster")),
     )
+
+
+class Watch:
+    """Asks a cluster for its step models while it serves, on a thread of its own."""
+
+    def __init__(self, cluster: ServedCluster) -> None:
+        self._cluster = cluster
+        self._is_over = threading.Event()
+        self._seen: list[tuple[float, list[WorkerSeen]]] = []  # by `perf_counter`
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._main, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join(_WATCH_ENDS_S)
+
+    def moments(self, start_s: float) -> list[Moment]:
+        """
+        Raises:
+            BatonError: the cluster did not answer.
+        """
+        if self._error is not None or self._thread.is_alive():
+            raise BatonError(f"the cluster's step models could not be watched: {self._error or 'no answer'}")
+        return [
+            Moment(
+                at_s=at_s - start_s,
+                models=[one.step_model for one in workers],
+                errors_p90=[one.step_error_p90 for one in workers],
+            )
+            for at_s, workers in self._seen
+        ]
+
+    def _main(self) -> None:
+        try:
+            while True:
+                workers = seen(self._cluster.get("/cluster"))
+                self._seen.append((time.perf_counter(), workers))
+                if self._is_over.wait(WATCH_EVERY_S):
+                    break
+        except Exception as error:  # told by `moments`
+            self._error = error
 
 
 def _pids(cluster: ServedCluster) -> list[int]:

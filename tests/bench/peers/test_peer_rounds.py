@@ -78,7 +78,8 @@ class Stage:
         assert found is not None
         rate = RATES[name] / 100
         done = Goodput(target=0.9, requests_per_s=rate, ci_low=None, ci_high=None, is_converged=True)
-        return [done], {"probes": []}, False
+        meanwhile = {"others_cores": 0.25, "stolen_cores": 0.0, "fp32_gflop_per_s_before": RATES[name]}
+        return [done], {"probes": [], "probe_meanwhile": [meanwhile]}, False
 
 
 def loop(concurrency: int, rate: float) -> ClosedLoop:
@@ -163,6 +164,15 @@ def test_searches_run_in_the_last_round_while_the_server_runs_anyway(tmp_path: P
     ]
     assert stage.enough == {"quick": 0.0, "slow": 0.4, "baton": 0.0}
     assert stage.probes["slow"] < stage.probes["quick"]
+
+
+def test_the_table_says_what_the_machine_did_meanwhile(tmp_path: Path, stage: Stage) -> None:
+    run(tmp_path, "baton", "quick", num_rounds=1)
+    quick, slow = sorted((RATES["baton"], RATES["quick"]))
+    assert (
+        "- the machine meanwhile: in a loop or probe others used 0.25 cores at most, and the machine's host "
+        f"took 0.00 at most; just before each, fp32 products ran at {quick:.0f} to {slow:.0f} GFLOP/s"
+    ) in (tmp_path / "table.md").read_text()
 
 
 def test_a_single_round_is_followed_by_the_searches_alone(tmp_path: Path, stage: Stage) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench.peers import together
+from bench.peers.comparison import Interrupted
 from bench.peers.outcome import ClosedLoop, PeerOutcome
 from bench.peers.peer import Peer
 from bench.peers.server import Running
@@ -47,6 +48,10 @@ class Stage:
         self.stopped: list[set[str]] = []  # per loop
         self.failing: tuple[str, int] | None = None
         self.ended: dict[str, str] = {}  # name |-> its state when it was to end
+        self.probed: list[tuple[str, float]] = []  # name, rate that its search began at
+        self.num_wanted = {"quick": 2}  # probes until a search is over; else 4
+        self.failing_probe: tuple[str, int] | None = None
+        self.interrupted: str | None = None
 
     @contextlib.contextmanager
     def serving(self, _: Any, one: Peer, outcome: PeerOutcome, number: int) -> Iterator[Running]:
@@ -74,6 +79,33 @@ class Stage:
         runs.append(concurrency)
 
 
+class Search:
+    """As `ServerSearch`; `stage` notes its probes."""
+
+    def __init__(self, stage: Stage, name: str, first_rate: float) -> None:
+        self._stage, self._name, self._first_rate, self._num = stage, name, first_rate, 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._num >= self._stage.num_wanted.get(self._name, 4)
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self._stage.interrupted == self._name
+
+    def step(self, ends_s: float) -> None:
+        assert not self.is_over
+        stage = self._stage
+        stage.probed.append((self._name, self._first_rate))
+        stage.stopped.append({name for name, pid in stage.pids.items() if stops(pid)})
+        self._num += 1
+        if stage.failing_probe == (self._name, self._num):
+            raise BatonError("no answer")
+
+    def account(self) -> dict[str, Any]:
+        return {"answers": [], "notes": [], "num": self._num}
+
+
 def stops(pid: int) -> bool:
     return state_of(pid) == "T"
 
@@ -90,7 +122,13 @@ class Signals:
 class Report:
     has_new_figures = True
 
+    def __init__(self) -> None:
+        self.searches: dict[str, dict[str, Any]] = {}
+
     def write(self) -> None: ...
+
+    def keep_search(self, name: str, account: dict[str, Any]) -> None:
+        self.searches[name] = account
 
 
 @pytest.fixture
@@ -99,10 +137,31 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(together, "serving", made.serving)
     monkeypatch.setattr(together, "measure_loop", made.loop)
     monkeypatch.setattr(together, "os", Signals())
+
+    def search(
+        _running: Any, _trace: Any, _found: Any, num: int, below: float, name: str, *rest: Any
+    ) -> Search:
+        assert (num, below) == (6, 0.0)
+        return Search(made, name, rest[1])
+
+    def estimate_of(outcome: PeerOutcome, *_: Any) -> Any:
+        rates = {"baton": 4.0, "quick": 3.0, "slow": 1.0}
+        return type("Found", (), {"start_rate": rates[outcome.name]})()
+
+    monkeypatch.setattr(together, "ServerSearch", search)
+    monkeypatch.setattr(together, "estimate_of", estimate_of)
+    monkeypatch.setattr(together, "trace_lengths", lambda _: None)
     return made
 
 
-def run(stage: Stage, *names: str, num_rounds: int = 2) -> dict[str, PeerOutcome]:
+def run(
+    stage: Stage,
+    *names: str,
+    num_rounds: int = 2,
+    searched: frozenset[str] | None = None,
+    left_s: float = 3600.0,
+) -> tuple[dict[str, PeerOutcome], Report]:
+    """`searched`: with a trace, and only these if there are any."""
     peers = [peer(name) for name in names]
     outcomes = {
         one.name: PeerOutcome(
@@ -116,14 +175,16 @@ def run(stage: Stage, *names: str, num_rounds: int = 2) -> dict[str, PeerOutcome
         )
         for one in peers
     }
-    comparison: Any = type("Given", (), {"num_rounds": num_rounds, "closed_loops": ((1, 3), (8, 16))})()
+    trace = None if searched is None else type("Trace", (), {"probe_s": 40.0, "max_probes": 6})()
+    given = {"num_rounds": num_rounds, "closed_loops": ((1, 3), (8, 16)), "trace": trace}
+    comparison: Any = type("Given", (), given | {"goodput_names": searched or frozenset()})()
     report: Any = Report()
-    measure_together(comparison, peers, outcomes, report, lambda _: None)
-    return outcomes
+    measure_together(comparison, peers, outcomes, report, lambda _: None, left_s)
+    return outcomes, report
 
 
 def test_all_take_turns_at_every_load_and_a_round_begins_with_another(stage: Stage) -> None:
-    outcomes = run(stage, "baton", "quick", "slow")
+    outcomes, _ = run(stage, "baton", "quick", "slow")
     first = [(name, load) for load in (1, 8) for name in ("baton", "quick", "slow")]
     second = [(name, load) for load in (1, 8) for name in ("quick", "slow", "baton")]
     assert stage.played == first + second
@@ -142,7 +203,7 @@ def test_peers_rest_while_another_is_measured_and_baton_does_not(stage: Stage) -
 
 def test_one_that_fails_loses_its_later_loops_alone(stage: Stage) -> None:
     stage.failing = ("quick", 8)
-    outcomes = run(stage, "baton", "quick", "slow")
+    outcomes, _ = run(stage, "baton", "quick", "slow")
     assert [name for name, _ in stage.played].count("quick") == 2
     assert outcomes["quick"].rounds[0] == [1]
     assert "no answer" in (outcomes["quick"].rounds_note or "")
@@ -157,3 +218,39 @@ def test_the_order_goes_round() -> None:
         ["c", "a", "b"],
         ["a", "b", "c"],
     ]
+
+
+def test_searches_have_a_probe_per_turn_and_begin_at_one_rate(stage: Stage) -> None:
+    _, report = run(stage, "baton", "quick", "slow", num_rounds=1, searched=frozenset())
+    turns = ["baton", "quick", "slow", "quick", "slow", "baton", "slow", "baton", "baton", "slow"]
+    assert stage.probed == [(name, 3.0) for name in turns]
+    awake = {"baton": {"quick", "slow"}, "quick": {"slow"}, "slow": {"quick"}}
+    if sys.platform.startswith("linux"):
+        assert stage.stopped[-len(turns) :] == [awake[name] for name in turns]
+    assert {name: one["num"] for name, one in report.searches.items()} == {"baton": 4, "quick": 2, "slow": 4}
+
+
+def test_only_those_named_are_searched(stage: Stage) -> None:
+    run(stage, "baton", "quick", "slow", num_rounds=1, searched=frozenset({"slow"}))
+    assert [name for name, _ in stage.probed] == ["slow"] * 4
+
+
+def test_without_time_for_a_bracket_nobody_is_searched(stage: Stage) -> None:
+    outcomes, _ = run(stage, "baton", num_rounds=1, searched=frozenset(), left_s=60.0)
+    assert outcomes["baton"].goodput_note == "not searched: the time was over"
+    assert not stage.probed
+
+
+def test_a_probe_that_fails_costs_its_server_its_later_ones(stage: Stage) -> None:
+    stage.failing_probe = ("slow", 2)
+    outcomes, _ = run(stage, "baton", "quick", "slow", num_rounds=1, searched=frozenset())
+    assert [name for name, _ in stage.probed].count("slow") == 2
+    assert [name for name, _ in stage.probed].count("baton") == 4
+    assert "no answer" in (outcomes["slow"].rounds_note or "")
+
+
+def test_an_interrupt_ends_all_searches(stage: Stage) -> None:
+    stage.interrupted = "quick"
+    with pytest.raises(Interrupted):
+        run(stage, "baton", "quick", "slow", num_rounds=1, searched=frozenset())
+    assert [name for name, _ in stage.probed] == ["baton", "quick"]

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-import os
+import random
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from bench.simulator.against_live import recording as recording_module
 from bench.simulator.against_live.__main__ import main
 from bench.simulator.against_live.compare import capacity, compare
-from bench.simulator.against_live.measured import BOTH, DECODE, PROMPTS, MeasuredWorker, World, world_of
-from bench.simulator.against_live.quiet import CpuUse
-from bench.simulator.against_live.recording import Load, Phase, Recording, Served, WorkerSeen, seen
+from bench.simulator.against_live.measured import (
+    BOTH,
+    DECODE,
+    MeasuredWorker,
+    World,
+    spread,
+    world_of,
+)
+from bench.simulator.against_live.processes import replay_processes
+from bench.simulator.against_live.recording import (
+    Load,
+    Moment,
+    Phase,
+    Recording,
+    Served,
+    Watch,
+    WorkerSeen,
+    seen,
+)
 from bench.simulator.against_live.replay import replay
 from bench.simulator.hardware import HANDOFF_S
 from cluster.errors import BatonError
@@ -21,8 +41,8 @@ from cluster.wire.messages import Role
 
 ALONE = StepModel(2e-3, 8e-3, 7e-4, 2e-6, 1e-7)
 BESIDE = StepModel(4e-3, 14e-3, 1.2e-3, 3e-6, 2e-7)
-DECODER = MeasuredWorker(Role.DECODE, ALONE, BESIDE, 3_000)
-PREFILLER = MeasuredWorker(Role.PREFILL, ALONE, BESIDE, 3_000)
+DECODER = MeasuredWorker(Role.DECODE, 3_000, ((0.0, ALONE, 0.0),))
+PREFILLER = MeasuredWorker(Role.PREFILL, 3_000, ((0.0, ALONE, 0.0), (0.9, BESIDE, 0.0)))
 
 
 def prompt_s(model: StepModel, num_tokens: int) -> float:
@@ -57,8 +77,11 @@ def served(at_s: float, ttft_s: float, transfer_s: float = 0.0) -> Served:
 
 
 def phase(name: str, workers: list[WorkerSeen], requests: list[Served]) -> Phase:
+    models = [one.step_model for one in workers]
+    moment = Moment(at_s=0.0, models=models, errors_p90=[0.0] * len(workers))
     return Phase(
         load=Load(name=name, input="60", output="3", rate=1.0),
+        moments=[moment] if workers else [],
         others_cores=0.1,
         stolen_cores=0.0,
         arrivals=[(one.scheduled_s, one.input_tokens, one.output_tokens) for one in requests],
@@ -68,10 +91,10 @@ def phase(name: str, workers: list[WorkerSeen], requests: list[Served]) -> Phase
 
 
 def recording(num_workers: int) -> Recording:
-    """The models differ by phase: 1 in `prompts`, 2 in `decode`, 3 in `both`."""
+    """The models differ by phase: 1 in `decode`, 2 in `both`."""
     names = ["decode-0", "prefill-0"][:num_workers]
     phases = {}
-    for number, name in enumerate((PROMPTS, DECODE, BOTH), start=1):
+    for number, name in enumerate((DECODE, BOTH), start=1):
         workers = [seen_worker(one, StepModel(number * 1e-3, 1e-3, 1e-4, 0.0, 0.0)) for one in names]
         requests = [served(0.0, 0.054, 0.0105), served(1.0, 0.056, 0.0105), served(2.0, 0.099, 0.0305)]
         phases[name] = phase(name, workers, requests)
@@ -87,20 +110,29 @@ def recording(num_workers: int) -> Recording:
 
 def test_the_world_is_what_the_measuring_phases_say() -> None:
     world = world_of(recording(2))
-    decoder, prefiller = world.workers
-    assert [1e3 * one.fixed_s for one in (decoder.alone, decoder.beside)] == pytest.approx([2, 3])
-    assert [1e3 * one.fixed_s for one in (prefiller.alone, prefiller.beside)] == pytest.approx([1, 3])
+    assert [one.role for one in world.workers] == [Role.DECODE, Role.PREFILL]
+    assert [1e3 * one.model_at(7.0).fixed_s for one in world.workers] == pytest.approx([2, 2])
     assert world.front_s == pytest.approx(0.006)
     assert world.tail_s == pytest.approx(0.001)
     assert world.tokens_s == pytest.approx(60 / (0.0105 - HANDOFF_S))
-    [alone] = world_of(recording(1)).workers
-    assert alone.alone == alone.beside
-    assert alone.alone.fixed_s == pytest.approx(3e-3)
+
+
+def test_during_a_load_steps_take_what_workers_found_at_that_time() -> None:
+    whole = recording(2)
+    moments = [
+        Moment(at_s=0.1, models=[ALONE, BESIDE], errors_p90=[0.0, 0.1]),
+        Moment(at_s=0.6, models=[BESIDE, BESIDE], errors_p90=[0.0, 0.1]),
+        Moment(at_s=1.1, models=[ALONE, ALONE], errors_p90=[0.0, 0.1]),
+    ]
+    load = msgspec.structs.replace(whole.loads[0], moments=moments)
+    decoder, prefiller = world_of(whole, load).workers
+    assert [decoder.model_at(at_s) for at_s in (0.0, 0.1, 0.59, 0.6, 1.0)] == [ALONE] * 3 + [BESIDE] * 2
+    assert [prefiller.model_at(at_s) for at_s in (-1.0, 1.0, 1.1, 99.0)] == [BESIDE] * 2 + [ALONE] * 2
 
 
 def test_a_recording_without_a_phase_says_so() -> None:
     whole = recording(1)
-    broken = msgspec.structs.replace(whole, measuring={PROMPTS: whole.measuring[PROMPTS]})
+    broken = msgspec.structs.replace(whole, measuring={BOTH: whole.measuring[BOTH]})
     with pytest.raises(BatonError, match="lacks its phase `decode`: record it again"):
         world_of(broken)
 
@@ -121,17 +153,6 @@ def test_steps_that_follow_no_model_are_no_measurement() -> None:
         world_of(msgspec.structs.replace(whole, measuring=whole.measuring | {BOTH: phase}))
 
 
-def test_what_decode_alone_cannot_tell_is_as_beside_others() -> None:
-    whole = recording(2)
-    workers = [
-        seen_worker("decode-0", StepModel(5e-3, 0.0, 0.0, 2e-6, 0.0)),
-        whole.measuring[DECODE].workers[1],
-    ]
-    phase = msgspec.structs.replace(whole.measuring[DECODE], workers=workers)
-    decoder, _ = world_of(msgspec.structs.replace(whole, measuring=whole.measuring | {DECODE: phase})).workers
-    assert decoder.alone == StepModel(5e-3, 0.0, 1e-4, 2e-6, 0.0)
-
-
 def test_alone_a_request_takes_its_steps_and_what_was_measured_beside_them() -> None:
     world = World((DECODER,), front_s=0.004, tail_s=0.0005, tokens_s=1e9)
     [answer] = replay(world, [(1.0, 60, 3)], 32)
@@ -141,7 +162,7 @@ def test_alone_a_request_takes_its_steps_and_what_was_measured_beside_them() -> 
     assert answer.is_local
 
 
-def test_with_two_workers_the_prompt_moves_and_steps_beside_others_take_longer() -> None:
+def test_with_two_workers_the_prompt_moves_and_steps_take_what_they_took_then() -> None:
     world = World((DECODER, PREFILLER), front_s=0.0, tail_s=0.0, tokens_s=6_000.0)
     [one] = replay(world, [(0.0, 60, 3)], 32)
     assert not one.is_local
@@ -150,8 +171,35 @@ def test_with_two_workers_the_prompt_moves_and_steps_beside_others_take_longer()
     early, late = replay(world, [(0.0, 60, 200), (1.0, 60, 2)], 32)
     assert early.ttft_s == pytest.approx(prompt_s(ALONE, 60))
     assert late.ttft_s == pytest.approx(prompt_s(BESIDE, 60))
-    assert early.tpot_s is not None
-    assert early.tpot_s > (moved_s + 199 * rows_s(ALONE, 160)) / 199
+
+
+def test_steps_are_as_far_from_their_middle_as_they_were() -> None:
+    worker = MeasuredWorker(Role.DECODE, 3_000, ((0.0, ALONE, spread(0.3)),))
+    rng, work = random.Random(0), StepWork(4, 400)
+    found = sorted(worker.step_s(work, 1.0, rng) / ALONE.step_s(work) for _ in range(4_000))
+    assert found[2_000] == pytest.approx(1.0, abs=0.02)
+    assert found[3_600] == pytest.approx(1.3, abs=0.03)
+    assert spread(-0.1) == 0.0
+    assert DECODER.step_s(work, 1.0, rng) == ALONE.step_s(work)
+
+
+def test_both_simulators_know_the_time_of_the_load() -> None:
+    slow = MeasuredWorker(Role.DECODE, 3_000, ((0.0, ALONE, 0.0), (5.0, BESIDE, 0.0)))
+    world = World((slow,), front_s=0.0, tail_s=0.0, tokens_s=1e9)
+    arrivals = [(1.0, 60, 2), (6.0, 60, 2)]
+    for answers in (replay(world, arrivals, 32), replay_processes(world, arrivals, 32)):
+        quick, late = answers
+        assert quick.ttft_s == pytest.approx(prompt_s(ALONE, 60), abs=2e-3)
+        assert late.ttft_s == pytest.approx(prompt_s(BESIDE, 60), abs=2e-3)
+
+
+def test_answers_alone_take_the_same_in_both_simulators() -> None:
+    """Whose steps follow one another at once, without the router."""
+    world = World((DECODER,), front_s=0.0, tail_s=0.0, tokens_s=1e9)
+    arrivals = [(1.0, 60, 50), (1.2, 80, 40)]
+    pairs = zip(replay(world, arrivals, 32), replay_processes(world, arrivals, 32), strict=True)
+    for of_pool, of_processes in pairs:
+        assert of_processes.tpot_s == pytest.approx(of_pool.tpot_s, rel=0.03)
 
 
 def test_ratios_are_of_the_requests_that_were_served() -> None:
@@ -198,6 +246,43 @@ def test_workers_tell_their_step_models() -> None:
         seen({"workers": [worker | {"step_model": None}]})
 
 
+class _Cluster:
+    """Answers twice, then no more."""
+
+    def __init__(self, reply: dict[str, Any]) -> None:
+        self._reply = reply
+        self.asked = threading.Semaphore(0)
+        self._left = 2
+
+    def get(self, path: str) -> Any:
+        assert path == "/cluster"
+        self._left -= 1
+        if self._left < 0:
+            raise OSError("it is gone")
+        self.asked.release()
+        return self._reply
+
+
+def test_a_load_is_watched_while_it_runs_and_a_cluster_that_goes_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording_module, "WATCH_EVERY_S", 0.001)
+    worker = {"id": "decode-0", "role": "decode", "step_model": msgspec.to_builtins(ALONE)}
+    worker |= {"step_error": 0.1, "step_error_p90": 0.2, "kv_blocks": {"total": 7}, "steps": 3}
+    cluster: Any = _Cluster({"workers": [worker]})
+    with Watch(cluster) as watch:
+        assert cluster.asked.acquire(timeout=10)
+    [first, *_] = watch.moments(time.perf_counter() - 60)
+    assert (first.models, first.errors_p90, 0 < first.at_s < 70) == ([ALONE], [0.2], True)
+    gone: Any = _Cluster({"workers": []})
+    with Watch(gone) as watch:
+        for _ in range(2):
+            assert gone.asked.acquire(timeout=10)
+        watch._thread.join(10)
+    with pytest.raises(BatonError, match="could not be watched: it is gone"):
+        watch.moments(0.0)
+
+
 def test_the_command_compares_again_what_was_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,12 +296,3 @@ def test_the_command_compares_again_what_was_recorded(
     assert result["layouts"][0]["loads"][0]["num_served"] == 10
     with pytest.raises(BatonError, match="record it first"):
         main(["--recordings", str(directory), "--again", "--layouts", "1p1d"])
-
-
-def test_cores_of_others_are_what_is_busy_and_not_ours() -> None:
-    before, now = CpuUse(10.0, 100.0, 1.0, 40.0), CpuUse(20.0, 118.0, 2.0, 53.0)
-    assert before.others(now) == pytest.approx((0.5, 0.1))
-    assert before.others(CpuUse(20.0, 100.0, 1.0, 41.0)) == (0.0, 0.0)  # clocks of unequal grain
-    use = CpuUse.begin([os.getpid()])
-    assert use.ours_s > 0
-    assert use.busy_s > 0
