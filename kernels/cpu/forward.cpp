@@ -80,7 +80,7 @@ public:
     const float *const cos, *const sin;
     const float eps, scale;
     Team team;
-    Scratch rows_memory, inner_memory, own_memory, wide_memory, query_memory, int8_memory, bf16_memory;
+    Scratch rows_memory, inner_memory, wide_memory, query_memory, operand_memory, placed_memory;
     double* profile = nullptr;  // seconds [ranks, stages, 2], see `Stopwatch`
 };
 
@@ -100,12 +100,11 @@ public:
                  s_.num_heads, model.scale),
           items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
           last_items_(batch.is_trimmed() ? asked(items_, batch) : items_), kv_ahead_(kv_to_come()),
-          operands_(model.team, model.int8_memory, model.bf16_memory, std::max(batch.num_tokens, batch.num_logit_rows),
+          operands_(model.team, model.operand_memory, model.placed_memory, std::max(batch.num_tokens, batch.num_logit_rows),
                     std::max({s_.hidden, s_.query(), s_.inner})) {
         const int64_t rows = std::max(batch.num_tokens, batch.num_logit_rows);
         a_ = model.rows_memory.floats(rows * std::max(s_.hidden, s_.query()));
         inner_ = model.inner_memory.floats(batch.num_tokens * s_.inner);
-        own_ = model.own_memory.floats(size_ * kOwnRows * s_.hidden);
         wide_ = typed(model.wide_memory, rows * std::max(s_.qkv(), 2 * s_.inner));
         q_ = typed(model.query_memory, rows * s_.query());
     }
@@ -121,9 +120,9 @@ public:
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
             if (rank == 0) model_.team.recruit(index == 0);
-            const float* normed = norm(watch, rank, layer.input_norm, num_rows);
-            product(rank, normed, layer.qkv, num_rows, s_.hidden, Store<T>{wide_, layer.qkv_bias, s_.qkv()},
-                    ride(index, layer.qkv, s_.num_between() - s_.qkv() * s_.hidden));
+            Operand normed = norm(watch, rank, layer.input_norm, layer.qkv, num_rows);
+            normed.ride = ride(index, layer.qkv, s_.num_between() - s_.qkv() * s_.hidden);
+            product(rank, normed, layer.qkv, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
             meet(rank, watch, StepStage::kQkv);
             heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
             meet(rank, watch, StepStage::kHeads);
@@ -136,13 +135,15 @@ public:
                 if (rank == 0) keep_asked();
                 meet(rank, watch, StepStage::kAttention);
             }
-            product(rank, a_, layer.output, num_rows, s_.query(), AddTo<T>{x_, layer.output_bias, s_.hidden},
-                    ride(index + 1, layer.output, 0));
+            Operand attended = operands_.prepare(rank, a_, layer.output, num_rows, s_.query());
+            attended.ride = ride(index + 1, layer.output, 0);
+            product(rank, attended, layer.output, AddTo<T>{x_, layer.output_bias, s_.hidden});
             meet(rank, watch, StepStage::kOutput);
-            normed = norm(watch, rank, layer.mlp_norm, num_rows);
-            gated(watch, rank, normed, layer, num_rows, ride(index + 1, layer.gate_up, s_.hidden * s_.query()));
-            product(rank, inner_, layer.down, num_rows, s_.inner, AddTo<T>{x_, layer.down_bias, s_.hidden},
-                    ride(index + 1, layer.down, s_.hidden * (s_.query() + 2 * s_.inner)));
+            normed = norm(watch, rank, layer.mlp_norm, layer.gate_up, num_rows);
+            normed.ride = ride(index + 1, layer.gate_up, s_.hidden * s_.query());
+            Operand inner = gated(watch, rank, normed, layer);
+            inner.ride = ride(index + 1, layer.down, s_.hidden * (s_.query() + 2 * s_.inner));
+            product(rank, inner, layer.down, AddTo<T>{x_, layer.down_bias, s_.hidden});
             meet(rank, watch, StepStage::kDown);
         }
         logits(watch, rank);
@@ -180,24 +181,13 @@ private:
         }
     }
 
-    // The first rows of x_ normed, fp32: few of them by every rank for itself, many by all together.
-    const float* norm(Stopwatch& watch, int64_t rank, const void* weight, int64_t num_rows) {
-        const bool own = num_rows <= kOwnRows;
-        const Share rows(num_rows, own ? 0 : rank, own ? 1 : size_);
-        float* target = own ? own_ + rank * kOwnRows * s_.hidden : a_;
-        const auto norm_rows = [&](int64_t begin, int64_t end) {
-            for (int64_t m = begin; m < end; ++m)
-                rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden,
-                             target + m * s_.hidden);
-        };
-        if (own) {
-            norm_rows(rows.begin, rows.end);
-            watch.lap(StepStage::kNorm);
-        } else {
-            model_.team.divide(rank, rows.begin, rows.end, 1, 8, norm_rows);
-            meet(rank, watch, StepStage::kNorm);
-        }
-        return target;
+    // The first rows of x_ normed, as the product with `packed` reads them.
+    Operand norm(Stopwatch& watch, int64_t rank, const void* weight, const void* packed, int64_t num_rows) {
+        const Operand result = operands_.make(rank, packed, num_rows, s_.hidden, [&](int64_t m, float* row) {
+            rms_norm_row(x_ + m * s_.hidden, static_cast<const T*>(weight), model_.eps, s_.hidden, row);
+        });
+        watch.lap(StepStage::kNorm);
+        return result;
     }
 
     // The keys and values that products ask for: fewer rows leave memory no time for it, more need caches themselves, and
@@ -219,51 +209,51 @@ private:
 
     // This rank's share of a product's columns.
     template <typename Output>
-    void product(int64_t rank, const float* x, const void* packed, int64_t num_rows, int64_t in_features,
-                 const Output& output, const KvRide& ride = {}) {
-        Operand rows = operands_.prepare(rank, x, packed, num_rows, in_features);
-        rows.ride = ride;
+    void product(int64_t rank, const Operand& rows, const void* packed, const Output& output) {
         const Share panels(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
-        spread(rank, rows, packed, panels.begin, panels.end, output);
+        model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels,
+                           [&](int64_t begin, int64_t end) { multiply<T>(rows, packed, begin, end, output); });
     }
 
-    // Rows x panels [begin, end), a share of this rank's.
-    template <typename Output>
-    void spread(int64_t rank, const Operand& rows, const void* packed, int64_t begin, int64_t end, const Output& output) {
-        model_.team.divide(rank, begin, end, kTilePanels, kTilePanels,
-                           [&](int64_t first, int64_t last) { multiply<T>(rows, packed, first, last, output); });
+    // silu(gate) * up as `down` reads it. A panel of ups meets the gates of its columns while those are in cache, unless a
+    // panel holds some of either.
+    Operand gated(Stopwatch& watch, int64_t rank, const Operand& rows, const Layer& layer) {
+        if (s_.inner % header_of(layer.gate_up).panel != 0) {
+            gated_apart(watch, rank, rows, layer);
+        } else if (reads_bf16(header_of(layer.down).kind)) {
+            const Operand inner = operands_.place(layer.down, rows.num_rows, s_.inner);
+            gate_panels(rank, rows, layer, NarrowInner{inner.laid_out.lines});
+            meet(rank, watch, StepStage::kGateUp);
+            return inner;
+        } else {
+            gate_panels(rank, rows, layer, WideInner<T>{inner_, s_.inner});
+            meet(rank, watch, StepStage::kGateUp);
+        }
+        return operands_.prepare(rank, inner_, layer.down, rows.num_rows, s_.inner);
     }
 
-    // silu(gate) * up to inner_. A panel of ups meets the gates of its columns while those are in cache, unless a panel
-    // holds some of either.
-    void gated(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t num_rows,
-               const KvRide& ride) {
-        if (s_.inner % header_of(layer.gate_up).panel != 0) return gated_apart(watch, rank, x, layer, num_rows, ride);
+    template <typename Inner>
+    void gate_panels(int64_t rank, const Operand& rows, const Layer& layer, const Inner& inner) {
         const int64_t panel = header_of(layer.gate_up).panel, first_up = s_.inner / panel;
-        Operand rows = operands_.prepare(rank, x, layer.gate_up, num_rows, s_.hidden);
-        rows.ride = ride;
         const Share panels(first_up, rank, size_);
         model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels, [&](int64_t begin, int64_t end) {
             static thread_local Scratch memory;
             const int64_t first = begin * panel, width = (end - begin) * panel;
-            T* gates = typed(memory, num_rows * width);
+            T* gates = typed(memory, rows.num_rows * width);
             multiply<T>(rows, layer.gate_up, begin, end, Gates<T>{gates, layer.gate_up_bias, first, width});
             multiply<T>(rows, layer.gate_up, first_up + begin, first_up + end,
-                        Ups<T>{gates, layer.gate_up_bias, first, width, s_.inner, inner_});
+                        Ups<T, Inner>{gates, layer.gate_up_bias, first, width, s_.inner, inner});
         });
-        meet(rank, watch, StepStage::kGateUp);
     }
 
-    // Gate and up to wide_, then silu(gate) * up.
-    void gated_apart(Stopwatch& watch, int64_t rank, const float* x, const Layer& layer, int64_t num_rows,
-                     const KvRide& ride) {
-        product(rank, x, layer.gate_up, num_rows, s_.hidden,
-                Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner}, ride);
+    // Gate and up to wide_, then silu(gate) * up to inner_.
+    void gated_apart(Stopwatch& watch, int64_t rank, const Operand& rows, const Layer& layer) {
+        product(rank, rows, layer.gate_up, Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner});
         meet(rank, watch, StepStage::kGateUp);
         const Share columns(s_.inner, rank, size_);
-        const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, num_rows));
+        const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, rows.num_rows));
         model_.team.divide(rank, columns.begin, columns.end, unit, least, [&](int64_t begin, int64_t end) {
-            for (int64_t m = 0; m < num_rows; ++m) {
+            for (int64_t m = 0; m < rows.num_rows; ++m) {
                 const T* gates = wide_ + m * 2 * s_.inner + begin;
                 silu_mul_row(gates, gates + s_.inner, end - begin, inner_ + m * s_.inner + begin);
             }
@@ -322,14 +312,15 @@ private:
 
     void logits(Stopwatch& watch, int64_t rank) {
         if (batch_.num_logit_rows == 0) return;
-        const Share rows(batch_.num_logit_rows, rank, size_);
-        for (int64_t r = rows.begin; r < rows.end; ++r)
-            rms_norm_row(x_ + (batch_.is_trimmed() ? r : batch_.logit_rows[r]) * s_.hidden,
-                         static_cast<const T*>(model_.final_norm), model_.eps, s_.hidden, a_ + r * s_.hidden);
-        meet(rank, watch, StepStage::kNorm);
-        product(rank, a_, model_.lm_head, batch_.num_logit_rows, s_.hidden,
-                Store<float>{batch_.logits, nullptr, s_.vocab});
+        const Operand normed = operands_.make(
+            rank, model_.lm_head, batch_.num_logit_rows, s_.hidden, [&](int64_t r, float* row) {
+                rms_norm_row(x_ + (batch_.is_trimmed() ? r : batch_.logit_rows[r]) * s_.hidden,
+                             static_cast<const T*>(model_.final_norm), model_.eps, s_.hidden, row);
+            });
+        watch.lap(StepStage::kNorm);
+        product(rank, normed, model_.lm_head, Store<float>{batch_.logits, nullptr, s_.vocab});
         meet(rank, watch, StepStage::kHead);
+        const Share rows(batch_.num_logit_rows, rank, size_);
         model_.team.divide(rank, rows.begin, rows.end, 1, 1, [&](int64_t begin, int64_t end) {
             for (int64_t r = begin; r < end; ++r)
                 batch_.best[r] = find_best(batch_.logits + r * s_.vocab, s_.vocab,
@@ -350,7 +341,6 @@ private:
     T *x_, *wide_, *q_;          // wide_: [rows, qkv] or [rows, gate and up]; q_: [rows, heads, head_dim]
     float* a_;                   // [rows, hidden or heads]: what the next product reads
     float* inner_;               // [rows, inner]: what `down` reads
-    float* own_;                 // [ranks, kOwnRows, hidden]: few rows normed, a copy per rank
     char* pool_;                 // rows of keys and values, see `KvShape`
     const Shape shape_;
     const std::vector<Item> items_, last_items_;  // last_items_: of the last layer

@@ -2,6 +2,7 @@
 // they are in cache.
 #pragma once
 
+#include "line_rows.h"
 #include "rowwise.h"
 #include "simd.h"
 
@@ -14,25 +15,48 @@ struct Gates {
     const float* bias;  // or null
     int64_t first, width;
 
-    void write(int64_t row, int64_t column, Vec value) const {
-        if (bias != nullptr) value += load(bias + column);
-        store(data + row * width + column - first, value);
+    void write(int64_t row, int64_t column, Vec low, Vec high) const {
+        if (bias != nullptr) add_two(bias + column, low, high);
+        store_two(data + row * width + column - first, low, high);
     }
 };
 
-// inner[row, column] = silu(gate) * up, both rounded to T before; ups are `inner_size` columns after their gates.
-template <typename T>
+// silu(gate) * up, both rounded to T before, of some columns to `inner`; ups are `inner_size` columns after their gates.
+template <typename T, typename Inner>
 struct Ups {
     const T* gates;
     const float* bias;  // or null
     int64_t first, width, inner_size;
-    float* inner;
+    Inner inner;
 
-    void write(int64_t row, int64_t column, Vec value) const {
-        if (bias != nullptr) value += load(bias + column);
+    void write(int64_t row, int64_t column, Vec low, Vec high) const {
+        if (bias != nullptr) add_two(bias + column, low, high);
         column -= inner_size;
-        const Vec gate = load(gates + row * width + column - first);
-        store(inner + row * inner_size + column, silu_mul<T>(gate, round_to<T>(value)));
+        const T* gate = gates + row * width + column - first;
+        low = round_to<T>(low), high = round_to<T>(high);
+        inner.write(row, column, silu_mul(load(gate), low), silu_mul(load(gate + kWidth), high));
+    }
+};
+
+// Rounded to T, as fp32.
+template <typename T>
+struct WideInner {
+    float* data;
+    int64_t size;
+
+    void write(int64_t row, int64_t column, Vec low, Vec high) const {
+        store_two(data + row * size + column, round_to<T>(low), round_to<T>(high));
+    }
+};
+
+// Rounded to bf16, to the lines that the next product reads.
+struct NarrowInner {
+    LineRows rows;
+
+    void write(int64_t row, int64_t column, Vec low, Vec high) const {
+        constexpr int64_t columns = kLineBytes / 2;
+        char* line = rows.row(row) + column / columns * rows.stride();
+        store_two(reinterpret_cast<bf16*>(line) + column % columns, low, high);
     }
 };
 

@@ -64,8 +64,10 @@ public:
                 taken = tile(to - from, num_tiles == 1 ? end - panel : 1, x_ + from * in_features_, in_features_,
                              panels_ + panel * in_features_ * kPanel, ahead, sums);
                 for (int64_t row = from; row < to; ++row)
-                    for (int64_t column = 0; column < taken * kPanel; column += kWidth)
-                        output_.write(row, panel * kPanel + column, load(sums + (row - from) * kTileFloats + column));
+                    for (int64_t column = 0; column < taken * kPanel; column += kPanel) {
+                        const float* line = sums + (row - from) * kTileFloats + column;
+                        output_.write(row, panel * kPanel + column, load(line), load(line + kWidth));
+                    }
             }
             panel += taken;
         }
@@ -78,8 +80,8 @@ private:
     const Output& output_;
 };
 
-// x [num_rows, in_features] fp32 x panels [begin, end); `output.write(row, column, value)` takes vectors of y, some
-// of them past the last column.
+// x [num_rows, in_features] fp32 x panels [begin, end); `output.write(row, column, low, high)` takes a panel's columns of
+// a row of y, perhaps some past the last one.
 template <typename W, typename Output>
 void gemm(const float* x, int64_t num_rows, int64_t in_features, const W* panels, int64_t begin, int64_t end,
           const Output& output, const KvRide& ride = {}) {
@@ -97,11 +99,10 @@ struct Store {
     const float* bias;  // or null
     int64_t out_features;
 
-    void write(int64_t row, int64_t column, Vec value) const {
+    void write(int64_t row, int64_t column, Vec low, Vec high) const {
         const int64_t count = out_features - column;
-        if (count <= 0) return;
-        if (bias != nullptr) value += load_partial(bias + column, count);
-        store_partial(data + row * out_features + column, value, count);
+        if (bias != nullptr) add_two(bias + column, count, low, high);
+        store_two(data + row * out_features + column, low, high, count);
     }
 };
 
@@ -112,12 +113,13 @@ struct AddTo {
     const float* bias;  // or null
     int64_t out_features;
 
-    void write(int64_t row, int64_t column, Vec value) const {
+    void write(int64_t row, int64_t column, Vec low, Vec high) const {
         const int64_t count = out_features - column;
-        if (count <= 0) return;
-        if (bias != nullptr) value += load_partial(bias + column, count);
+        if (bias != nullptr) add_two(bias + column, count, low, high);
+        low = round_to<X>(low), high = round_to<X>(high);
         X* target = data + row * out_features + column;
-        store_partial(target, load_partial(target, count) + round_to<X>(value), count);
+        add_two(target, count, low, high);
+        store_two(target, low, high, count);
     }
 };
 

@@ -42,9 +42,9 @@ static_assert(sizeof(TileConfig) == 64);
 template <bool Pair, typename Sum>
 void multiply(int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, Sum* sums) {
     constexpr bool kIsBf16 = std::is_same_v<Sum, float>;
-    constexpr int64_t stride = kIsBf16 ? kTileLineBytes : 2 * kTileLineBytes;  // between lines of a weight's tile
-    constexpr int64_t right = kIsBf16 ? kTileBytes : kTileLineBytes;           // from the left to the right tile
-    const int64_t row_bytes = height * kTileLineBytes;
+    constexpr int64_t stride = kIsBf16 ? kLineBytes : 2 * kLineBytes;  // between lines of a weight's tile
+    constexpr int64_t right = kIsBf16 ? kTileBytes : kLineBytes;           // from the left to the right tile
+    const int64_t row_bytes = height * kLineBytes;
     const char *lower = rows + steps * row_bytes, *next = panel + ahead.offset;
     int64_t asked = 0, due = 0;
     asm volatile("" : : : "memory");  // some compilers do not know what a tile load reads
@@ -56,19 +56,19 @@ void multiply(int64_t height, int64_t steps, const char* rows, const char* panel
     }
     for (int64_t step = 0; step < steps; ++step) {
         _tile_loadd(6, panel, stride);
-        _tile_loadd(4, rows, kTileLineBytes);
+        _tile_loadd(4, rows, kLineBytes);
         BATON_TILE_DOT(0, 4, 6);
         _tile_loadd(7, panel + right, stride);
         BATON_TILE_DOT(1, 4, 7);
         if constexpr (Pair) {
-            _tile_loadd(5, lower, kTileLineBytes);
+            _tile_loadd(5, lower, kLineBytes);
             BATON_TILE_DOT(2, 5, 6);
             BATON_TILE_DOT(3, 5, 7);
             lower += row_bytes;
         }
         rows += row_bytes;
         panel += kAmxStepBytes;
-        for (due += ahead.step; asked < due; asked += kTileLineBytes) {
+        for (due += ahead.step; asked < due; asked += kLineBytes) {
             if (ahead.step == kAmxStepBytes)
                 prefetch(next + asked);
             else
@@ -91,7 +91,7 @@ void multiply(int64_t height, int64_t steps, const char* rows, const char* panel
 AmxSession::AmxSession(int64_t height) {
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) {
-        config.line_bytes[tile] = uint16_t(kTileLineBytes);
+        config.line_bytes[tile] = uint16_t(kLineBytes);
         config.lines[tile] = uint8_t(tile < 6 ? height : kTileLines);
     }
     asm volatile("" : : "r"(&config) : "memory");  // some compilers think that a part of it is read
@@ -108,55 +108,27 @@ void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const
     (pair ? multiply<true, int32_t> : multiply<false, int32_t>)(height, steps, rows, panel, ahead, sums);
 }
 
-void amx_bf16_row(const float* row, int64_t in_features, int64_t m, const TileCut& cut, char* target) {
-    constexpr int64_t depth = kTileLineBytes / 2;
-    const int64_t steps = AmxRows::steps_of(2 * in_features);
-    for (int64_t step = 0; step < steps; ++step) {
-        bf16* line = reinterpret_cast<bf16*>(target + AmxRows::offset(cut, steps, m, step));
-        const int64_t left = in_features - step * depth;
-        for (int64_t k = 0; k < depth; k += kWidth)
-            store(line + k, k < left ? load_partial(row + step * depth + k, left - k) : Vec{});
-    }
-}
-
-void amx_int8_row(const Int8Rows& rows, int64_t in_features, int64_t m, const TileCut& cut, char* target) {
-    const int64_t row_bytes = 4 * num_quads(in_features), steps = AmxRows::steps_of(in_features);
-    const uint8_t* row = rows.values + m * row_bytes;
-    for (int64_t step = 0; step < steps; ++step) {
-        char* line = target + AmxRows::offset(cut, steps, m, step);
-        const int64_t count = std::min(kTileLineBytes, row_bytes - step * kTileLineBytes);
-        std::memcpy(line, row + step * kTileLineBytes, size_t(count));
-        std::memset(line + count, 0, size_t(kTileLineBytes - count));  // times what lies past the panel
-    }
-}
-
 namespace {
 
 template <typename Y>
 void linear(const float* x, int64_t num_rows, const void* packed, const float* bias, Y* y, int64_t num_threads) {
-    static thread_local Scratch tile_scratch, int8_scratch;
+    static thread_local Scratch lines, scales;
     const PackedHeader& header = header_of(packed);
     const bool is_bf16 = header.kind == WeightKind::kAmxBf16;
     const int64_t in_features = header.in_features;
-    const TileCut cut(num_rows);
-    const int64_t steps = AmxRows::steps_of(is_bf16 ? 2 * in_features : in_features);
-    char* tiles = reinterpret_cast<char*>(tile_scratch.floats(AmxRows::bytes(cut, steps) / 4));
-    const Int8Rows quantized(int8_scratch.floats(is_bf16 ? 0 : Int8Rows::floats(num_rows, in_features)), num_rows);
+    const Int8Rows rows{LineRows::in(lines, amx_cut(num_rows), (is_bf16 ? 2 : 1) * in_features), scales.floats(num_rows)};
     for (int64_t m = 0; m < num_rows; ++m) {
-        if (is_bf16) {
-            amx_bf16_row(x + m * in_features, in_features, m, cut, tiles);
-        } else {
-            quantize_row(x + m * in_features, in_features, m, quantized);
-            amx_int8_row(quantized, in_features, m, cut, tiles);
-        }
+        if (is_bf16)
+            narrow_row(x + m * in_features, in_features, m, rows.lines);
+        else
+            rows.quantize(x + m * in_features, in_features, m);
     }
-    const AmxRows rows{cut, steps, tiles};
     const Store<Y> output{y, bias, header.out_features};
     parallel_ranges(num_threads, ceil_div(header.out_features, kAmxPanel), 1, [&](int64_t begin, int64_t end) {
         if (is_bf16)
-            amx_gemm_bf16(rows, static_cast<const char*>(packed) + sizeof header, begin, end, output);
+            amx_gemm_bf16(rows.lines, static_cast<const char*>(packed) + sizeof header, begin, end, output);
         else
-            amx_gemm_int8(rows, quantized.scales, Int8Weight(packed), begin, end, output);
+            amx_gemm_int8(rows, Int8Weight(packed), begin, end, output);
     });
 }
 
@@ -179,7 +151,7 @@ std::atomic<bool> lent{false};  // what the kernel answered; it does not change 
 bool amx_is_lent() { return lent.load(std::memory_order_relaxed); }
 
 int64_t amx_packed_bytes(int64_t out_features, int64_t in_features) {
-    const int64_t panel_bytes = AmxRows::steps_of(2 * in_features) * kAmxStepBytes;
+    const int64_t panel_bytes = LineRows::steps_of(2 * in_features) * kAmxStepBytes;
     return int64_t(sizeof(PackedHeader)) + ceil_div(out_features, kAmxPanel) * panel_bytes;
 }
 
@@ -216,12 +188,12 @@ void baton_amx_pack(const void* weight, int64_t out_features, int64_t in_feature
     const PackedHeader header{kPackedMagic, out_features, in_features, 2, kAmxPanel, WeightKind::kAmxBf16, {}};
     std::memcpy(packed, &header, sizeof header);
     char* panels = static_cast<char*>(packed) + sizeof header;
-    const int64_t panel_bytes = AmxRows::steps_of(2 * in_features) * kAmxStepBytes;
+    const int64_t panel_bytes = LineRows::steps_of(2 * in_features) * kAmxStepBytes;
     const bf16* row = static_cast<const bf16*>(weight);
     for (int64_t n = 0; n < out_features; ++n, row += in_features) {
         char* column = panels + n / kAmxPanel * panel_bytes + n % kAmxPanel / kTileLines * kTileBytes + n % kTileLines * 4;
         for (int64_t k = 0; k < in_features; k += 2)
-            std::memcpy(column + k / 32 * kAmxStepBytes + k % 32 / 2 * kTileLineBytes, row + k,
+            std::memcpy(column + k / 32 * kAmxStepBytes + k % 32 / 2 * kLineBytes, row + k,
                         size_t(std::min<int64_t>(2, in_features - k)) * sizeof(bf16));
     }
 }

@@ -6,8 +6,8 @@
 // 1. A bf16 weight is packed once: panels [ceil(N / 32)][ceil(K / 32)][2 tiles], zeros where N or K end. Panels of
 //    int8 weights (`gemm_int8.h`) are made of the same words: a line of one is a line of two tiles side by side.
 //    Either way a panel is one stream of memory.
-// 2. Rows are laid out in tiles too (`AmxRows`), zeros past K, cut into tiles of equal height (`TileCut`): the unit's
-//    time is that of the lines a tile of rows has, not of those it could have.
+// 2. Rows are laid out in tiles too (`line_rows.h`, a step being one tile depth of k), zeros past K, cut into tiles of
+//    equal height: the unit's time is that of the lines a tile of rows has, not of those it could have.
 // 3. Two tiles of rows meet the two tiles of a panel in four tiles of sums, which stay in the unit for all of K and
 //    are handed to `Output` once. A tile of rows alone (up to 16 rows) is bound by memory.
 //
@@ -36,42 +36,17 @@ constexpr bool kHasAmx = true;
 constexpr bool kHasAmx = false;
 #endif
 
-constexpr int64_t kTileLines = 16, kTileLineBytes = 64, kTileBytes = kTileLines * kTileLineBytes;
+constexpr int64_t kTileLines = 16, kTileBytes = kTileLines * kLineBytes;
 constexpr int64_t kAmxPanel = 32;                   // output features of a panel: two tiles
 constexpr int64_t kAmxStepBytes = 2 * kTileBytes;   // of a panel per tile depth of k
 constexpr int64_t kAmxRowBlockBytes = 1024 * 1024;  // tiles of rows that stay in L2 while panels pass
 constexpr int64_t kAmxPrefetchBytes = 4096;
 static_assert(!kHasAmx || kWordPanel == kAmxPanel);  // machines with AMX have AVX-512
 
-// Rows in tiles of `height` rows, the last ones perhaps missing: one tile, or an even number of them.
-struct TileCut {
-    int64_t num_rows, num_tiles, height;
-
-    explicit TileCut(int64_t rows)
-        : num_rows(rows), num_tiles(rows <= kTileLines ? 1 : 2 * ceil_div(rows, 2 * kTileLines)),
-          height(ceil_div(rows, num_tiles)) {}
-};
-
-// Rows as the unit reads them: [num_tiles][steps][height][64 bytes], a step being one tile depth of k. Rows of
-// padding hold anything: their sums are never looked at.
-struct AmxRows {
-    TileCut cut;
-    int64_t steps;
-    const char* data;
-
-    static int64_t steps_of(int64_t row_bytes) { return ceil_div(row_bytes, kTileLineBytes); }
-    static int64_t bytes(const TileCut& cut, int64_t steps) { return cut.num_tiles * cut.height * steps * kTileLineBytes; }
-
-    // Where a line of row m lies.
-    static int64_t offset(const TileCut& cut, int64_t steps, int64_t m, int64_t step) {
-        return ((m / cut.height * steps + step) * cut.height + m % cut.height) * kTileLineBytes;
-    }
-    int64_t tile_bytes() const { return cut.height * steps * kTileLineBytes; }
-};
-
-// Row m, rounded to bf16, or as `rows` has it quantized, to its place in `target` (`AmxRows::bytes`).
-void amx_bf16_row(const float* row, int64_t in_features, int64_t m, const TileCut& cut, char* target);
-void amx_int8_row(const Int8Rows& rows, int64_t in_features, int64_t m, const TileCut& cut, char* target);
+// One tile of rows, or an even number of them.
+inline RowCut amx_cut(int64_t num_rows) {
+    return {num_rows, num_rows <= kTileLines ? 1 : 2 * ceil_div(num_rows, 2 * kTileLines)};
+}
 
 // The unit on this thread, set up for tiles of rows of a height. It is released at the end: a thread that waits has
 // little state to be saved.
@@ -87,11 +62,11 @@ public:
 void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, float* sums);
 void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, int32_t* sums);
 
-// Rows x panels [begin, end) of `panel_bytes` each; finish(row, column, sums) takes the sums of kWidth columns.
+// Rows x panels [begin, end) of `panel_bytes` each; finish(panel) gives what takes (row, sums of the panel's columns).
 template <typename Sum, typename Finish>
-void amx_walk(const AmxRows& rows, const char* panels, int64_t panel_bytes, int64_t begin, int64_t end,
+void amx_walk(const LineRows& rows, const char* panels, int64_t panel_bytes, int64_t begin, int64_t end,
               const Finish& finish) {
-    const TileCut& cut = rows.cut;
+    const RowCut& cut = rows.cut;
     if (cut.num_rows == 0 || begin >= end) return;
     const int64_t num_groups = ceil_div(cut.num_tiles, 2);  // pairs of tiles, or one tile alone
     const int64_t num_blocks = std::min(num_groups, ceil_div(cut.num_tiles * rows.tile_bytes(), kAmxRowBlockBytes));
@@ -100,34 +75,40 @@ void amx_walk(const AmxRows& rows, const char* panels, int64_t panel_bytes, int6
     for (int64_t block = 0; block < num_blocks; ++block) {
         const int64_t first = num_groups * block / num_blocks, last = num_groups * (block + 1) / num_blocks;
         const int64_t passes = last - first;
-        for (int64_t panel = begin; panel < end; ++panel)
+        for (int64_t panel = begin; panel < end; ++panel) {
+            const auto finish_row = finish(panel);
             for (int64_t group = first; group < last; ++group) {
                 // one pass reads its own stream ahead, several ask for a share of the next panel each
                 const Ahead ahead = passes == 1 ? Ahead{kAmxPrefetchBytes, kAmxStepBytes}
                                                 : Ahead{panel_bytes + panel_bytes * (group - first) / passes,
                                                         kAmxStepBytes / passes};
-                amx_tiles(cut.num_tiles > 1, cut.height, rows.steps, rows.data + 2 * group * rows.tile_bytes(),
-                          panels + panel * panel_bytes, ahead, sums);
+                amx_tiles(cut.num_tiles > 1, cut.height, rows.steps, rows.tile(2 * group), panels + panel * panel_bytes,
+                          ahead, sums);
                 const int64_t from = 2 * group * cut.height, count = std::min(2 * cut.height, cut.num_rows - from);
-                for (int64_t row = 0; row < count; ++row)
-                    for (int64_t column = 0; column < kAmxPanel; column += kWidth)
-                        finish(from + row, panel * kAmxPanel + column, sums + row * kAmxPanel + column);
+                for (int64_t row = 0; row < count; ++row) finish_row(from + row, sums + row * kAmxPanel);
             }
+        }
     }
 }
 
 // Rows x panels [begin, end) of a weight; `output` as in `gemm.h`.
 template <typename Output>
-void amx_gemm_bf16(const AmxRows& rows, const char* panels, int64_t begin, int64_t end, const Output& output) {
-    amx_walk<float>(rows, panels, rows.steps * kAmxStepBytes, begin, end,
-                    [&](int64_t row, int64_t column, const float* sums) { output.write(row, column, load(sums)); });
+void amx_gemm_bf16(const LineRows& rows, const char* panels, int64_t begin, int64_t end, const Output& output) {
+    amx_walk<float>(rows, panels, rows.steps * kAmxStepBytes, begin, end, [&](int64_t panel) {
+        return [&output, n = panel * kAmxPanel](int64_t row, const float* sums) {
+            output.write(row, n, load(sums), load(sums + kWidth));
+        };
+    });
 }
 template <typename Output>
-void amx_gemm_int8(const AmxRows& rows, const float* row_scales, const Int8Weight& weight, int64_t begin, int64_t end,
-                   const Output& output) {
-    amx_walk<int32_t>(rows, reinterpret_cast<const char*>(weight.panels), weight.panel_bytes(), begin, end,
-                      [&](int64_t row, int64_t column, const int32_t* sums) {
-                          output.write(row, column, weight.scaled(sums, column, row_scales[row]));
+void amx_gemm_int8(const Int8Rows& rows, const Int8Weight& weight, int64_t begin, int64_t end, const Output& output) {
+    amx_walk<int32_t>(rows.lines, reinterpret_cast<const char*>(weight.panels), weight.panel_bytes(), begin, end,
+                      [&](int64_t panel) {
+                          const int64_t n = panel * kAmxPanel;
+                          return [&, n, columns = Int8Columns(weight, n)](int64_t row, const int32_t* sums) {
+                              const float scale = rows.scales[row];
+                              output.write(row, n, columns.low(sums, scale), columns.high(sums, scale));
+                          };
                       });
 }
 

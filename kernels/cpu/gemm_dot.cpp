@@ -17,18 +17,9 @@ struct DotPairs {
 
 }  // namespace
 
-void dot_row(const float* x, int64_t in_features, int64_t m, char* target) {
-    bf16* row = reinterpret_cast<bf16*>(target) + m * 2 * num_pairs(in_features);
-    for (int64_t k = 0; k < in_features; k += kWidth)
-        store_partial(row + k, load_partial(x + k, in_features - k), in_features - k);
-    if (in_features % 2 != 0) row[in_features] = bf16{0};
-}
-
-int64_t dot_tile(int64_t num_rows, int64_t panels_left, const char* x, int64_t pairs, const char* panel, Ahead ahead,
-                 float* sums) {
-    return with_rows(num_rows, panels_left, [&]<int Rows, int Panels>() {
-        return word_sums<DotPairs, Rows, Panels>(x, pairs, panel, ahead, sums);
-    });
+void dot_tile(int64_t num_rows, const char* x, int64_t stride, int64_t pairs, const char* panel, Ahead ahead,
+              float* sums) {
+    with_rows(num_rows, [&]<int Rows>() { word_sums<DotPairs, Rows>(x, stride, pairs, panel, ahead, sums); });
 }
 
 namespace {
@@ -38,12 +29,11 @@ void linear(const float* x, int64_t num_rows, const void* packed, const float* b
     static thread_local Scratch scratch;
     const PackedHeader& header = header_of(packed);
     const int64_t in_features = header.in_features;
-    char* rows = reinterpret_cast<char*>(scratch.floats(DotRows::bytes(num_rows, in_features) / 4));
-    for (int64_t m = 0; m < num_rows; ++m) dot_row(x + m * in_features, in_features, m, rows);
+    const LineRows rows = LineRows::in(scratch, word_cut(num_rows), 2 * in_features);
+    for (int64_t m = 0; m < num_rows; ++m) narrow_row(x + m * in_features, in_features, m, rows);
     const Store<Y> output{y, bias, header.out_features};
     parallel_ranges(num_threads, ceil_div(header.out_features, kWordPanel), 2, [&](int64_t begin, int64_t end) {
-        gemm_dot(DotRows{rows}, num_rows, in_features, static_cast<const char*>(packed) + sizeof header, begin, end,
-                 output);
+        gemm_dot(rows, in_features, static_cast<const char*>(packed) + sizeof header, begin, end, output);
     });
 }
 

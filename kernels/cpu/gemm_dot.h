@@ -17,37 +17,22 @@ namespace baton {
 
 inline int64_t num_pairs(int64_t in_features) { return ceil_div(in_features, 2); }
 
-// Rows as the instruction reads them: [rows][num_pairs][2] bf16.
-struct DotRows {
-    const char* data;
+// `num_rows` rows (at most kWordRowTile) against a panel: sums[row * kWordPanel + column]. `x` as `LineRows::tile`.
+void dot_tile(int64_t num_rows, const char* x, int64_t stride, int64_t pairs, const char* panel, Ahead ahead, float* sums);
 
-    static int64_t bytes(int64_t num_rows, int64_t in_features) { return num_rows * num_pairs(in_features) * 4; }
-};
-
-// Row m of x, rounded to bf16, to its place in `target` (`DotRows::bytes`).
-void dot_row(const float* x, int64_t in_features, int64_t m, char* target);
-
-// `num_rows` rows (at most kWordRowTile) against some of `panels_left` panels from `panel` on; returns how many. The sums
-// go to sums[row * kWordTileColumns + column].
-int64_t dot_tile(int64_t num_rows, int64_t panels_left, const char* x, int64_t pairs, const char* panel, Ahead ahead,
-                 float* sums);
-
-// Rows x panels [begin, end) of a weight; `output` as in `gemm.h`.
+// Rows (`narrow_row`) x panels [begin, end) of a weight; `output` as in `gemm.h`.
 template <typename Output>
-void gemm_dot(const DotRows& x, int64_t num_rows, int64_t in_features, const char* panels, int64_t begin, int64_t end,
+void gemm_dot(const LineRows& x, int64_t in_features, const char* panels, int64_t begin, int64_t end,
               const Output& output, const KvRide& ride = {}) {
-    alignas(64) float sums[kWordRowTile * kWordTileColumns];
+    alignas(64) float sums[kWordRowTile * kWordPanel];
     const int64_t pairs = num_pairs(in_features), panel_bytes = pairs * 4 * kWordPanel;
-    walk_words(
-        pairs, num_rows, 4 * pairs, begin, end, ride,
-        [&](int64_t row, int64_t rows, int64_t panel, int64_t panels_left, Ahead ahead) {
-            return dot_tile(rows, panels_left, x.data + row * 4 * pairs, pairs, panels + panel * panel_bytes, ahead, sums);
-        },
-        [&](int64_t row, int64_t rows, int64_t panel, int64_t taken) {
-            for (int64_t column = 0; column < taken * kWordPanel; column += kWidth)
-                for (int64_t r = 0; r < rows; ++r)
-                    output.write(row + r, panel * kWordPanel + column, load(sums + r * kWordTileColumns + column));
-        });
+    walk_words(x.cut, 4 * pairs, pairs, begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
+        const int64_t rows = x.cut.rows(tile), first = x.cut.first(tile);
+        dot_tile(rows, x.tile(tile), x.stride(), pairs, panels + panel * panel_bytes, ahead, sums);
+        for (int64_t r = 0; r < rows; ++r)
+            output.write(first + r, panel * kWordPanel, load(sums + r * kWordPanel),
+                         load(sums + r * kWordPanel + kWidth));
+    });
 }
 
 // `baton_packed_bytes`, `baton_linear` of this kind.

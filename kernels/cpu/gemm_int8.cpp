@@ -30,22 +30,6 @@ struct DotBytes {
     }
 };
 
-// Lanes of 0 to 255 as bytes.
-inline void store_bytes(uint8_t* target, UintVec lanes) {
-#if defined(BATON_AVX512)
-    const __m128i bytes = _mm512_cvtepi32_epi8(__m512i(lanes));
-#elif defined(BATON_AVX2)
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(lanes), __m256i(lanes)), 0b1000);
-    const __m128i twice = _mm256_castsi256_si128(words);
-    const int64_t bytes = _mm_cvtsi128_si64(_mm_packus_epi16(twice, twice));
-#else
-    typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
-    const Bytes bytes = __builtin_convertvector(lanes, Bytes);
-#endif
-    static_assert(sizeof bytes == kWidth);
-    std::memcpy(target, &bytes, sizeof bytes);
-}
-
 // Byte `k % 4` of every lane of a line's two halves, as floats.
 template <int Byte>
 inline void widen_line(const int8_t* line, Vec& low, Vec& high) {
@@ -56,97 +40,51 @@ inline void widen_line(const int8_t* line, Vec& low, Vec& high) {
     high = widened(load_words(reinterpret_cast<const char*>(line + 4 * kWidth)));
 }
 
-template <int Rows, int Panels, int Byte>
-inline void widened_step(const float* x, int64_t in_features, const int8_t* line, int64_t panel_bytes,
-                         Vec (&sums)[Rows][2 * Panels]) {
-#pragma GCC unroll 4
-    for (int p = 0; p < Panels; ++p) {
-        Vec low, high;
-        widen_line<Byte>(line + p * panel_bytes, low, high);
+template <int Rows, int Byte>
+inline void widened_step(const float* x, int64_t in_features, const int8_t* line, Vec (&sums)[Rows][2]) {
+    Vec low, high;
+    widen_line<Byte>(line, low, high);
 #pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r) {
-            const Vec value = splat(x[r * in_features]);
-            sums[r][2 * p] = fma(value, low, sums[r][2 * p]);
-            sums[r][2 * p + 1] = fma(value, high, sums[r][2 * p + 1]);
-        }
+    for (int r = 0; r < Rows; ++r) {
+        const Vec value = splat(x[r * in_features]);
+        sums[r][0] = fma(value, low, sums[r][0]);
+        sums[r][1] = fma(value, high, sums[r][1]);
     }
 }
 
-template <int Rows, int Panels>
-int64_t widened_sums(const float* x, int64_t in_features, const int8_t* panel, Ahead ahead, float* out) {
+template <int Rows>
+void widened_sums(const float* x, int64_t in_features, const int8_t* panel, Ahead ahead, float* out) {
     const int64_t whole = in_features / 4, rest = in_features % 4, line = 4 * kWordPanel;
-    const int64_t panel_bytes = num_quads(in_features) * line;
-    Vec sums[Rows][2 * Panels];
+    Vec sums[Rows][2];
 #pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-        for (int v = 0; v < 2 * Panels; ++v) sums[r][v] = Vec{};
+    for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = Vec{};
     const char* next = reinterpret_cast<const char*>(panel) + ahead.offset;
     for (int64_t k = 0; k < whole; ++k, next += ahead.step, panel += line, x += 4) {
         if (Rows >= kRideRows) ahead.ride.ask(k);
-#pragma GCC unroll 4
-        for (int p = 0; p < Panels; ++p) prefetch(next + p * panel_bytes);
-        widened_step<Rows, Panels, 0>(x, in_features, panel, panel_bytes, sums);
-        widened_step<Rows, Panels, 1>(x + 1, in_features, panel, panel_bytes, sums);
-        widened_step<Rows, Panels, 2>(x + 2, in_features, panel, panel_bytes, sums);
-        widened_step<Rows, Panels, 3>(x + 3, in_features, panel, panel_bytes, sums);
+        prefetch(next);
+        widened_step<Rows, 0>(x, in_features, panel, sums);
+        widened_step<Rows, 1>(x + 1, in_features, panel, sums);
+        widened_step<Rows, 2>(x + 2, in_features, panel, sums);
+        widened_step<Rows, 3>(x + 3, in_features, panel, sums);
     }
-    if (rest > 0) widened_step<Rows, Panels, 0>(x, in_features, panel, panel_bytes, sums);
-    if (rest > 1) widened_step<Rows, Panels, 1>(x + 1, in_features, panel, panel_bytes, sums);
-    if (rest > 2) widened_step<Rows, Panels, 2>(x + 2, in_features, panel, panel_bytes, sums);
+    if (rest > 0) widened_step<Rows, 0>(x, in_features, panel, sums);
+    if (rest > 1) widened_step<Rows, 1>(x + 1, in_features, panel, sums);
+    if (rest > 2) widened_step<Rows, 2>(x + 2, in_features, panel, sums);
 #pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-        for (int v = 0; v < 2 * Panels; ++v) store(out + r * kWordTileColumns + v * kWidth, sums[r][v]);
-    return Panels;
+    for (int r = 0; r < Rows; ++r) store_two(out + r * kWordPanel, sums[r][0], sums[r][1]);
 }
 
 }  // namespace
 
-int64_t int8_tile(int64_t num_rows, int64_t panels_left, const uint8_t* x, int64_t quads, const int8_t* panel,
-                  Ahead ahead, int32_t* sums) {
-    return with_rows(num_rows, panels_left, [&]<int Rows, int Panels>() {
-        return word_sums<DotBytes, Rows, Panels>(reinterpret_cast<const char*>(x), quads,
-                                               reinterpret_cast<const char*>(panel), ahead, sums);
+void int8_tile(int64_t num_rows, const char* x, int64_t stride, int64_t quads, const int8_t* panel, Ahead ahead,
+               int32_t* sums) {
+    with_rows(num_rows, [&]<int Rows>() {
+        word_sums<DotBytes, Rows>(x, stride, quads, reinterpret_cast<const char*>(panel), ahead, sums);
     });
 }
 
-int64_t widened_tile(int64_t num_rows, int64_t panels_left, const float* x, int64_t in_features, const int8_t* panel,
-                     Ahead ahead, float* sums) {
-    return with_rows(num_rows, panels_left, [&]<int Rows, int Panels>() {
-        return widened_sums<Rows, Panels>(x, in_features, panel, ahead, sums);
-    });
-}
-
-void quantize_row(const float* x, int64_t in_features, int64_t m, const Int8Rows& rows) {
-    IntVec largest_bits = {};  // magnitudes order as their bits do, a NaN above all
-    for (int64_t i = 0; i < in_features; i += kWidth) {
-        const IntVec bits = IntVec(load_partial(x + i, in_features - i)) & 0x7fffffff;
-        largest_bits = bits > largest_bits ? bits : largest_bits;
-    }
-    int32_t bits = 0;
-    for (int64_t lane = 0; lane < kWidth; ++lane) bits = std::max(bits, largest_bits[lane]);
-    float largest;
-    std::memcpy(&largest, &bits, sizeof largest);
-    const bool is_finite = bits < 0x7f800000, is_zero = largest < 1e-30f;
-    rows.scales[m] = is_finite ? (is_zero ? 0.0f : largest / 127.0f) : std::numeric_limits<float>::quiet_NaN();
-    uint8_t* values = rows.values + m * 4 * num_quads(in_features);
-    if (!is_finite || is_zero) {
-        std::memset(values, 128, size_t(4 * num_quads(in_features)));
-        return;
-    }
-    const Vec inverse = splat(127.0f / largest);
-    // adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits
-    const Vec magic = splat(kMagic);
-    const auto quantized = [&](Vec value) { return UintVec(value * inverse + magic) + (128 - 0x4b400000u); };
-    int64_t i = 0;
-    for (; i + kWidth <= in_features; i += kWidth) store_bytes(values + i, quantized(load(x + i)));
-    if (i < in_features) {
-        uint8_t last[kWidth];
-        store_bytes(last, quantized(load_partial(x + i, in_features - i)));
-        std::memcpy(values + i, last, size_t(in_features - i));
-    }
-    for (i = in_features; i < 4 * num_quads(in_features); ++i) values[i] = 128;
+void widened_tile(int64_t num_rows, const float* x, int64_t in_features, const int8_t* panel, Ahead ahead, float* sums) {
+    with_rows(num_rows, [&]<int Rows>() { widened_sums<Rows>(x, in_features, panel, ahead, sums); });
 }
 
 int64_t int8_packed_bytes(int64_t out_features, int64_t in_features) {
@@ -158,18 +96,20 @@ namespace {
 
 template <typename Y>
 void linear(const float* x, int64_t num_rows, const void* packed, const float* bias, Y* y, int64_t num_threads) {
-    static thread_local Scratch scratch;
+    static thread_local Scratch bytes, scales;
     const Int8Weight weight(packed);
     const Store<Y> output{y, bias, weight.out_features};
     const bool quantizes = header_of(packed).kind == WeightKind::kInt8;
-    const Int8Rows rows(scratch.floats(quantizes ? Int8Rows::floats(num_rows, weight.in_features) : 0), num_rows);
-    if (quantizes)
+    Int8Rows rows;
+    if (quantizes) {
+        rows = {LineRows::in(bytes, word_cut(num_rows), weight.in_features), scales.floats(num_rows)};
         parallel_ranges(num_threads, num_rows, 8, [&](int64_t begin, int64_t end) {
-            for (int64_t m = begin; m < end; ++m) quantize_row(x + m * weight.in_features, weight.in_features, m, rows);
+            for (int64_t m = begin; m < end; ++m) rows.quantize(x + m * weight.in_features, weight.in_features, m);
         });
+    }
     parallel_ranges(num_threads, weight.num_panels(), 2, [&](int64_t begin, int64_t end) {
         if (quantizes)
-            gemm_int8(rows, num_rows, weight, begin, end, output);
+            gemm_int8(rows, weight, begin, end, output);
         else
             gemm_widened(x, num_rows, weight, begin, end, output);
     });

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "gemm_words.h"
+#include "words.h"
 
 namespace baton {
 
@@ -35,83 +36,82 @@ struct Int8Weight {
           sums(reinterpret_cast<const int32_t*>(scales + num_panels() * kWordPanel)),
           panels(reinterpret_cast<const int8_t*>(sums + num_panels() * kWordPanel)) {}
 
-    // Results from the sums of columns n to n + kWidth - 1.
-    Vec scaled(const int32_t* column_sums, int64_t n, float x_scale) const {
-        IntVec offset, sum;
-        std::memcpy(&offset, sums + n, sizeof offset);
-        std::memcpy(&sum, column_sums, sizeof sum);
-        return __builtin_convertvector(sum - offset * 128, Vec) * (splat(x_scale) * load(scales + n));
-    }
-
     int64_t num_panels() const { return ceil_div(out_features, kWordPanel); }
     int64_t panel_bytes() const { return num_quads(in_features) * 4 * kWordPanel; }
 };
 
-// Quantized rows: bytes q + 128, each row filled up to whole quads, and one scale per row.
-struct Int8Rows {
-    uint8_t* values;  // [rows, 4 * num_quads]
-    float* scales;    // [rows]
+// Results from the sums of a panel's columns, from n on.
+class Int8Columns {
+public:
+    Int8Columns(const Int8Weight& weight, int64_t n)
+        : low_offset_(load_words(weight.sums + n) * 128), high_offset_(load_words(weight.sums + n + kWidth) * 128),
+          low_scale_(load(weight.scales + n)), high_scale_(load(weight.scales + n + kWidth)) {}
 
-    // Floats of scratch that `num_rows` rows of at most `in_features` take.
-    static int64_t floats(int64_t num_rows, int64_t in_features) {
-        return num_rows * (num_quads(in_features) + 1);
+    Vec low(const int32_t* sums, float x_scale) const { return scaled(sums, low_offset_, low_scale_, x_scale); }
+    Vec high(const int32_t* sums, float x_scale) const { return scaled(sums + kWidth, high_offset_, high_scale_, x_scale); }
+
+private:
+    static Vec scaled(const int32_t* sums, IntVec offset, Vec scale, float x_scale) {
+        return __builtin_convertvector(load_words(sums) - offset, Vec) * (splat(x_scale) * scale);
     }
-    Int8Rows(float* memory, int64_t num_rows) : values(reinterpret_cast<uint8_t*>(memory + num_rows)), scales(memory) {}
+
+    const IntVec low_offset_, high_offset_;
+    const Vec low_scale_, high_scale_;
 };
 
-// Row m of x to row m of `rows`: scale = max |x| / 127, q = x * (127 / max |x|) to the nearest integer, ties to even.
-// A row whose largest magnitude is below 1e-30 becomes zeros of scale 0; one with a NaN or an infinity becomes zeros
-// of scale NaN, so that all of its results are NaN and no other row's are.
-void quantize_row(const float* x, int64_t in_features, int64_t m, const Int8Rows& rows);
+// Quantized rows: their bytes and a scale each.
+struct Int8Rows {
+    LineRows lines;
+    float* scales = nullptr;
 
-// num_rows rows (at most kWordRowTile) against some of `panels_left` panels from `panel` on; returns how many. The
-// sums go to sums[row * kWordTileColumns + column]. Panels are a fixed number of bytes apart.
-int64_t int8_tile(int64_t num_rows, int64_t panels_left, const uint8_t* x, int64_t quads, const int8_t* panel,
-                  Ahead ahead, int32_t* sums);
-int64_t widened_tile(int64_t num_rows, int64_t panels_left, const float* x, int64_t in_features, const int8_t* panel,
-                     Ahead ahead, float* sums);
+    void quantize(const float* x, int64_t in_features, int64_t m) const {
+        scales[m] = quantize_row(x, in_features, m, lines);
+    }
+};
+
+// num_rows rows (at most kWordRowTile) against a panel: sums[row * kWordPanel + column]. `x` of `int8_tile` as
+// `LineRows::tile`, of `widened_tile` rows of fp32.
+void int8_tile(int64_t num_rows, const char* x, int64_t stride, int64_t quads, const int8_t* panel, Ahead ahead,
+               int32_t* sums);
+void widened_tile(int64_t num_rows, const float* x, int64_t in_features, const int8_t* panel, Ahead ahead, float* sums);
 
 // Quantized rows x panels [begin, end); `output` as in `gemm`.
 template <typename Output>
-void gemm_int8(const Int8Rows& x, int64_t num_rows, const Int8Weight& weight, int64_t begin, int64_t end,
-               const Output& output, const KvRide& ride = {}) {
-    alignas(64) int32_t sums[kWordRowTile * kWordTileColumns];
+void gemm_int8(const Int8Rows& x, const Int8Weight& weight, int64_t begin, int64_t end, const Output& output,
+               const KvRide& ride = {}) {
+    alignas(64) int32_t sums[kWordRowTile * kWordPanel];
+    const RowCut& cut = x.lines.cut;
     const int64_t quads = num_quads(weight.in_features);
-    walk_words(
-        quads, num_rows, 4 * quads, begin, end, ride,
-        [&](int64_t row, int64_t rows, int64_t panel, int64_t panels_left, Ahead ahead) {
-            return int8_tile(rows, panels_left, x.values + row * 4 * quads, quads,
-                             weight.panels + panel * weight.panel_bytes(), ahead, sums);
-        },
-        [&](int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-            for (int64_t column = 0; column < panels * kWordPanel; column += kWidth) {
-                const int64_t n = panel * kWordPanel + column;
-                for (int64_t r = 0; r < rows; ++r)
-                    output.write(row + r, n,
-                                 weight.scaled(sums + r * kWordTileColumns + column, n, x.scales[row + r]));
-            }
-        });
+    walk_words(cut, 4 * quads, quads, begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
+        const int64_t rows = cut.rows(tile), first = cut.first(tile), n = panel * kWordPanel;
+        int8_tile(rows, x.lines.tile(tile), x.lines.stride(), quads, weight.panels + panel * weight.panel_bytes(), ahead,
+                  sums);
+        const Int8Columns columns(weight, n);
+        for (int64_t r = 0; r < rows; ++r) {
+            const int32_t* line = sums + r * kWordPanel;
+            const float scale = x.scales[first + r];
+            output.write(first + r, n, columns.low(line, scale), columns.high(line, scale));
+        }
+    });
 }
 
 // fp32 rows [num_rows, in_features] x panels [begin, end).
 template <typename Output>
 void gemm_widened(const float* x, int64_t num_rows, const Int8Weight& weight, int64_t begin, int64_t end,
                   const Output& output, const KvRide& ride = {}) {
-    alignas(64) float sums[kWordRowTile * kWordTileColumns];
-    walk_words(
-        num_quads(weight.in_features), num_rows, 4 * weight.in_features, begin, end, ride,
-        [&](int64_t row, int64_t rows, int64_t panel, int64_t panels_left, Ahead ahead) {
-            return widened_tile(rows, panels_left, x + row * weight.in_features, weight.in_features,
+    alignas(64) float sums[kWordRowTile * kWordPanel];
+    const RowCut cut = word_cut(num_rows);
+    const int64_t in_features = weight.in_features;
+    walk_words(cut, 4 * in_features, num_quads(in_features), begin, end, ride,
+               [&](int64_t tile, int64_t panel, Ahead ahead) {
+                   const int64_t rows = cut.rows(tile), first = cut.first(tile), n = panel * kWordPanel;
+                   widened_tile(rows, x + first * in_features, in_features,
                                 weight.panels + panel * weight.panel_bytes(), ahead, sums);
-        },
-        [&](int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-            for (int64_t column = 0; column < panels * kWordPanel; column += kWidth) {
-                const int64_t n = panel * kWordPanel + column;
-                const Vec scale = load(weight.scales + n);
-                for (int64_t r = 0; r < rows; ++r)
-                    output.write(row + r, n, load(sums + r * kWordTileColumns + column) * scale);
-            }
-        });
+                   const Vec low = load(weight.scales + n), high = load(weight.scales + n + kWidth);
+                   for (int64_t r = 0; r < rows; ++r)
+                       output.write(first + r, n, load(sums + r * kWordPanel) * low,
+                                    load(sums + r * kWordPanel + kWidth) * high);
+               });
 }
 
 // `baton_packed_bytes`, `baton_linear` of the int8 kinds.

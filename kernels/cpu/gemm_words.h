@@ -2,45 +2,42 @@
 // column that are neighbours in k, which is what one lane of a dot-product instruction reads.
 //
 // Panels are [ceil(N / kWordPanel)][words of K][kWordPanel words]; rows are words of the same kind, a word broadcast to
-// all lanes at a time. Rows are cut into blocks that stay in cache and into tiles of about equal height; a tile's sums
-// stay in registers for the whole of k.
+// all lanes at a time. Rows are cut into tiles of equal height, and these into blocks that stay in cache; a tile's sums with
+// one panel stay in registers for the whole of k. Panels are taken one at a time: however few the rows are, memory is then
+// one stream, which it serves faster than several.
 #pragma once
 
 #include "gemm.h"
+#include "line_rows.h"
 
 namespace baton {
 
 constexpr int64_t kWordPanel = 2 * kWidth;
 constexpr int64_t kWordRowTile = kRowTile;
-constexpr int64_t kWordTileColumns = 4 * kWordPanel;
 constexpr int64_t kWordRowBlockBytes = 256 * 1024;  // bytes of rows that stay in L2 while panels pass
-constexpr int64_t kWordSlackBytes = 2048;           // after the last panel, for tiles that are read past its end
+constexpr int64_t kWordSlackBytes = 2048;           // after the last panel, for what is asked for ahead
 
-// `num_rows` rows x panels [begin, end) of `words` lines each. multiply(first row, number of rows, panel, panels left,
-// ahead) computes a tile and returns its panels; finish(first row, number of rows, panel, panels) writes it.
-template <typename Multiply, typename Finish>
-void walk_words(int64_t words, int64_t num_rows, int64_t row_bytes, int64_t begin, int64_t end,
-                const KvRide& ride, const Multiply& multiply, const Finish& finish) {
+inline RowCut word_cut(int64_t num_rows) { return {num_rows, std::max<int64_t>(1, ceil_div(num_rows, kWordRowTile))}; }
+
+// All tiles of `cut` x panels [begin, end) of `words` lines each; multiply(tile, panel, ahead) computes one.
+template <typename Multiply>
+void walk_words(const RowCut& cut, int64_t row_bytes, int64_t words, int64_t begin, int64_t end, const KvRide& ride,
+                const Multiply& multiply) {
     constexpr int64_t line = 4 * kWordPanel;
-    const int64_t block = std::max(2 * kWordRowTile, kWordRowBlockBytes / std::max<int64_t>(row_bytes, 1));
-    const int64_t num_blocks = ceil_div(num_rows, block), panel_bytes = words * line;
+    const int64_t panel_bytes = words * line;
+    const int64_t num_blocks = std::min(cut.num_tiles, ceil_div(cut.num_rows * row_bytes, kWordRowBlockBytes));
     for (int64_t b = 0; b < num_blocks; ++b) {
-        const int64_t first = num_rows * b / num_blocks, rows = num_rows * (b + 1) / num_blocks - first;
-        const int64_t tiles = ceil_div(rows, kWordRowTile);
+        const int64_t first = cut.num_tiles * b / num_blocks, last = cut.num_tiles * (b + 1) / num_blocks;
+        const int64_t passes = last - first;
         const KvRide none;
-        KvRide::Cursor cursor(b == 0 ? ride : none, begin, tiles);
-        for (int64_t panel = begin; panel < end;) {
-            int64_t taken = 0;
-            for (int64_t t = 0; t < tiles; ++t) {
-                const int64_t from = first + rows * t / tiles, count = first + rows * (t + 1) / tiles - from;
-                Ahead ahead = tiles == 1 ? Ahead{kPrefetchBytes, line}
-                                               : Ahead{panel_bytes * (tiles + t) / tiles, line / tiles};
+        KvRide::Cursor cursor(b == 0 ? ride : none, begin, passes);
+        for (int64_t panel = begin; panel < end; ++panel)
+            for (int64_t tile = first; tile < last; ++tile) {
+                Ahead ahead = passes == 1 ? Ahead{kPrefetchBytes, line}
+                                          : Ahead{panel_bytes * (passes + tile - first) / passes, line / passes};
                 ahead.ride = cursor.next();
-                taken = multiply(from, count, panel, tiles == 1 ? end - panel : 1, ahead);
-                finish(from, count, panel, taken);
+                multiply(tile, panel, ahead);
             }
-            panel += taken;
-        }
     }
 }
 

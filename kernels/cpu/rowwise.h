@@ -38,17 +38,15 @@ inline void rotate_head(const T* x, const float* cos, const float* sin, int64_t 
     }
 }
 
-// gate / (1 + exp(-gate)) * up
-template <typename T>
-inline Vec silu_mul(Vec gate, Vec up) {
-    return round_to<T>(gate / (exp(-gate) + 1.0f) * up);
-}
+// gate / (1 + exp(-gate)) * up, not rounded yet
+inline Vec silu_mul(Vec gate, Vec up) { return gate / (exp(-gate) + 1.0f) * up; }
 
 // The same over `size` columns.
 template <typename T, typename Y>
 inline void silu_mul_row(const T* gates, const T* ups, int64_t size, Y* y) {
     for (int64_t i = 0; i < size; i += kWidth)
-        store_partial(y + i, silu_mul<T>(load_partial(gates + i, size - i), load_partial(ups + i, size - i)), size - i);
+        store_partial(y + i, round_to<T>(silu_mul(load_partial(gates + i, size - i), load_partial(ups + i, size - i))),
+                      size - i);
 }
 
 }  // namespace baton

@@ -189,6 +189,42 @@ inline void store_partial(T* target, Vec value, int64_t count) {
     std::memcpy(target, lanes, size_t(count) * sizeof(T));
 }
 
+// Two vectors side by side, or the first `count` lanes of both.
+inline void store_two(float* target, Vec low, Vec high) {
+    store(target, low);
+    store(target + kWidth, high);
+}
+inline void store_two(bf16* target, Vec low, Vec high) {
+#if defined(BATON_AVX512) && defined(__AVX512BF16__) && defined(__AVX512DQ__)
+    // The machine's own rounding is `round_bf16` but for subnormals (zeros to it) and NaNs.
+    constexpr int odd = 0x01 | 0x20 | 0x80;
+    if ((_mm512_fpclass_ps_mask(low, odd) | _mm512_fpclass_ps_mask(high, odd)) == 0) [[likely]] {
+        const auto both = _mm512_cvtne2ps_pbh(high, low);
+        std::memcpy(target, &both, sizeof both);
+        return;
+    }
+#endif
+    store(target, low);
+    store(target + kWidth, high);
+}
+template <typename T>
+inline void store_two(T* target, Vec low, Vec high, int64_t count) {
+    if (count >= 2 * kWidth) return store_two(target, low, high);
+    store_partial(target, low, count);
+    if (count > kWidth) store_partial(target + kWidth, high, count - kWidth);
+}
+template <typename T>
+inline void add_two(const T* source, Vec& low, Vec& high) {
+    low += load(source);
+    high += load(source + kWidth);
+}
+template <typename T>
+inline void add_two(const T* source, int64_t count, Vec& low, Vec& high) {
+    if (count >= 2 * kWidth) return add_two(source, low, high);
+    low += load_partial(source, count);
+    if (count > kWidth) high += load_partial(source + kWidth, count - kWidth);
+}
+
 template <typename T>
 inline Vec round_to(Vec value);
 template <>

@@ -74,6 +74,26 @@ def test_subnormal_values_and_sums_count_as_zero(kernels):
     assert result[1, 7] == 0
 
 
+def test_results_that_the_machine_rounds_otherwise(kernels):
+    """Its own rounding to bf16 would make zeros of subnormals and keep a NaN's bits."""
+    x, weight, _ = make_case(3, 64, 100)
+    special = torch.tensor([1e-39, -3e-40, 2.0**-126, float("nan"), float("inf"), float("-inf"), 3.4e38])
+    bias = torch.zeros(100).bfloat16()
+    for place in (0, 20, 40, 90):  # in either half of a panel, and in the last one, which is cut
+        bias[place : place + len(special)] = special.bfloat16()
+    weight[bias != 0] = 0
+    pairs = kernels()
+    result = pairs.linear(x, pairs.pack_linear(weight), bias)
+    expected = (pair_product(x, weight) + bias.float()).bfloat16()
+    odd = bias.isnan()  # torch has other bits for them
+    assert_same_bits(result[:, ~odd], expected[:, ~odd])
+    assert_same_bits(
+        result[:, odd], torch.full_like(result[:, odd], 0x7FC0, dtype=torch.int16).view(torch.bfloat16)
+    )
+    assert result[0, 0] != 0
+    assert result[0, 1] != 0
+
+
 def test_bits_do_not_depend_on_threads_or_on_neighbours(kernels):
     x, weight, bias = make_case(70, 200, 300)
     packed = kernels().pack_linear(weight)

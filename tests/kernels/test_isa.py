@@ -107,7 +107,7 @@ def with_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         *(*build.FLAGS, "-O0", "-Wno-psabi", "-DBATON_WIDTH=16"),
         *("-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     )
-    sources = [str(build.SOURCE_DIR / name) for name in ("gemm_amx.cpp", "gemm_int8.cpp")]
+    sources = [str(build.SOURCE_DIR / name) for name in ("gemm_amx.cpp", "gemm_int8.cpp", "line_rows.cpp")]
     subprocess.run([str(COMPILER), *flags, "-shared", *sources, "-o", str(target)], check=True, timeout=120)
     return ctypes.CDLL(str(target))
 
