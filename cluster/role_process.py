@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -129,6 +130,8 @@ def serve_role(
     name = config.router if isinstance(config, RouterConfig) else config.worker
 
     def ready() -> None:
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections need not look at it, which stops a worker for 0.1 s
         logger.info("%s is ready", name)
         on_ready()
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib.metadata
 import logging
 import math
@@ -132,8 +131,6 @@ async def run(
         )
 
         sys.setswitchinterval(SWITCH_S)
-        gc.collect()
-        gc.freeze()  # what was loaded stays: collections need not look at it, which takes long
 
         def on_listening(host: str, port: int) -> None:
             logger.info("serving %s on %s port %d", model.name, host, port)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cluster import role_process
 from cluster.config import ClusterConfig
 from cluster.errors import ModelError
-from cluster.role_process import FORCED_EXIT_CODE, StopSwitch, one_line
+from cluster.ids import Epoch, WorkerId
+from cluster.role_config import WorkerConfig
+from cluster.role_process import FORCED_EXIT_CODE, StopSwitch, one_line, serve_role
+from cluster.wire.messages import Role
 from tests.support.processes import ROOT, LocalCluster
 
 SUPPORT = ROOT / "tests" / "support"
@@ -94,3 +102,29 @@ def test_one_line_errors() -> None:
     assert one_line(ModelError("a\n  b")) == "a b"
     assert one_line(ValueError("x")) == "ValueError: x"
     assert one_line(KeyError()) == "KeyError"
+
+
+def test_what_was_loaded_is_no_work_for_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    async def service(config: Any, *, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        order.append("loaded")
+        on_ready()
+
+    monkeypatch.setattr(role_process, "load_entry", lambda entry: service)
+    monkeypatch.setattr(role_process, "configure_logging", lambda log, name: None)
+    monkeypatch.setattr(gc, "freeze", lambda: order.append("frozen"))
+    config = WorkerConfig(
+        cluster_token="t",
+        served_model_name="m",
+        block_size=16,
+        worker=WorkerId("decode-0"),
+        role=Role.DECODE,
+        epoch=Epoch(1),
+        router_addresses=(),
+        model="m",
+        kv_address=None,
+        runtime_dir="",
+    )
+    assert serve_role("any:run", config, StopSwitch(), lambda: order.append("ready")) == ""
+    assert order == ["loaded", "frozen", "ready"]

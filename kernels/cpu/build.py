@@ -60,6 +60,7 @@ HEADERS = (
     "gemm_int8.h",
     "gemm_words.h",
     "operand.h",
+    "places.h",
     "kv_ahead.h",
     "kv_rows.h",
     "line_rows.h",

@@ -115,7 +115,7 @@ public:
         const T* embedding = static_cast<const T*>(model_.embedding);
         for (int64_t m = rows.begin; m < rows.end; ++m)
             std::memcpy(x_ + m * s_.hidden, embedding + batch_.tokens[m] * s_.hidden, size_t(s_.hidden) * sizeof(T));
-        if (batch_.num_tokens <= kOwnRows) meet(watch, StepStage::kEmbedding);
+        if (batch_.num_tokens <= kOwnRows) meet(rank, watch, StepStage::kEmbedding);
         int64_t num_rows = batch_.num_tokens;
         for (int64_t index = 0; index < s_.num_layers; ++index) {
             const Layer& layer = model_.layers[size_t(index)];
@@ -123,28 +123,28 @@ public:
             Operand normed = norm(watch, rank, layer.input_norm, layer.qkv, num_rows);
             normed.ride = ride(index, layer.qkv, s_.num_between() - s_.qkv() * s_.hidden);
             product(rank, normed, layer.qkv, Store<T>{wide_, layer.qkv_bias, s_.qkv()});
-            meet(watch, StepStage::kQkv);
+            meet(rank, watch, StepStage::kQkv);
             heads(rank, Share(batch_.num_tokens * (s_.num_heads + 2 * s_.num_kv_heads), rank, size_), layer, index);
-            meet(watch, StepStage::kHeads);
+            meet(rank, watch, StepStage::kHeads);
             const bool is_last = index == s_.num_layers - 1;
             attention(rank, index, is_last ? last_items_ : items_);
-            meet(watch, StepStage::kAttention);
+            meet(rank, watch, StepStage::kAttention);
             if (is_last && batch_.is_trimmed()) {
                 if (batch_.num_logit_rows == 0) return;
                 num_rows = batch_.num_logit_rows;
                 if (rank == 0) keep_asked();
-                meet(watch, StepStage::kAttention);
+                meet(rank, watch, StepStage::kAttention);
             }
             Operand attended = operands_.prepare(rank, a_, layer.output, num_rows, s_.query());
             attended.ride = ride(index + 1, layer.output, 0);
             product(rank, attended, layer.output, AddTo<T>{x_, layer.output_bias, s_.hidden});
-            meet(watch, StepStage::kOutput);
+            meet(rank, watch, StepStage::kOutput);
             normed = norm(watch, rank, layer.mlp_norm, layer.gate_up, num_rows);
             normed.ride = ride(index + 1, layer.gate_up, s_.hidden * s_.query());
             Operand inner = gated(watch, rank, normed, layer);
             inner.ride = ride(index + 1, layer.down, s_.hidden * (s_.query() + 2 * s_.inner));
             product(rank, inner, layer.down, AddTo<T>{x_, layer.down_bias, s_.hidden});
-            meet(watch, StepStage::kDown);
+            meet(rank, watch, StepStage::kDown);
         }
         logits(watch, rank);
     }
@@ -155,9 +155,9 @@ private:
     }
 
     // The end of a stage whose results other ranks read.
-    void meet(Stopwatch& watch, StepStage stage) {
+    void meet(int64_t rank, Stopwatch& watch, StepStage stage) {
         watch.lap(stage);
-        model_.team.barrier();
+        model_.team.barrier(rank);
         watch.lap(stage, Stopwatch::kWait);
     }
 
@@ -223,11 +223,11 @@ private:
         } else if (reads_bf16(header_of(layer.down).kind)) {
             const Operand inner = operands_.place(layer.down, rows.num_rows, s_.inner);
             gate_panels(rank, rows, layer, NarrowInner{inner.laid_out.lines});
-            meet(watch, StepStage::kGateUp);
+            meet(rank, watch, StepStage::kGateUp);
             return inner;
         } else {
             gate_panels(rank, rows, layer, WideInner<T>{inner_, s_.inner});
-            meet(watch, StepStage::kGateUp);
+            meet(rank, watch, StepStage::kGateUp);
         }
         return operands_.prepare(rank, inner_, layer.down, rows.num_rows, s_.inner);
     }
@@ -249,7 +249,7 @@ private:
     // Gate and up to wide_, then silu(gate) * up to inner_.
     void gated_apart(Stopwatch& watch, int64_t rank, const Operand& rows, const Layer& layer) {
         product(rank, rows, layer.gate_up, Store<T>{wide_, layer.gate_up_bias, 2 * s_.inner});
-        meet(watch, StepStage::kGateUp);
+        meet(rank, watch, StepStage::kGateUp);
         const Share columns(s_.inner, rank, size_);
         const int64_t unit = 16 * kWidth, least = std::max(unit, ceil_div(4096, rows.num_rows));
         model_.team.divide(rank, columns.begin, columns.end, unit, least, [&](int64_t begin, int64_t end) {
@@ -258,7 +258,7 @@ private:
                 silu_mul_row(gates, gates + s_.inner, end - begin, inner_ + m * s_.inner + begin);
             }
         });
-        meet(watch, StepStage::kGate);
+        meet(rank, watch, StepStage::kGate);
     }
 
     // Query and key heads are normed and rotated; queries are kept, keys and values go to the pool.
@@ -319,7 +319,7 @@ private:
             });
         watch.lap(StepStage::kNorm);
         product(rank, normed, model_.lm_head, Store<float>{batch_.logits, nullptr, s_.vocab});
-        meet(watch, StepStage::kHead);
+        meet(rank, watch, StepStage::kHead);
         const Share rows(batch_.num_logit_rows, rank, size_);
         model_.team.divide(rank, rows.begin, rows.end, 1, 1, [&](int64_t begin, int64_t end) {
             for (int64_t r = begin; r < end; ++r)

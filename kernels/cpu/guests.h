@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core_board.h"
+#include "places.h"
 #include "stage.h"
 
 namespace baton {
@@ -26,13 +27,15 @@ struct LentCore {
 
 class Guests {
 public:
-    // `stages` are those of the team's ranks and outlive this object. `board` may be null where no core has owners.
-    Guests(std::unique_ptr<CoreBoard> board, const std::vector<LentCore>& cores, std::vector<Stage>& stages)
-        : board_(std::move(board)), stages_(stages) {
+    // `stages` are those of the team's ranks and outlive this object, as do `places`: of the ranks, then of the guests.
+    // `board` may be null where no core has owners.
+    Guests(std::unique_ptr<CoreBoard> board, const std::vector<LentCore>& cores, std::vector<Stage>& stages,
+           Places& places)
+        : board_(std::move(board)), stages_(stages), places_(places) {
         for (const LentCore& core : cores) guests_.push_back(std::make_unique<Guest>(core));
         try {
             for (size_t i = 0; i < guests_.size(); ++i)
-                guests_[i]->thread = std::thread([this, i] { live(*guests_[i], i % stages_.size()); });
+                guests_[i]->thread = std::thread([this, i] { live(*guests_[i], i); });
         } catch (const std::exception&) {
             stop();
             throw;
@@ -102,24 +105,30 @@ private:
         return !stopping_.load(std::memory_order_relaxed);
     }
 
-    void live(Guest& guest, size_t first_stage) {
+    void live(Guest& guest, size_t index) {
+        const size_t first_stage = index % stages_.size();
+        const int64_t thread = int64_t(stages_.size() + index);
         for (;;) {
             guest.place.wait(kHome, std::memory_order_acquire);
             if (stopping_) return;
+            places_.wake(thread);
             for (int64_t spins = 0; may_stay(guest.lent);) {
                 const uint32_t seen = news_.load();
                 if (help(first_stage)) {
                     num_pieces_.fetch_add(is_lent(guest.lent), std::memory_order_relaxed);
+                    places_.note(thread);
                     spins = 0;
                 } else if (++spins < kSpins) {
                     relax();
                 } else if (in_step_.load(std::memory_order_relaxed)) {
                     news_.wait(seen);
+                    places_.wake(thread);
                     spins = 0;
                 } else {
                     break;
                 }
             }
+            places_.leave(thread);
             if (is_lent(guest.lent)) board_->release(guest.lent.core);
             num_away_.fetch_sub(1, std::memory_order_relaxed);
             guest.place.store(kHome);
@@ -147,6 +156,7 @@ private:
 
     const std::unique_ptr<CoreBoard> board_;
     std::vector<Stage>& stages_;
+    Places& places_;
     std::atomic<bool> stopping_{false}, in_step_{false}, wants_helpers_{false};
     std::atomic<uint32_t> news_{0};
     std::atomic<int64_t> num_away_{0}, num_pieces_{0};

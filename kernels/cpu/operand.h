@@ -152,7 +152,7 @@ private:
         if (alone(num_rows)) return rows(0, num_rows);
         const Share share(num_rows, rank, team_.size());
         team_.divide(rank, share.begin, share.end, 1, kOwnRows, rows);
-        team_.barrier();
+        team_.barrier(rank);
     }
 
     Team& team_;

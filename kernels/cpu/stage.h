@@ -53,16 +53,18 @@ public:
         while (take(true)) --num_lent_;
     }
 
-    // The rank itself, after `work`: until the pieces that others took are done.
-    void settle() {
+    // The rank itself, after `work`: until the pieces that others took are done. Whether it slept.
+    bool settle() {
         const uint32_t all = uint32_t(num_lent_);
         uint32_t done = num_returned_.load(std::memory_order_acquire);
-        for (int64_t spins = 0; done != all; done = num_returned_.load(std::memory_order_acquire)) {
+        int64_t spins = 0;
+        for (; done != all; done = num_returned_.load(std::memory_order_acquire)) {
             if (++spins < kSpins)
                 relax();
             else
                 num_returned_.wait(done, std::memory_order_acquire);
         }
+        return spins >= kSpins;
     }
 
     // Anybody else: one piece, if one is left.

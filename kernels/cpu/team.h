@@ -3,7 +3,8 @@
 //
 // A step meets at some hundred barriers, each far shorter than waking a thread takes, so a waiting thread spins;
 // but not for long: whoever is late may have lost its core to another process, and then this core is better left
-// to others. Between steps nothing spins: an idle role costs its neighbour nothing.
+// to others. Who has slept keeps apart from the others of the team (`places.h`). Between steps nothing spins: an idle
+// role costs its neighbour nothing.
 #pragma once
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "guests.h"
+#include "places.h"
 #include "stage.h"
 
 namespace baton {
@@ -24,7 +26,8 @@ public:
     // waits for them to come.
     explicit Team(int64_t num_ranks, int64_t num_helpers = 0)
         : num_ranks_(num_ranks), size_(num_ranks), helpers_(size_t(num_helpers)), stages_(size_t(num_ranks)) {
-        if (num_helpers > 0) guests_.emplace(nullptr, helpers_, stages_);
+        places_.emplace(num_ranks + num_helpers);
+        if (num_helpers > 0) guests_.emplace(nullptr, helpers_, stages_, *places_);
         for (int64_t rank = 1; rank < num_ranks_; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
     }
     ~Team() {
@@ -53,7 +56,9 @@ public:
     // From the next step on; before the first.
     void borrow(std::unique_ptr<CoreBoard> board, std::vector<LentCore> cores) {
         cores.insert(cores.begin(), helpers_.begin(), helpers_.end());
-        guests_.emplace(std::move(board), cores, stages_);
+        guests_.reset();
+        places_.emplace(num_ranks_ + int64_t(cores.size()));
+        guests_.emplace(std::move(board), cores, stages_, *places_);
     }
 
     // By rank 0, where guests that come or have gone make no difference: anywhere, for bits do not depend on them.
@@ -63,18 +68,21 @@ public:
 
     // body(rank) on every rank, the caller being rank 0; returns when all have. One caller at a time.
     void run(const std::function<void(int64_t)>& body) {
+        places_->note(0);
         if (size_ > 1) {
             body_ = &body;
             next_job();
         }
         body(0);
-        barrier();
+        barrier(0);
+        places_->leave(0);
         if (guests_) guests_->end_step();
     }
 
     // Every rank of a running body calls it; writes before it are visible to all after it.
-    void barrier() {
+    void barrier(int64_t rank) {
         if (size_ == 1) return;
+        places_->note(rank);
         const uint32_t round = round_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
             arrived_.store(0, std::memory_order_relaxed);
@@ -87,6 +95,7 @@ public:
             relax();
         }
         while (round_.load(std::memory_order_acquire) == round) round_.wait(round, std::memory_order_acquire);
+        places_->wake(rank);
     }
 
     // body(begin, end) for pieces of [begin, end), this rank's share of a stage, each a multiple of `unit` long but the
@@ -100,6 +109,7 @@ public:
             if (begin < end) body(begin, end);
             return;
         }
+        places_->note(rank);
         Stage& stage = stages_[size_t(rank)];
         stage.offer(begin, end, unit, std::min(pieces * num_threads / size_, (end - begin) / least), body);
         if (guests_) guests_->news();
@@ -107,7 +117,7 @@ public:
         for (int64_t other = 1; other < size_; ++other)
             while (stages_[size_t((rank + other) % size_)].help()) {
             }
-        stage.settle();
+        if (stage.settle()) places_->wake(rank);
     }
 
 private:
@@ -122,8 +132,10 @@ private:
         for (uint32_t seen = 0;; ++seen) {
             jobs_.wait(seen, std::memory_order_acquire);
             if (stopping_) return;
+            places_->wake(rank);
             (*body_)(rank);
-            barrier();
+            barrier(rank);
+            places_->leave(rank);
         }
     }
 
@@ -136,6 +148,7 @@ private:
     alignas(64) std::atomic<uint32_t> round_{0};
     const std::vector<LentCore> helpers_;
     std::vector<Stage> stages_;
+    std::optional<Places> places_;  // of ranks, then of guests
     std::optional<Guests> guests_;
     std::vector<std::thread> threads_;
 };
