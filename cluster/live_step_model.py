@@ -4,9 +4,9 @@
 2. `reset` takes the calibration's model (`cluster.step_calibration`), once the engine is ready.
 3. `observe` books a step that ran: how wrong the prediction for it was, and what it teaches. Every
    `REFIT_EVERY` steps, sooner in the beginning, the model is fitted anew: well below a millisecond.
-4. Between refits the speed of the latest few steps scales it. A machine that others use too is half as fast
-   for seconds at a time, and the latest steps of both kinds may be a minute old: a fit of them alone was off
-   by 22 to 28 % in the mean on such a machine, with the speed by 13 to 18 %.
+4. The speed of the latest few steps, against the fitted model, scales it. A machine that others use too is
+   half as fast for seconds at a time, and the latest steps of both kinds may be a minute old: a fit of them
+   alone was off by 22 to 28 % in the mean on such a machine, with the speed by 13 to 18 %.
 
 Pure and without a clock.
 """
@@ -14,6 +14,7 @@ Pure and without a clock.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,7 @@ REFIT_EVERY: Final = 32
 _FIRST_REFITS: Final = (8, 16)
 _REFIT_ROUNDS: Final = 4
 _NUM_ERRORS: Final = 128
+_NUM_LATEST: Final = 8  # steps whose middle one says the speed against a model that was fitted anew
 _SPEED_SHARE: Final = 1 - 0.5 ** (1 / 4)  # of a step's surprise: half of it is forgotten after four steps
 _MOST_SURPRISE: Final = 0.5  # of one step, as a logarithm: a hiccup is not the machine's speed
 SAME_SPEED: Final = 0.1  # as a logarithm: by less than that the model does not change between refits
@@ -44,6 +46,7 @@ class LiveStepModel:
         self._fit = StepModelFit(assumed)
         self._fitted = assumed  # `model` is this one, slower by `_told_slowness`
         self._slowness = self._told_slowness = 0.0  # logarithms, against the fitted model
+        self._latest: deque[tuple[StepWork, float]] = deque(maxlen=_NUM_LATEST)
         self._errors = np.zeros(_NUM_ERRORS)
         self._num_observed = 0
 
@@ -51,6 +54,7 @@ class LiveStepModel:
         """Go on from this one."""
         self.model = self._fitted = model
         self._slowness = self._told_slowness = 0.0
+        self._latest.clear()
         self.is_measured = True
         self._fit = StepModelFit(model)
         self._num_observed = 0
@@ -62,25 +66,27 @@ class LiveStepModel:
         self._errors[self._num_observed % _NUM_ERRORS] = seconds / max(self.model.step_s(work), 1e-9) - 1
         self._num_observed += 1
         self._fit.add(work, seconds)
-        fitted_s = max(self._fitted.step_s(work), 1e-9)
-        surprise = math.log(seconds / fitted_s) - self._slowness
+        self._latest.append((work, seconds))
+        surprise = self._slower(work, seconds) - self._slowness
         self._slowness += _SPEED_SHARE * max(-_MOST_SURPRISE, min(surprise, _MOST_SURPRISE))
         if self._num_observed % REFIT_EVERY and self._num_observed not in _FIRST_REFITS:
             if abs(self._slowness - self._told_slowness) <= SAME_SPEED:
                 return False
         else:
-            self._refit(work, fitted_s)
+            self._refit()
         self._tell()
         return True
 
-    def _refit(self, work: StepWork, fitted_s: float) -> None:
-        """What is expected of `work`, which took `fitted_s` by the model so far, stays as it is."""
+    def _refit(self) -> None:
         errors = self._errors[: self._num_observed]
         self.error = median(np.abs(errors))
         self.error_p90 = quantile(errors, 0.9)
         self._fitted = self._fit.fit(self._fitted, _REFIT_ROUNDS)
-        self._slowness += math.log(fitted_s / max(self._fitted.step_s(work), 1e-9))
+        self._slowness = median(np.array([self._slower(*step) for step in self._latest]))
         self.is_measured = True
+
+    def _slower(self, work: StepWork, seconds: float) -> float:
+        return math.log(seconds / max(self._fitted.step_s(work), 1e-9))
 
     def _tell(self) -> None:
         """A speed that is the fitted one within `SAME_SPEED` is the fitted one."""

@@ -36,7 +36,7 @@ from bench.peers.estimate import (
 )
 from bench.peers.goodput import goodput_of
 from bench.peers.outcome import Goodput, PeerOutcome, mean_of
-from bench.peers.server import Running, group_members
+from bench.peers.server import Running, descendants
 from bench.quiet import CpuUse, quick_gflop_per_s
 from cluster.errors import BatonError, ConfigError
 
@@ -258,7 +258,7 @@ def search_settings(
 def _measure(running: Running, settings: PlanSettings, how: RunSettings, backend: str) -> Measurement:
     """What the machine did meanwhile is in the result (`MEANWHILE`)."""
     environment = describe_environment(running.target, running.info, backend, None, 0)
-    speed, pids = quick_gflop_per_s(), group_members(running.pid)
+    speed, pids = quick_gflop_per_s(), descendants(running.pid)
     before = CpuUse.begin(pids)
     measurement = measure(settings, how, running.target, environment, None)
     others_cores, stolen_cores = before.others(CpuUse.begin(pids))

@@ -158,6 +158,19 @@ def group_members(group: int) -> list[int]:
     return members
 
 
+def descendants(root: int) -> list[int]:
+    """A process and all that came from it and still run, in whatever groups they are."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            _, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), []).append(int(entry.parent.name))
+    found = [root]
+    for process in found:
+        found += children.get(process, ())
+    return found
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind((HOST, 0))

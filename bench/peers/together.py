@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from bench.peers.comparison import Comparison, Interrupted
-from bench.peers.estimate import affordable_probes
+from bench.peers.estimate import MIN_PROBES, affordable_probes
 from bench.peers.goodput import goodput_of
 from bench.peers.load import ServerSearch, TraceLoad, estimate_of, trace_lengths
 from bench.peers.one_server import Tell, measure_loop, recorded, serving
@@ -33,6 +33,7 @@ from bench.peers.outcome import ClosedLoop, PeerOutcome
 from bench.peers.peer import Peer
 from bench.peers.record import Report
 from bench.peers.server import Running
+from cluster.errors import BatonError
 
 
 def measure_together(
@@ -92,13 +93,17 @@ def _search_in_turn(
                 continue
             outcome, is_done = outcomes[peer.name], False
             with recorded(outcome, report, tell), awake(peer, running.pid):
-                if not number:
-                    searches[peer.name] = ServerSearch(
-                        *(running, trace, found[peer.name], num_probes, 0.0, peer.name, tell), first_rate
-                    )
                 tell(f" {peer.title}")
-                _probe(searches[peer.name], outcome, ends_s, report)
-                is_done = True
+                try:
+                    if not number:
+                        searches[peer.name] = ServerSearch(
+                            *(running, trace, found[peer.name], num_probes, 0.0, peer.name, tell), first_rate
+                        )
+                    _probe(searches[peer.name], outcome, ends_s, report)
+                    is_done = True
+                except BatonError as error:  # of a first probe: no time for it, or the trace is too short
+                    outcome.goodput_note = f"not searched: {error}"
+                    tell(f"  {outcome.goodput_note}")
             if not is_done:
                 del standing[peer.name]
 
@@ -107,6 +112,8 @@ def _probe(search: ServerSearch, outcome: PeerOutcome, ends_s: float, report: Re
     begun_s = time.monotonic()
     search.step(ends_s)
     account = search.account()
+    if search.is_interrupted and outcome.goodput and len(account["probes"]) < MIN_PROBES:
+        raise Interrupted  # an earlier, whole search stays
     outcome.goodput, outcome.goodput_note = goodput_of(account), None
     took_s = time.monotonic() - begun_s
     outcome.took_s["search"] = round(outcome.took_s.get("search", 0.0) + took_s, 1)

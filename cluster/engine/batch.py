@@ -15,7 +15,6 @@ from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import PromptScore, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
-    from cluster.engine.speculation import RequestDrafts
     from cluster.grammar import GrammarState
 
 
@@ -24,7 +23,6 @@ class RowNotes(msgspec.Struct):
 
     opening: Future[GrammarState] | None = None  # where the answer stands in its grammar, once it is compiled
     scores: list[PromptScore] = msgspec.field(default_factory=list)  # of the prompt's tokens 1, 2, ... so far
-    drafts: RequestDrafts | None = None  # what its history suggests, once it was asked for
 
 
 class SampleSpec(msgspec.Struct, frozen=True):

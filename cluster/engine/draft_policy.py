@@ -20,15 +20,15 @@ from typing import Final
 
 from cluster.engine.prompt_lookup import MOST_MATCHED
 
-MOST_ROWS: Final = 16  # with more, nobody drafts
+MOST_ROWS: Final = 8  # with more, nobody drafts: it would have to be right nearly always
 MOST_DRAFTS: Final = 7  # of a row in a step
 
 _KINDS: Final = (0, 0, 0, 1, 2, 2, 3, 3, 3)  # of acceptance, by the length of the match
 _ASSUMED: Final = (0.35, 0.5, 0.6, 0.8)  # by kind, before any was tried
 _OWN_WEIGHT, _COMMON_WEIGHT = 3.0, 6.0  # of what is assumed, in drafts
 _KEPT, _COMMON_KEPT = 0.95, 0.99  # of a record, per step with drafts
-_KEPT_IDLE: Final = 0.98  # per step with a match that is not used
-_ASSUMED_SHARE: Final = 0.08  # of a step that a draft adds
+_KEPT_IDLE, _COMMON_KEPT_IDLE = 0.98, 0.998  # per match that is not used
+_ASSUMED_SHARE: Final = 0.07  # of a step that a draft adds
 _COST_WEIGHT: Final = 16.0  # of that assumption, in squared drafts
 _COST_KEPT: Final = 0.97  # of what was learned, per step
 _MOST_ABOVE: Final = 1.5  # times what was expected: a step that took longer was disturbed
@@ -70,8 +70,11 @@ class Acceptance:
             self._common.record(length, num_drafts, num_right)
 
     def passed_over(self) -> None:
-        """There was a match, and no draft."""
+        """There was a match, and no draft. Everybody's record fades, too: else a time of wrong drafts would
+        be believed for ever, since nobody tries any more."""
         self._fade(_KEPT_IDLE)
+        if self._common is not None:
+            self._common._fade(_COMMON_KEPT_IDLE)
 
     def _share(self, kind: int) -> float:
         if self._common is None:

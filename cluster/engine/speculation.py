@@ -13,8 +13,9 @@ state cannot go back.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -22,6 +23,10 @@ from cluster.engine.batch import Row, Runner, StepOutput, StepPlan
 from cluster.engine.draft_policy import MOST_DRAFTS, MOST_ROWS, Acceptance, DraftCosts, choose, most_rest
 from cluster.engine.drafts import with_drafts
 from cluster.engine.prompt_lookup import Match, PromptLookup
+from cluster.ids import Attempt, RequestId
+
+MOST_INDEXED_AT_ONCE: Final = 2048  # tokens of a history, in a step: a millisecond
+_MOST_KNOWN: Final = 4 * MOST_ROWS  # requests; those that ended are among them until others come
 
 
 class Drafts(Protocol):
@@ -37,7 +42,7 @@ class Drafts(Protocol):
 
 
 class RequestDrafts(msgspec.Struct):
-    """What drafting knows of a request; kept in its `RowNotes`."""
+    """What drafting knows of an attempt."""
 
     lookup: PromptLookup
     acceptance: Acceptance
@@ -55,6 +60,7 @@ class Speculation:
     def __init__(self) -> None:
         self._costs = DraftCosts()
         self._acceptance = Acceptance()  # of all requests
+        self._requests: dict[tuple[RequestId, Attempt], RequestDrafts] = {}  # the latest come last
         self._matches: dict[int, Match] = {}  # by row of the plan: those that brought drafts
 
     def draft(self, plan: StepPlan) -> StepPlan:
@@ -95,7 +101,7 @@ class Speculation:
         self._costs.observe(len(plan.rows), num_drafts(plan), output.compute_s)
         for index, row in enumerate(plan.rows):
             token = output.outputs[index]
-            known = None if row.sample is None else row.sample.notes.drafts
+            known = self.known_of(row)
             if known is None or token is None:
                 continue
             further = output.further.get(index, ())
@@ -105,12 +111,16 @@ class Speculation:
                 for one in (token, *further):
                     known.lookup.append(one.token_id)
 
+    def known_of(self, row: Row) -> RequestDrafts | None:
+        return self._requests.get((row.request, row.attempt))
+
     def _known(self, row: Row) -> RequestDrafts | None:
-        """With the row's whole history. None: it is not told yet, its tokens are not free, or it rests."""
+        """With the row's whole history. None: it is not told yet or not taken in yet, its tokens are not
+        free, or it rests."""
         spec = row.sample
         if spec is None or spec.params.grammar:
             return None
-        known, num_prompt = spec.notes.drafts, len(spec.prompt_ids)
+        known, num_prompt = self.known_of(row), len(spec.prompt_ids)
         if known is not None and known.rest:
             known.rest -= 1
             return None
@@ -123,24 +133,42 @@ class Speculation:
         if have + len(news) != row.start + 1:
             return None
         if known is None:
-            lookup = PromptLookup([*spec.prompt_ids, *news])
-            known = spec.notes.drafts = RequestDrafts(lookup, Acceptance(self._acceptance))
+            known = RequestDrafts(PromptLookup([*spec.prompt_ids, *news]), Acceptance(self._acceptance))
         else:
+            del self._requests[row.request, row.attempt]
             for token in news:
                 known.lookup.append(token)
-        return known
+        self._requests[row.request, row.attempt] = known
+        if len(self._requests) > _MOST_KNOWN:
+            del self._requests[next(iter(self._requests))]
+        return known if known.lookup.catch_up(MOST_INDEXED_AT_ONCE) else None
 
 
 class SpeculatingRunner:
     """A `Runner` whose steps bring drafts."""
 
-    def __init__(self, runner: Runner, drafts: Drafts) -> None:
-        self._runner, self._drafts = runner, drafts
+    def __init__(
+        self, runner: Runner, drafts: Drafts, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`clock`: as the runner measures."""
+        self._runner, self._drafts, self._clock = runner, drafts, clock
 
     def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        waited_s = 0.0
+
+        def wait() -> None:
+            """What it takes is nothing that the step computed."""
+            nonlocal waited_s
+            assert await_history is not None
+            began_s = self._clock()
+            await_history()
+            waited_s += self._clock() - began_s
+
         drafted = self._drafts.draft(plan)
-        output = self._runner.run(drafted, await_history)
-        self._drafts.learn(drafted, output)
+        output = self._runner.run(drafted, None if await_history is None else wait)
+        self._drafts.learn(
+            drafted, msgspec.structs.replace(output, compute_s=max(0.0, output.compute_s - waited_s))
+        )
         return output if drafted is plan else told(drafted, output)
 
 

@@ -44,6 +44,7 @@ class NativeSampler:
         self.largest_vocabulary: int = library.baton_sampler_largest_vocabulary()
         self._rules: dict[int, Rule] = {}  # by the id of the parameters, which the entry keeps alive
         self._histories: dict[int, History] = {}  # by the id of the request
+        self._prompts: dict[int, History] = {}  # one of those, by the id of the prompt's ids
         self._params: list[SamplingParameters] = []  # of the rows the arrays below were written for
         self._row_rules: list[Rule] = []
         self._num_top = 0
@@ -149,6 +150,7 @@ class NativeSampler:
         if len(self._histories) > 2 * len(requests) + _SPARE_ENTRIES:
             current = {id(request) for request in requests}
             self._histories = {key: value for key, value in self._histories.items() if key in current}
+            self._prompts = {id(one.request.prompt_ids): one for one in self._histories.values()}
         for row in self._following:
             request = requests[row]
             self._progress[row, 1] = len(request.output_ids)
@@ -156,7 +158,9 @@ class NativeSampler:
                 continue
             history = self._histories.get(id(request))
             if history is None:
-                history = self._histories[id(request)] = History(request)
+                like = self._prompts.get(id(request.prompt_ids))  # drafts differ in their answers alone
+                history = History(request, None if like is None else like.prompt)
+                self._histories[id(request)] = self._prompts[id(request.prompt_ids)] = history
             self._progress[row, 2:6] = history.follow()
 
     def _grow(self, num_rows: int) -> None:

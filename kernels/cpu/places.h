@@ -33,7 +33,7 @@ public:
         bool is_shared = false;
         for (int64_t other = 0; other < int64_t(places_.size()); ++other)
             is_shared |= other != thread && core_of(other) == core;
-        if (is_shared) part(thread);
+        if (is_shared && core != kNowhere) part(thread);
 #endif
         note(thread);
     }

@@ -83,12 +83,13 @@ class Rule:
 class History:
     """A request's prompt and generated ids as arrays that follow its lists."""
 
-    __slots__ = ("_num_output", "_output", "_output_address", "_prompt", "_prompt_address", "request")
+    __slots__ = ("_num_output", "_output", "_output_address", "_prompt_address", "prompt", "request")
 
-    def __init__(self, request: SamplingRequest) -> None:
+    def __init__(self, request: SamplingRequest, prompt: NDArray[np.int64] | None = None) -> None:
+        """`prompt`: that of another history with the same list of prompt ids."""
         self.request = request
-        self._prompt = np.array(request.prompt_ids, np.int64)
-        self._prompt_address: int = self._prompt.ctypes.data
+        self.prompt = np.array(request.prompt_ids, np.int64) if prompt is None else prompt
+        self._prompt_address: int = self.prompt.ctypes.data
         self._output = np.empty(0, np.int64)
         self._output_address = 0
         self._num_output = 0
@@ -103,7 +104,7 @@ class History:
             self._num_output = 0
         self._output[self._num_output : num_ids] = ids[self._num_output :]
         self._num_output = num_ids
-        return self._prompt_address, len(self._prompt), self._output_address, num_ids
+        return self._prompt_address, len(self.prompt), self._output_address, num_ids
 
 
 def _signed(seed: int) -> int:

@@ -198,6 +198,17 @@ def test_a_machine_that_changes_its_speed_is_followed_within_few_steps(times: fl
     assert live.model.step_s(unseen) == pytest.approx(times * LAPTOP.step_s(unseen), rel=0.15)
 
 
+@pytest.mark.parametrize("times", [0.05, 4.0, 20.0])
+def test_a_machine_that_is_not_as_assumed_is_known_after_the_first_fit(times: float) -> None:
+    """What was expected wrongly before is forgotten with it."""
+    live = LiveStepModel(LAPTOP)
+    machine = LAPTOP.slower(times)
+    for work in works(12, 8, (0, 0, 32, 128)):
+        live.observe(work, machine.step_s(work))
+    for work in works(13, 10, (0, 32)):
+        assert live.model.step_s(work) == pytest.approx(machine.step_s(work), rel=0.05)
+
+
 def test_a_hiccup_is_not_the_speed_of_the_machine() -> None:
     live, work = learned(), StepWork(8, 4000)
     live.observe(work, 50 * LAPTOP.step_s(work))

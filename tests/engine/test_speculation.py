@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
@@ -125,11 +126,12 @@ def test_where_many_decode_a_request_that_repeats_nothing_is_looked_at_less_ofte
     looks = 0
     for step in range(11, 30):
         other = Row(RequestId("b"), Attempt(1), (answer[-1],), step - 1, [BlockId(2)], spec, end=999)
-        before = None if spec.notes.drafts is None else spec.notes.drafts.num_vain
+        known = speculation.known_of(other)
+        before = None if known is None else known.num_vain
         plan = plan_of(looping, other)
         assert speculation.draft(plan) is plan
         speculation.learn(plan, StepOutput((TokenOutput(1), TokenOutput(fresh[step])), 7e-3))
-        known = spec.notes.drafts
+        known = speculation.known_of(other)
         looks += known is not None and known.num_vain != before
         if known is not None and known.num_vain != before:
             assert known.lookup.tokens == fresh[: step + 1]
@@ -145,3 +147,46 @@ def test_what_is_not_repeated_is_not_drafted() -> None:
     speculating = SpeculatingRunner(LoopRunner(), speculation)
     speculating.run(plan)
     assert speculation.draft(plan) is plan
+
+
+def test_a_wait_for_the_loop_is_no_time_that_a_draft_costs() -> None:
+    """What the engine's thread waits for is in the time that runners measure."""
+    now = 0.0
+
+    class Waiting(LoopRunner):
+        def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+            output = super().run(plan, await_history)
+            return msgspec.structs.replace(output, compute_s=output.compute_s + 0.05)
+
+    def wait() -> None:
+        nonlocal now
+        now += 0.05
+
+    speculation = Speculation()
+    speculating = SpeculatingRunner(Waiting(), speculation, clock=lambda: now)
+    output = speculating.run(plan_of(row(9)), wait)
+    assert output.compute_s == pytest.approx(7e-3 + 0.05)  # the engine's thread subtracts it itself
+    known = speculation._costs.of(1)
+    assert known is not None
+    assert known[0] == pytest.approx(7e-3)
+
+
+def test_requests_that_ended_are_forgotten() -> None:
+    speculation = Speculation()
+    speculating = SpeculatingRunner(LoopRunner(), speculation)
+    for number in range(100):
+        speculating.run(plan_of(row(9 + number % 2, name=f"r{number}")))
+    assert speculation.known_of(row(9, name="r99")) is not None
+    assert sum(speculation.known_of(row(9, name=f"r{number}")) is not None for number in range(100)) <= 32
+
+
+def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
+    speculation = Speculation()
+    prompt = [*range(10_000, 13_000), 5, 6, 7, 8, 5, 6, 7]
+    spec = SampleSpec(PARAMS, prompt, [8])
+    one = Row(RequestId("a"), Attempt(1), (8,), len(prompt), [BlockId(1)], spec, end=len(prompt) + 50)
+    plan = plan_of(one)
+    speculation.learn(plan, StepOutput((TokenOutput(5),), 7e-3))
+    assert speculation.draft(plan) is plan  # 2,048 of 3,008 tokens
+    drafted = speculation.draft(plan)
+    assert drafted.rows[0].token_ids[:4] == (8, 5, 6, 7)

@@ -88,6 +88,8 @@ def world_of(recording: Recording, load: Phase | None = None) -> World:
     workers = []
     for index, last in enumerate(both.workers):
         moments = () if load is None else load.moments
+        if any(len(moment.models) != len(both.workers) for moment in moments):
+            raise BatonError(f"workers of `{recording.layout}` came or went during a load: record it again")
         times = [
             (moment.at_s, moment.models[index], spread(moment.errors_p90[index])) for moment in moments
         ] or [(0.0, last.step_model, spread(last.step_error_p90))]

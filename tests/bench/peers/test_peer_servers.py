@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bench.peers.load import TraceLoad
 from bench.peers.peer import PORT, Peer, Places
 from bench.peers.prepare import CannotRun
 from bench.peers.record import read_written
-from bench.peers.server import PeerServer, group_members
+from bench.peers.server import PeerServer, descendants, group_members
 from cluster.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -224,3 +225,23 @@ def test_a_file_that_is_no_comparison_is_one_sentence(tmp_path: Path) -> None:
         read_written(tmp_path / "other.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_written(tmp_path / "missing.json")
+
+
+def test_descendants_are_found_in_groups_of_their_own() -> None:
+    """As Baton's launcher starts its workers."""
+    inner = "import sys; print('up', flush=True); sys.stdin.read()"
+    outer = (
+        "import subprocess, sys; "
+        f"subprocess.run([sys.executable, '-c', {inner!r}], start_new_session=True, check=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        first, *others = descendants(process.pid)
+        assert first == process.pid
+        assert len(others) == 1
+        assert os.getpgid(others[0]) == others[0]
+        process.stdin.close()

@@ -103,7 +103,7 @@ class Search:
             raise BatonError("no answer")
 
     def account(self) -> dict[str, Any]:
-        return {"answers": [], "notes": [], "num": self._num}
+        return {"answers": [], "notes": [], "probes": [], "num": self._num}
 
 
 def stops(pid: int) -> bool:
@@ -246,7 +246,8 @@ def test_a_probe_that_fails_costs_its_server_its_later_ones(stage: Stage) -> Non
     outcomes, _ = run(stage, "baton", "quick", "slow", num_rounds=1, searched=frozenset())
     assert [name for name, _ in stage.probed].count("slow") == 2
     assert [name for name, _ in stage.probed].count("baton") == 4
-    assert "no answer" in (outcomes["slow"].rounds_note or "")
+    assert outcomes["slow"].goodput_note == "not searched: no answer"
+    assert outcomes["slow"].rounds_note is None  # its loops are whole
 
 
 def test_an_interrupt_ends_all_searches(stage: Stage) -> None:
