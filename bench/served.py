@@ -19,6 +19,7 @@ from cluster.errors import BatonError
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 300.0  # a busy machine
 STOP_TIMEOUT_S = 60.0
+HEARTBEATS_S = 1.2  # two of them: by then every worker has told of its last step
 
 
 class ServedCluster:
@@ -55,6 +56,10 @@ class ServedCluster:
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=5) as response:
             return json.load(response)
+
+    def settle(self) -> None:
+        """Until what workers have done is told; nothing says when it is, so as long as that takes at most."""
+        time.sleep(HEARTBEATS_S)
 
     def memory_mib(self) -> dict[str, dict[str, int]]:
         """Resident and proportional memory by process: the router and every worker."""

@@ -47,109 +47,103 @@ def measure_together(
     """All rounds of closed loops, then the searches. `left_s`: of the budget."""
     ends_s = time.monotonic() + left_s
     with contextlib.ExitStack() as stack:
-        standing: dict[str, Running] = {}
+        together = _Together(comparison, outcomes, report, tell)
         for peer in peers:
             outcome = outcomes[peer.name]
             if outcome.cannot_run is None:
                 tell(f"start: {peer.title}")
                 with recorded(outcome, report, tell):
-                    standing[peer.name] = stack.enter_context(_standing_by(comparison, peer, outcome))
+                    standing = stack.enter_context(_standing_by(comparison, peer, outcome))
+                    together.standing[peer.name] = standing
         for number in range(comparison.num_rounds):
             tell(f"round {number + 1} of {comparison.num_rounds}")
-            _round(comparison, peers, outcomes, standing, number, report, tell)
+            together.loops(peers, number)
         if comparison.trace is not None:
-            named = [one for one in peers if one.name in (comparison.goodput_names or standing)]
-            _search_in_turn(comparison.trace, named, outcomes, standing, ends_s, report, tell)
+            together.search(comparison.trace, peers, ends_s)
 
 
-def _search_in_turn(
-    trace: TraceLoad,
-    peers: Sequence[Peer],
-    outcomes: Mapping[str, PeerOutcome],
-    standing: dict[str, Running],
-    ends_s: float,
-    report: Report,
-    tell: Tell,
-) -> None:
-    """One probe each, then the next, until every search is over or the time is."""
-    peers = [peer for peer in peers if peer.name in standing]
-    if not peers:
-        return
-    num_probes = affordable_probes(ends_s - time.monotonic(), 1 / len(peers), trace.probe_s, trace.max_probes)
-    if not num_probes:
-        for peer in peers:
-            outcomes[peer.name].goodput_note = "not searched: the time was over"
-        return
-    lengths = trace_lengths(trace)
-    found = {peer.name: estimate_of(outcomes[peer.name], trace, lengths) for peer in peers}
-    promised = [one.start_rate for one in found.values() if one is not None]
-    first_rate = round(statistics.median(promised), 3) if promised else None
-    tell(f"max goodput, in turn: at most {num_probes} probes each")
-    searches: dict[str, ServerSearch] = {}
-    for number in range(num_probes):
-        for peer in in_turn(peers, number):
-            running = standing.get(peer.name)
-            if running is None or (number and searches[peer.name].is_over):
-                continue
-            outcome, is_done = outcomes[peer.name], False
-            with recorded(outcome, report, tell), awake(peer, running.pid):
-                tell(f" {peer.title}")
-                try:
-                    if not number:
-                        searches[peer.name] = ServerSearch(
-                            *(running, trace, found[peer.name], num_probes, 0.0, peer.name, tell), first_rate
+class _Together:
+    """Owns which servers stand by: those that have not failed."""
+
+    def __init__(
+        self, comparison: Comparison, outcomes: Mapping[str, PeerOutcome], report: Report, tell: Tell
+    ) -> None:
+        self.standing: dict[str, Running] = {}
+        self._comparison, self._outcomes, self._report, self._tell = comparison, outcomes, report, tell
+
+    def loops(self, peers: Sequence[Peer], number: int) -> None:
+        """The closed loops of a round."""
+        runs: dict[str, list[ClosedLoop]] = {name: [] for name in self.standing}
+        for name, of_round in runs.items():
+            self._outcomes[name].rounds.append(of_round)
+        for load in self._comparison.closed_loops:
+            for peer in in_turn(peers, number):
+                if peer.name in self.standing:
+                    with self._turn(peer) as (running, outcome):
+                        measure_loop(
+                            *(self._comparison, peer, outcome, running, runs[peer.name], *load),
+                            *(self._report, self._tell),
                         )
-                    _probe(searches[peer.name], outcome, ends_s, report)
-                    is_done = True
-                except BatonError as error:  # of a first probe: no time for it, or the trace is too short
-                    outcome.goodput_note = f"not searched: {error}"
-                    tell(f"  {outcome.goodput_note}")
-            if not is_done:
-                del standing[peer.name]
 
+    def search(self, trace: TraceLoad, peers: Sequence[Peer], ends_s: float) -> None:
+        """One probe each, then the next, until every search is over or the time is."""
+        named = self._comparison.goodput_names or self.standing
+        peers = [peer for peer in peers if peer.name in named and peer.name in self.standing]
+        if not peers:
+            return
+        left_s = ends_s - time.monotonic()
+        num_probes = affordable_probes(left_s, 1 / len(peers), trace.probe_s, trace.max_probes)
+        if not num_probes:
+            for peer in peers:
+                self._outcomes[peer.name].goodput_note = "not searched: the time was over"
+            return
+        lengths = trace_lengths(trace)
+        found = {peer.name: estimate_of(self._outcomes[peer.name], trace, lengths) for peer in peers}
+        promised = [one.start_rate for one in found.values() if one is not None]
+        first_rate = round(statistics.median(promised), 3) if promised else None
+        self._tell(f"max goodput, in turn: at most {num_probes} probes each")
+        searches: dict[str, ServerSearch] = {}
+        for number in range(num_probes):
+            for peer in in_turn(peers, number):
+                name = peer.name
+                if name not in self.standing or (number and searches[name].is_over):
+                    continue
+                with self._turn(peer) as (running, outcome):
+                    try:
+                        if not number:
+                            searches[name] = ServerSearch(
+                                *(running, trace, found[name], num_probes, 0.0, name, self._tell), first_rate
+                            )
+                        self._probe(searches[name], outcome, ends_s)
+                    except BatonError as error:  # of a first probe: no time for it, or too short a trace
+                        outcome.goodput_note = f"not searched: {error}"
+                        self._tell(f"  {outcome.goodput_note}")
+                        del self.standing[name]
 
-def _probe(search: ServerSearch, outcome: PeerOutcome, ends_s: float, report: Report) -> None:
-    begun_s = time.monotonic()
-    search.step(ends_s)
-    account = search.account()
-    if search.is_interrupted and outcome.goodput and len(account["probes"]) < MIN_PROBES:
-        raise Interrupted  # an earlier, whole search stays
-    outcome.goodput, outcome.goodput_note = goodput_of(account), None
-    took_s = time.monotonic() - begun_s
-    outcome.took_s["search"] = round(outcome.took_s.get("search", 0.0) + took_s, 1)
-    report.keep_search(outcome.name, account)
-    if search.is_interrupted:
-        raise Interrupted
+    def _probe(self, search: ServerSearch, outcome: PeerOutcome, ends_s: float) -> None:
+        begun_s = time.monotonic()
+        search.step(ends_s)
+        account = search.account()
+        if search.is_interrupted and outcome.goodput and len(account["probes"]) < MIN_PROBES:
+            raise Interrupted  # an earlier, whole search stays
+        outcome.goodput, outcome.goodput_note = goodput_of(account), None
+        took_s = time.monotonic() - begun_s
+        outcome.took_s["search"] = round(outcome.took_s.get("search", 0.0) + took_s, 1)
+        self._report.keep_search(outcome.name, account)
+        if search.is_interrupted:
+            raise Interrupted
 
-
-def _round(
-    comparison: Comparison,
-    peers: Sequence[Peer],
-    outcomes: Mapping[str, PeerOutcome],
-    standing: dict[str, Running],
-    number: int,
-    report: Report,
-    tell: Tell,
-) -> None:
-    runs: dict[str, list[ClosedLoop]] = {name: [] for name in standing}
-    for name, of_round in runs.items():
-        outcomes[name].rounds.append(of_round)
-    for concurrency, num_requests in comparison.closed_loops:
-        for peer in in_turn(peers, number):
-            running = standing.get(peer.name)
-            if running is None:
-                continue
-            outcome = outcomes[peer.name]
-            is_done = False
-            tell(f" {peer.title}")
-            with recorded(outcome, report, tell), awake(peer, running.pid):
-                measure_loop(
-                    *(comparison, peer, outcome, running, runs[peer.name], concurrency, num_requests),
-                    *(report, tell),
-                )
-                is_done = True
-            if not is_done:
-                del standing[peer.name]
+    @contextlib.contextmanager
+    def _turn(self, peer: Peer) -> Iterator[tuple[Running, PeerOutcome]]:
+        """It is awake, and measured inside; one that fails stands by no more."""
+        running, outcome = self.standing[peer.name], self._outcomes[peer.name]
+        is_done = False
+        self._tell(f" {peer.title}")
+        with recorded(outcome, self._report, self._tell), awake(peer, running.pid):
+            yield running, outcome
+            is_done = True
+        if not is_done:
+            del self.standing[peer.name]
 
 
 def in_turn(peers: Sequence[Peer], number: int) -> list[Peer]:

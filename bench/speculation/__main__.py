@@ -96,7 +96,7 @@ def compare(
             rates[name].append(rate)
         if texts["off"] != texts["auto"]:
             raise BatonError(f"{kind}, {in_flight} in flight: an answer differs with speculation")
-    time.sleep(1.2)  # the last steps are told with a heartbeat
+    auto.settle()
     drafted, right = (after - was for after, was in zip(counters(auto), before, strict=True))
     ratios = [auto_rate / off_rate for off_rate, auto_rate in zip(rates["off"], rates["auto"], strict=True)]
     return {

@@ -14,9 +14,13 @@ from cluster.errors import BatonError
 class Server:
     def __init__(self, name: str, rate: float, offers: list[tuple[str, list[dict[str, Any]]]]) -> None:
         self.name, self.rate, self.offers = name, rate, offers
+        self.num_settled = 0
 
     def get(self, path: str) -> Any:
         return {"data": [{"id": "m"}]}
+
+    def settle(self) -> None:
+        self.num_settled += 1
 
 
 @pytest.fixture
@@ -30,7 +34,6 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[dict[str, An
 
     monkeypatch.setattr(command, "offer", offer)
     monkeypatch.setattr(command, "counters", lambda server: (10.0 * len(made), 6.0 * len(made)))
-    monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
     return made
 
 
@@ -49,6 +52,7 @@ def test_both_are_asked_the_same_in_turn(offers: list[tuple[str, list[dict[str, 
     assert offers[0][1] != offers[2][1]
     assert [len(bodies) for _, bodies in offers] == [4] * 4
     assert (row["ratio"], row["drafted"], row["right"]) == (1.5, 40, 24)
+    assert auto.num_settled == 1  # else drafts of the last steps are missing
 
 
 def test_an_answer_that_differs_is_an_error(offers: list[tuple[str, list[dict[str, Any]]]]) -> None:

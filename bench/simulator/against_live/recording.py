@@ -27,7 +27,6 @@ from bench.served import ServedCluster
 from cluster.errors import BatonError
 from cluster.step_model import StepModel
 
-HEARTBEATS_S = 1.2  # until every worker has told of its last step
 WATCH_EVERY_S: Final = 0.5
 _WATCH_ENDS_S: Final = 10.0
 
@@ -127,7 +126,7 @@ def record_phase(cluster: ServedCluster, model: str, max_model_len: int | None, 
     requests = [_served(record) for record in answered]
     if not requests:
         raise BatonError(f"the cluster served none of the {len(run.records)} requests of `{load.name}`")
-    time.sleep(HEARTBEATS_S)
+    cluster.settle()
     return Phase(
         load=load,
         moments=watch.moments(run.start_ns / 1e9),
