@@ -58,7 +58,7 @@ public:
     AmxSession& operator=(const AmxSession&) = delete;
 };
 
-// One or two tiles of rows x one panel: sums[row * kAmxPanel + column]. `ahead` counts from the panel's start.
+// One or two tiles of rows x one panel: sums[row * kAmxPanel + column].
 void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, float* sums);
 void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, int32_t* sums);
 
@@ -79,11 +79,11 @@ void amx_walk(const LineRows& rows, const char* panels, int64_t panel_bytes, int
             const auto finish_row = finish(panel);
             for (int64_t group = first; group < last; ++group) {
                 // one pass reads its own stream ahead, several ask for a share of the next panel each
-                const Ahead ahead = passes == 1 ? Ahead{kAmxPrefetchBytes, kAmxStepBytes}
-                                                : Ahead{panel_bytes + panel_bytes * (group - first) / passes,
+                const char* here = panels + panel * panel_bytes;
+                const Ahead ahead = passes == 1 ? Ahead{here + kAmxPrefetchBytes, kAmxStepBytes}
+                                                : Ahead{here + panel_bytes + panel_bytes * (group - first) / passes,
                                                         kAmxStepBytes / passes};
-                amx_tiles(cut.num_tiles > 1, cut.height, rows.steps, rows.tile(2 * group), panels + panel * panel_bytes,
-                          ahead, sums);
+                amx_tiles(cut.num_tiles > 1, cut.height, rows.steps, rows.tile(2 * group), here, ahead, sums);
                 const int64_t from = 2 * group * cut.height, count = std::min(2 * cut.height, cut.num_rows - from);
                 for (int64_t row = 0; row < count; ++row) finish_row(from + row, sums + row * kAmxPanel);
             }

@@ -12,3 +12,5 @@ class WeightKind(IntEnum):
     AMX_BF16 = 3
     AMX_INT8 = 4
     DOT_BF16 = 5
+    NIBBLES = 6
+    BYTES = 7
