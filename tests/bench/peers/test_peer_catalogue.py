@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.__main__ import closed_loops
 from bench.peers.catalogue import all_peers
+from bench.peers.options import closed_loops
 from bench.peers.peer import Peer, Places, why_not
 from cluster.errors import ConfigError
 

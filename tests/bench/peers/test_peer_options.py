@@ -149,7 +149,14 @@ def test_an_interrupt_says_what_is_written(
         yield
 
     def measure_peer(
-        _: Comparison, peer: Peer, outcome: Any, running: None, loops: Any, report: Any, tell: Any
+        _: Comparison,
+        peer: Peer,
+        outcome: Any,
+        running: None,
+        loops: Any,
+        number: int,
+        report: Any,
+        tell: Any,
     ) -> None:
         report.has_new_figures = has_figures
         raise kind

@@ -148,6 +148,7 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
         num_rounds=2,
         is_together=False,
         closed_loops=((2, 3),),
+        chats=None,
         trace=TraceLoad(
             path=trace,
             scale=8.0,

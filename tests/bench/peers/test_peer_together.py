@@ -71,7 +71,7 @@ class Stage:
                 process.wait(30)
 
     def loop(self, _: Any, one: Peer, outcome: PeerOutcome, *rest: Any) -> None:
-        _running, runs, concurrency, _num_requests, _report, _tell = rest
+        _running, runs, concurrency, _num_requests, _number, _report, _tell = rest
         self.played.append((one.name, concurrency))
         self.stopped.append({name for name, pid in self.pids.items() if stops(pid)})
         if self.failing == (one.name, concurrency):
