@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -44,42 +44,19 @@ _SENTENCE_START = re.compile(r"(?:\A|(?<=[.!?\"]\s)|(?<=\n\n))(?=[A-Z\"])")
 _WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 
-class Chats:
-    """The chats of one model. Chat k is a function of k, the length, the texts and the tokenizer."""
+class ChatTemplate:
+    """A user's message to the ids of a whole prompt, by the model's own template and tokenizer."""
 
-    def __init__(self, model_directory: Path, num_tokens: int) -> None:
-        """`num_tokens`: of a whole prompt, at most."""
-        self._directory, self._num_tokens = model_directory, num_tokens
-        self._made: dict[int, list[int]] = {}
+    def __init__(self, model_directory: Path) -> None:
+        """Nothing is read before the first message."""
+        self._directory = model_directory
 
-    def ids(self, number: int) -> list[int]:
+    def __call__(self, message: str) -> list[int]:
         """
         Raises:
-            ConfigError: the model has no chat template, or there is no room for a passage.
+            BatonError: the model is not there, or has no chat template.
         """
-        if number not in self._made:
-            self._made[number] = self._tokenizer.render_chat(_messages(self.text(number)))
-        return self._made[number]
-
-    def text(self, number: int) -> str:
-        """The user's message."""
-        prose, starts = _prose(), _starts()
-        start = starts[number * STRIDE % len(starts)]
-        ends = [found.start() for found in _WORD_END.finditer(prose, start + 1, start + len(prose) // 2)]
-
-        def message(end: int) -> str:
-            task = TASKS[number % len(TASKS)]
-            return f"Text {number + 1}:\n\n{prose[start:end]} [...]\n\n{task}"
-
-        def count(end: int) -> int:
-            return len(self._tokenizer.render_chat(_messages(message(end))))
-
-        num_fitting = bisect_right(ends, self._num_tokens, key=count)
-        if not num_fitting:
-            raise ConfigError(
-                f"no chat of {self._num_tokens} tokens can be written: the template takes too many"
-            )
-        return message(ends[num_fitting - 1])
+        return self._tokenizer.render_chat([{"role": "user", "content": message}])
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -93,6 +70,43 @@ class Chats:
             raise ConfigError("--prompts text: this model has no chat template; give --prompts random")
         return tokenizer
 
+
+class Chats:
+    """The chats of one model. Chat k is a function of k, the length, the texts and the template."""
+
+    def __init__(self, template: Callable[[str], list[int]], num_tokens: int) -> None:
+        """`num_tokens`: of a whole prompt, at most."""
+        self._template, self._num_tokens = template, num_tokens
+        self._made: dict[int, list[int]] = {}
+
+    def ids(self, number: int) -> list[int]:
+        """
+        Raises:
+            BatonError: the model cannot be asked so, or there is no room for a passage.
+        """
+        if number not in self._made:
+            self._made[number] = self._template(self.text(number))
+        return self._made[number]
+
+    def text(self, number: int) -> str:
+        """The user's message.
+
+        Raises:
+            BatonError: as `ids`.
+        """
+        prose, starts = _prose(), _starts()
+        start = starts[number * STRIDE % len(starts)]
+        ends = [found.start() for found in _WORD_END.finditer(prose, start + 1, start + len(prose) // 2)]
+
+        def message(end: int) -> str:
+            task = TASKS[number % len(TASKS)]
+            return f"Text {number + 1}:\n\n{prose[start:end]} [...]\n\n{task}"
+
+        num_fitting = bisect_right(ends, self._num_tokens, key=lambda end: len(self._template(message(end))))
+        if not num_fitting:
+            raise ConfigError(f"--prompts text: no chat fits into {self._num_tokens} tokens of this model")
+        return message(ends[num_fitting - 1])
+
     def lengths(self, numbers: Sequence[int]) -> tuple[int, float, int]:
         """Tokens of the shortest, their mean, and of the longest."""
         counts = [len(self.ids(number)) for number in numbers]
@@ -105,10 +119,6 @@ def numbers_of(loops: Sequence[tuple[int, int]], num_round: int, concurrency: in
     position = [at for at, _ in loops].index(concurrency)
     first = NUM_WARM_UP + num_round * sum(sizes) + sum(sizes[:position])
     return range(first, first + sizes[position])
-
-
-def _messages(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 def _prose() -> str:

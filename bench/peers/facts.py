@@ -56,7 +56,7 @@ def chats_facts(chats: Chats, loops: Sequence[tuple[int, int]], num_rounds: int)
     return {
         "prompts": f"{len(numbers)} chats, one of {len(TASKS)} tasks on a passage of prose each "
         f"(bench/peers/chats.py), {shortest} to {longest} tokens, {mean:.1f} on average, by the model's own "
-        "tokenizer and with its chat template; sent as token ids, the same to every server, each once; no two "
+        "tokenizer and with its chat template; sent as token ids, the same to all servers, each once; no two "
         "begin alike beyond the template",
         "speculation": SPECULATION,
     }

@@ -17,7 +17,7 @@ from bench.load.figures.slo import parse_slos
 from bench.load.plans.traces import read_trace
 from bench.load.results.files import check_output
 from bench.peers.catalogue import all_peers
-from bench.peers.chats import Chats
+from bench.peers.chats import Chats, ChatTemplate
 from bench.peers.comparison import Comparison
 from bench.peers.load import INPUT_TOKENS, TraceLoad
 from bench.peers.peer import Peer, Places
@@ -161,7 +161,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
         num_rounds=options.rounds,
         is_together=options.together,
         closed_loops=closed_loops(options.concurrency),
-        chats=Chats(places.model_directory("bf16"), INPUT_TOKENS) if is_text else None,
+        chats=Chats(ChatTemplate(places.model_directory("bf16")), INPUT_TOKENS) if is_text else None,
         trace=trace,
         no_trace_reason="no trace was given (--trace FILE)" if trace is None else None,
         goodput_names=goodput_names,

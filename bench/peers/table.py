@@ -153,6 +153,10 @@ def _share(outcome: PeerOutcome, concurrency: int, rate: float) -> str:
     return " ".join(words)
 
 
+def _has_no_limit(outcome: PeerOutcome, concurrency: int) -> bool:
+    return mean_of(outcome, concurrency) is not None and concurrency not in outcome.limits_tok_per_s
+
+
 def _is_of_another_arithmetic(outcome: PeerOutcome, concurrency: int) -> bool:
     """Whether its products may be in int8, and its limit takes floating point, or may do so."""
     return outcome.weight_bits < 16 and outcome.limits_bound_by.get(concurrency) in (None, FLOAT)
@@ -167,6 +171,10 @@ LIMIT = (
     "32-bit rows, of the best floating point for 16-bit rows, of int8 for rows of fewer bits, where those "
     "were measured (above); else of the best floating point for all. It lets both overlap entirely and "
     "knows no overhead."
+)
+NO_LIMIT = (
+    "- A row without such a share would be bound by memory, and checks guesses at its next tokens: one reading "
+    "of the weights may give it several."
 )
 ANOTHER_ARITHMETIC = (
     "- \\*: the share is of what memory and *floating-point* arithmetic allow, since no rate of int8 was "
@@ -187,8 +195,8 @@ AFTER_THE_FIRST_BURST = (
     "for one another: their first tokens are those of a burst. These columns leave the first N requests of "
     "each loop out; every later one took the place of one that had ended, while up to N - 1 others were in "
     "work. The output in tok/s and the columns without this name are over the whole loop, with its burst, "
-    "and with its end, where places stay empty. All answers have the same length: requests that began "
-    "together end together, so later ones come in smaller bursts rather than one by one."
+    "and with its end, where places stay empty. All answers have the same length, so a server that lets "
+    "requests begin together lets them end together, and the next ones are a burst again."
 )
 
 
@@ -199,6 +207,8 @@ def _legend(outcomes: Sequence[PeerOutcome]) -> list[str]:
     if limited:
         is_named = all(at in one.limits_bound_by for one, at in limited)
         lines.append(LIMIT.format(which="the cell names which" if is_named else "whichever is less"))
+    if any(_has_no_limit(one, at) for one in outcomes for at in {load for _, load in limited}):
+        lines.append(NO_LIMIT)
     if any(_is_of_another_arithmetic(*pair) for pair in limited):
         lines.append(ANOTHER_ARITHMETIC)
     if any(run.after_burst is not msgspec.UNSET for one in outcomes for runs in one.rounds for run in runs):

@@ -51,6 +51,7 @@ def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[
             python=places.python,
             distributions=("baton-serve", "torch"),
             is_baton=True,
+            makes_guesses=is_text,
             why_unusual=why_unusual,
         )
 
