@@ -173,8 +173,8 @@ LIMIT = (
     "knows no overhead."
 )
 NO_LIMIT = (
-    "- A row without such a share would be bound by memory, and checks guesses at its next tokens: one reading "
-    "of the weights may give it several."
+    "- A row without such a share would be bound by memory, and checks guesses at its next tokens: one "
+    "reading of the weights may give it several."
 )
 ANOTHER_ARITHMETIC = (
     "- \\*: the share is of what memory and *floating-point* arithmetic allow, since no rate of int8 was "
