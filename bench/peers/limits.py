@@ -41,7 +41,10 @@ def limits(
     input_tokens: int,
     output_tokens: int,
 ) -> tuple[dict[int, float], dict[int, str]]:
-    """Output tokens per second of the closed loop on all cores, and what binds them, by concurrency."""
+    """Output tokens per second of the closed loop on all cores, and what binds them, by concurrency. Where
+    memory binds a server that makes guesses there is no limit: one reading of the weights may give it several
+    tokens.
+    """
     arithmetic, flops_per_s = _arithmetic(peer, machine)
     line = Roofline(
         shape=shape,
@@ -53,6 +56,8 @@ def limits(
     most, bound_by = {}, {}
     for concurrency in concurrencies:
         work = line.closed_loop(concurrency, input_tokens, output_tokens)
+        if peer.makes_guesses and line.is_memory_bound(work):
+            continue
         most[concurrency] = line.most_output_tokens_per_s(concurrency, input_tokens, output_tokens)
         bound_by[concurrency] = MEMORY if line.is_memory_bound(work) else arithmetic
     return most, bound_by

@@ -84,6 +84,7 @@ class Peer:
     is_baton: bool = False
     family: str = ""  # variants of one server; the fastest of them is searched for max goodput
     kv_bits: float = 16
+    makes_guesses: bool = False  # at tokens, from text that was there before: a step may give more than one
     why_unusual: str | None = None  # why it is measured only when it is named; None: it always is
     start_timeout_s: float = 300.0
 

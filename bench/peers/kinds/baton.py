@@ -12,12 +12,17 @@ from bench.peers.kinds.common import model_step
 from bench.peers.peer import PORT, Peer, Places
 
 
-def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
+def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[Peer]:
+    guesses: tuple[str, ...] = ("--speculation", "off")
+    why = "off: answers to random ids repeat themselves, so guesses gain too much"
+    if is_text:
+        guesses, why = (), "on, its default: guesses from the request's own prompt and answer"
+
     def peer(
         name: str, title: str, num_prefill: int, *, is_int8: bool = False, why_unusual: str | None = None
     ) -> Peer:
         serve = (places.python, "-m", "cluster.cli", "serve", "--launcher", "local")
-        argv = (*serve, "--model", places.model, "--port", PORT, "--speculation", "off")
+        argv = (*serve, "--model", places.model, "--port", PORT, *guesses)
         formats = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
         placement = ("--placement", "remote") if why_unusual is not None else ()
         note = (
@@ -36,7 +41,7 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
                 **({"formats": " ".join(formats)} if formats else {}),
                 **({"placement": "--placement remote (default: elastic)"} if placement else {}),
                 "launcher": "--launcher local: no request passes Ray, and it would take some of a core",
-                "speculation": "off: answers to random ids repeat themselves, so guesses gain too much",
+                "speculation": why,
                 "everything else": "defaults of `baton serve`",
             },
             argv=(*argv, "--prefill", str(num_prefill), "--decode", "1", *formats, *placement),
@@ -46,6 +51,7 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
             python=places.python,
             distributions=("baton-serve", "torch"),
             is_baton=True,
+            makes_guesses=is_text,
             why_unusual=why_unusual,
         )
 

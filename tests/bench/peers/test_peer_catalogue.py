@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.__main__ import closed_loops
 from bench.peers.catalogue import all_peers
+from bench.peers.options import closed_loops
 from bench.peers.peer import Peer, Places, why_not
 from cluster.errors import ConfigError
 
@@ -65,6 +65,20 @@ def test_steps_come_in_an_order_that_works() -> None:
 def test_baton_runs_both_ways() -> None:
     assert PEERS["baton-disaggregated"].argv[-4:] == ("--prefill", "1", "--decode", "1")
     assert PEERS["baton-colocated"].argv[-4:] == ("--prefill", "0", "--decode", "1")
+
+
+def test_on_text_everyone_guesses_and_reuses_as_it_does_by_default() -> None:
+    text = {peer.name: peer for peer in all_peers(PLACES, [0, 1], is_text=True)}
+    assert list(text) == list(PEERS)
+    for name, peer in text.items():
+        assert peer.makes_guesses == peer.is_baton, name
+        left_out = {*PEERS[name].argv} - {*peer.argv}
+        expected = {"--speculation", "off"} if peer.is_baton else set()
+        expected |= {"--no-enable-prefix-caching"} if name.startswith("vllm") else set()
+        assert left_out == expected, name
+        assert {*peer.argv} <= {*PEERS[name].argv}, name
+        assert any("default" in peer.settings.get(key, "") for key in ("speculation", "prompt lookup")), name
+    assert not any(peer.makes_guesses for peer in PEERS.values())
 
 
 def test_the_row_with_every_prompt_remote_is_measured_only_if_named() -> None:

@@ -50,6 +50,22 @@ def test_limits_are_those_of_the_quietest_run() -> None:
     assert best == dataclasses.replace(MACHINE, gemm_gflop_per_s_all_threads=3e5)
 
 
+def test_memory_does_not_bind_who_makes_guesses() -> None:
+    guessing = Peer(
+        name="x",
+        title="X",
+        precision="-",
+        weight_bits=16,
+        settings={},
+        argv=(),
+        model="",
+        kv_bits=0,
+        makes_guesses=True,
+    )
+    assert limits(SMOLLM2_135M, guessing, MACHINE, [1], 0, 128) == ({}, {})
+    assert limits(SMOLLM2_135M, guessing, SLOW, [1], 0, 128)[1] == {1: "floating point"}
+
+
 SLOW = dataclasses.replace(  # so that arithmetic decides
     MACHINE, gemm_gflop_per_s_one_thread=1.0, gemm_gflop_per_s_all_threads=1.0
 )

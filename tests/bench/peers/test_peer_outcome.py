@@ -128,6 +128,15 @@ def test_each_ratio_stands_beside_its_own_precision_and_names_its_peer() -> None
         assert cells in rows[title], title
 
 
+def test_a_row_without_a_limit_says_why_where_others_have_one() -> None:
+    limited = {"limits_tok_per_s": {1: 40.0}, "limits_bound_by": {1: "memory"}}
+    rows = [outcome("baton", [run(1, 60.0)]), outcome("peer", [run(1, 20.0)], **limited)]
+    text = as_markdown(rows, [1], [])
+    assert "| 60.0 (60.0–60.0) | – | 3.00 (16-bit) |" in text
+    assert "- A row without such a share would be bound by memory, and checks guesses" in text
+    assert "A row without such a share" not in as_markdown(rows[1:], [1], [])
+
+
 def test_servers_without_a_row_say_why() -> None:
     text = as_markdown([outcome("baton")], [], [], {"transformers, generate": "only if named: it is slow"})
     assert "- transformers, generate: only if named: it is slow" in text
