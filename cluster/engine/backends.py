@@ -55,8 +55,8 @@ def make_backend(
 
     Raises:
         ConfigError: there is none of that name, it does not compute with that quantization, not with the
-            instructions that `BATON_CPU_ISA` demands or the form of weights of `BATON_GGUF_WEIGHTS`, or not on
-            this machine.
+            instructions that `BATON_CPU_ISA` demands or the form of weights of `BATON_GGUF_WEIGHTS`, or not
+            on this machine.
     """
     name = resolve_backend(name)
     if name not in QUANTIZATIONS:

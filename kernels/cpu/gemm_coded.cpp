@@ -132,9 +132,13 @@ void coded_sums(const char* x, int64_t stride, int64_t num_blocks, const char* p
     RowSums<DotPairs, Rows> sums;
     for (int64_t b = 0; b < num_blocks; ++b, x += stride, panel += block_bytes) {
         for (int64_t i = 0; i < block_bytes; i += 64) prefetch(panel + kPrefetchBytes + i);
+        IntVec last_low, last_high;
         decode_block<Kind>(panel, [&](int64_t word, IntVec low, IntVec high) [[gnu::always_inline]] {
-            sums.add(x + 4 * word, kept(low), kept(high));
+            low = kept(low), high = kept(high);
+            if (word > 0) sums.add(x + 4 * (word - 1), last_low, last_high);
+            last_low = low, last_high = high;
         });
+        sums.add(x + 4 * (kBlockWords - 1), last_low, last_high);
     }
     sums.store_to(out);
 }

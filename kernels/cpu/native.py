@@ -244,8 +244,8 @@ class NativeKernels:
                 f"not a weight packed as {self.packed_layout} for {in_features} input features: "
                 f"{tuple(packed.shape)} {packed.dtype}"
             )
-        kind = self._library.baton_weight_kind(packed_pointer)
-        if not is_bf16 and kind in (WeightKind.AMX_BF16, WeightKind.DOT_BF16):
+        kind = WeightKind(self._library.baton_weight_kind(packed_pointer))
+        if not is_bf16 and kind.reads_bf16:
             raise TypeError("`x` must be bf16 for a bf16 weight: its product would round it")
         out = torch.empty((num_tokens, out_features), dtype=dtype)
         bias_pointer, bias_bf16 = None, False

@@ -14,3 +14,8 @@ class WeightKind(IntEnum):
     DOT_BF16 = 5
     NIBBLES = 6
     BYTES = 7
+
+    @property
+    def reads_bf16(self) -> bool:
+        """Whether its product takes rows of bf16 only."""
+        return self in (WeightKind.AMX_BF16, WeightKind.DOT_BF16, WeightKind.NIBBLES, WeightKind.BYTES)
