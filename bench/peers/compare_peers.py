@@ -18,6 +18,8 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from bench.machine import Machine
 from bench.peers.comparison import Comparison, Interrupted
 from bench.peers.estimate import Estimate, affordable_probes, longest_search_s
@@ -210,6 +212,7 @@ def _outcome(peer: Peer) -> PeerOutcome:
         precision=peer.precision,
         weight_bits=peer.weight_bits,
         kv_bits=peer.kv_bits,
+        arithmetic_bits=msgspec.UNSET if peer.arithmetic_bits is None else peer.arithmetic_bits,
         is_baton=peer.is_baton,
         settings=dict(peer.settings),
     )

@@ -66,8 +66,9 @@ def limits(
 def _arithmetic(peer: Peer, machine: Machine) -> tuple[str, float]:
     """Its name, and operations per second."""
     best = machine.gemm_gflop_per_s_all_threads
-    if peer.weight_bits >= 32 and machine.fp32_gflop_per_s_all_threads:
+    bits = peer.weight_bits if peer.arithmetic_bits is None else peer.arithmetic_bits
+    if bits >= 32 and machine.fp32_gflop_per_s_all_threads:
         return FP32, machine.fp32_gflop_per_s_all_threads * 1e9
-    if peer.weight_bits < 16 and machine.int8_gop_per_s_all_threads:
+    if bits < 16 and machine.int8_gop_per_s_all_threads:
         return INT8, max(best, machine.int8_gop_per_s_all_threads) * 1e9
     return FLOAT, best * 1e9

@@ -19,6 +19,7 @@ from bench.load.results.files import check_output
 from bench.peers.catalogue import all_peers
 from bench.peers.chats import Chats, ChatTemplate
 from bench.peers.comparison import Comparison
+from bench.peers.facts import cpu_flags
 from bench.peers.load import INPUT_TOKENS, TraceLoad
 from bench.peers.peer import Peer, Places
 from bench.peers.record import RANDOM, TEXT, read_written
@@ -114,6 +115,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
     """
     source = resolve_model(options.model)
     found = (Path(directory) / name for directory in LIBRARY_DIRECTORIES for name in TCMALLOC)
+    flags = cpu_flags()
     places = Places(
         cache=options.cache.expanduser().resolve(),
         repository=REPOSITORY,
@@ -121,6 +123,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
         model=options.model if options.model == "demo" else str(source.path),
         gguf=source.path if source.is_gguf else None,
         tcmalloc=next((path for path in found if path.is_file()), None),
+        keeps_codes=source.is_gguf and "avx512_bf16" in flags and "amx_bf16" not in flags,
     )
     cores = tuple(sorted(os.sched_getaffinity(0)))
     is_text = options.prompts == TEXT

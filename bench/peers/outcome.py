@@ -85,6 +85,7 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     weight_bits: float
     kv_bits: float
     is_baton: bool
+    arithmetic_bits: float | msgspec.UnsetType = msgspec.UNSET  # as `Peer` has it; not in older files
     settings: dict[str, str]
     versions: dict[str, str] = {}
     cannot_run: str | None = None

@@ -159,7 +159,8 @@ def _has_no_limit(outcome: PeerOutcome, concurrency: int) -> bool:
 
 def _is_of_another_arithmetic(outcome: PeerOutcome, concurrency: int) -> bool:
     """Whether its products may be in int8, and its limit takes floating point, or may do so."""
-    return outcome.weight_bits < 16 and outcome.limits_bound_by.get(concurrency) in (None, FLOAT)
+    bits = outcome.weight_bits if outcome.arithmetic_bits is msgspec.UNSET else outcome.arithmetic_bits
+    return bits < 16 and outcome.limits_bound_by.get(concurrency) in (None, FLOAT)
 
 
 LATENCIES = ("TTFT ms p50 / p99", "TPOT ms p50 / p99")

@@ -1,5 +1,6 @@
 """What would be run, without running it: no network, no environment."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,18 @@ def test_the_row_with_every_prompt_remote_is_measured_only_if_named() -> None:
     assert remote.settings["placement"].startswith("--placement remote")
     usual = [peer.name for peer in PEERS.values() if peer.is_baton and peer.is_usual]
     assert usual == ["baton-disaggregated", "baton-colocated", "baton-colocated-int8"]
+
+
+def test_where_baton_keeps_codes_one_row_more_has_16_bits_in_memory() -> None:
+    places = dataclasses.replace(PLACES, keeps_codes=True)
+    keeping = {peer.name: peer for peer in all_peers(places, [0, 1])}
+    assert set(keeping) - set(PEERS) == {"baton-colocated-expanded"}
+    default, expanded = keeping["baton-colocated"], keeping["baton-colocated-expanded"]
+    assert default.argv == PEERS["baton-colocated"].argv
+    assert (default.weight_bits, default.arithmetic_bits) == (5, 16)
+    assert {*expanded.argv} - {*default.argv} == {"--gguf-weights", "expand"}
+    assert (expanded.weight_bits, expanded.precision) == (16, PEERS["baton-colocated"].precision)
+    assert keeping["baton-colocated-int8"] == PEERS["baton-colocated-int8"]
 
 
 def test_vllm_gets_all_cores_and_its_allocator() -> None:

@@ -21,10 +21,20 @@ MACHINE = Machine(
 )
 
 
-def limit(weight_bits: float, machine: Machine = MACHINE) -> tuple[float, str]:
+def limit(
+    weight_bits: float, machine: Machine = MACHINE, arithmetic_bits: float | None = None
+) -> tuple[float, str]:
     """Output tokens per second, and what binds them."""
     peer = Peer(
-        name="x", title="X", precision="-", weight_bits=weight_bits, settings={}, argv=(), model="", kv_bits=0
+        name="x",
+        title="X",
+        precision="-",
+        weight_bits=weight_bits,
+        settings={},
+        argv=(),
+        model="",
+        kv_bits=0,
+        arithmetic_bits=arithmetic_bits,
     )
     most, bound_by = limits(SMOLLM2_135M, peer, machine, [1], 0, 128)
     return most[1], bound_by[1]
@@ -76,6 +86,7 @@ def test_each_format_is_held_against_its_own_arithmetic() -> None:
     in_float = limit(16, rated)[0]
     assert limit(16, rated)[1] == "floating point"
     assert limit(32, rated) == (pytest.approx(in_float / 2), "fp32")
+    assert limit(5, rated, arithmetic_bits=16) == (in_float, "floating point")
     for bits in (8, 5):
         assert limit(bits, rated) == (pytest.approx(2 * in_float), "int8")
 

@@ -238,6 +238,11 @@ def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
             "125% (int8) above it: the machine was faster",
         ),
         (200.0, {"limits_bound_by": {8: "floating point"}, "weight_bits": 8}, "125% (floating point) \\*"),
+        (
+            80.0,
+            {"limits_bound_by": {8: "floating point"}, "weight_bits": 5, "arithmetic_bits": 16},
+            "50% (floating point) |",
+        ),
         (200.0, {"weight_bits": 8}, "125% \\*"),
         (80.0, {"limits_bound_by": {8: "memory"}, "weight_bits": 8}, "50% (memory) |"),
     ],
