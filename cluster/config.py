@@ -119,7 +119,7 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
         GgufWeightsName,
         Meta(
             description="matrices of GGUF files (Q4_0, Q4_1, Q5_0, Q8_0), with the same bits: small: kept as "
-            "in the file; expand: decoded; auto: kept, of small models also decoded (AVX-512 BF16 only)"
+            "in the file; expand: decoded; auto: kept, of small models also decoded (on AVX-512 BF16 or AMX)"
         ),
     ] = "auto"
     block_size: Annotated[

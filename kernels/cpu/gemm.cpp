@@ -181,7 +181,10 @@ int64_t baton_out_features(const void* packed, int64_t packed_bytes, int64_t in_
         break;
     case WeightKind::kNibbles:
     case WeightKind::kBytes:
-        fits = kHasDot && header.panel == kWordPanel && in_features % kBlockSize == 0 &&
+    case WeightKind::kAmxNibbles:
+    case WeightKind::kAmxBytes:
+        fits = (is_amx_coded(header.kind) ? amx_is_lent() : kHasDot) && header.panel == kWordPanel &&
+               in_features % kBlockSize == 0 &&
                packed_bytes ==
                    coded_packed_bytes(header.kind, header.out_features, in_features, header.expanded > 0);
         break;
@@ -203,12 +206,10 @@ void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* p
     if constexpr (kHasAmx)
         if (header.kind == WeightKind::kAmxBf16 || header.kind == WeightKind::kAmxInt8)
             return amx_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
-    if constexpr (kHasDot) {
+    if constexpr (kHasDot)
         if (header.kind == WeightKind::kDotBf16)
             return dot_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
-        if (is_coded(header.kind))
-            return coded_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
-    }
+    if (is_coded(header.kind)) return coded_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
     if (header.kind != WeightKind::kFloat)
         return int8_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
     const char* panels = static_cast<const char*>(packed) + sizeof header;

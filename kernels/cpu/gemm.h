@@ -137,6 +137,8 @@ enum class WeightKind : int64_t {
     kDotBf16 = 5,      // pairs of bf16 (`gemm_dot.h`), rows rounded to bf16
     kNibbles = 6,      // what kDotBf16 multiplies, kept as codes of 4 bits (`gemm_coded.h`)
     kBytes = 7,        // the same, of 8 bits
+    kAmxNibbles = 8,   // what kAmxBf16 multiplies, kept as codes of 4 bits
+    kAmxBytes = 9,     // the same, of 8 bits
 };
 
 // What `baton_pack` writes before the panels.

@@ -126,7 +126,8 @@ void linear(const float* x, int64_t num_rows, const void* packed, const float* b
     const Store<Y> output{y, bias, header.out_features};
     parallel_ranges(num_threads, ceil_div(header.out_features, kAmxPanel), 1, [&](int64_t begin, int64_t end) {
         if (is_bf16)
-            amx_gemm_bf16(rows.lines, static_cast<const char*>(packed) + sizeof header, begin, end, output);
+            amx_gemm_bf16(rows.lines, bf16_panels(rows.lines, static_cast<const char*>(packed) + sizeof header), begin,
+                          end, output);
         else
             amx_gemm_int8(rows, Int8Weight(packed), begin, end, output);
     });

@@ -20,7 +20,7 @@ struct Place {
 };
 Place place_of(WeightKind kind, int64_t n, int64_t k) {
     const int64_t half = n / kWidth, group = n % kWidth / kGroup, lane = n % kGroup * 2 + k % 2, word = k / 2;
-    if (kind == WeightKind::kBytes) return {((half * kBlockWords + word) * 2 + group) * kWidth + lane, 0};
+    if (!is_nibbles(kind)) return {((half * kBlockWords + word) * 2 + group) * kWidth + lane, 0};
     const int64_t vector = (half * (kBlockWords / kNibbleWords) + word / kNibbleWords) * 2 + group, i = word % kNibbleWords;
     return {(vector * kWidth + lane) * 4 + i / 2, int(i % 2) * 4};
 }
@@ -113,15 +113,16 @@ inline void decode_block(const char* block, const Take& take) {
 
 #endif
 
+// Lines of words, a half's beside the other's for `dot_tile`; for the matrix unit a tile of each half per block.
 template <WeightKind Kind>
-void decode(const char* panel, int64_t num_blocks, char* words) {
-    const int64_t block_bytes = CodedWeight::block_bytes(Kind);
-    for (int64_t b = 0; b < num_blocks; ++b, panel += block_bytes)
-        decode_block<Kind>(panel, [&](int64_t, IntVec low, IntVec high) [[gnu::always_inline]] {
-            std::memcpy(words, &low, sizeof low);
-            std::memcpy(words + 4 * kWidth, &high, sizeof high);
-            words += 4 * kWordPanel;
-        });
+void decode(const char* panel, int64_t num_blocks, bool is_tiles, char* words) {
+    const int64_t line = (is_tiles ? 1 : 2) * 4 * kWidth, high_half = is_tiles ? kBlockWords * line : 4 * kWidth;
+    for (int64_t b = 0; b < num_blocks; ++b, words += kBlockWords * 4 * kWordPanel)
+        decode_block<Kind>(panel + b * CodedWeight::block_bytes(Kind),
+                           [&](int64_t word, IntVec low, IntVec high) [[gnu::always_inline]] {
+                               std::memcpy(words + word * line, &low, sizeof low);
+                               std::memcpy(words + word * line + high_half, &high, sizeof high);
+                           });
 }
 
 #if defined(BATON_DOT)
@@ -143,44 +144,49 @@ void coded_sums(const char* x, int64_t stride, int64_t num_blocks, const char* p
     sums.store_to(out);
 }
 
+#endif  // BATON_DOT
+
 template <typename Y>
 void linear(const float* x, int64_t num_rows, const void* packed, const float* bias, Y* y, int64_t num_threads) {
     static thread_local Scratch scratch;
     const PackedHeader& header = header_of(packed);
-    const LineRows rows = LineRows::in(scratch, word_cut(num_rows), 2 * header.in_features);
+    const bool on_unit = is_amx_coded(header.kind);
+    const RowCut cut = on_unit ? amx_cut(num_rows) : word_cut(num_rows);
+    const LineRows rows = LineRows::in(scratch, cut, 2 * header.in_features);
     for (int64_t m = 0; m < num_rows; ++m) narrow_row(x + m * header.in_features, header.in_features, m, rows);
     const Store<Y> output{y, bias, header.out_features};
     parallel_ranges(num_threads, ceil_div(header.out_features, kWordPanel), 2, [&](int64_t begin, int64_t end) {
-        gemm_coded(rows, CodedWeight(packed), begin, end, output);
+        const CodedWeight weight(packed);
+        if constexpr (kHasAmx)
+            if (on_unit) return amx_gemm_coded(rows, weight, begin, end, output);
+        if constexpr (kHasDot) gemm_coded(rows, weight, begin, end, output);
     });
 }
-
-#endif  // BATON_DOT
 
 }  // namespace
 
 void decode_panel(const CodedWeight& weight, const char* panel, char* words) {
-    if (weight.kind == WeightKind::kNibbles)
-        decode<WeightKind::kNibbles>(panel, weight.num_blocks(), words);
-    else
-        decode<WeightKind::kBytes>(panel, weight.num_blocks(), words);
+    const auto decode_kind = is_nibbles(weight.kind) ? decode<WeightKind::kNibbles> : decode<WeightKind::kBytes>;
+    decode_kind(panel, weight.num_blocks(), is_amx_coded(weight.kind), words);
 }
 
 #if defined(BATON_DOT)
 
 void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeight& weight, const char* panel, float* sums) {
     const int64_t blocks = weight.num_blocks();
-    const bool is_nibbles = weight.kind == WeightKind::kNibbles;
+    const bool nibbles = is_nibbles(weight.kind);
     switch (num_rows) {
 #define BATON_ROWS(ROWS)                                                                                        \
     case ROWS:                                                                                                  \
-        return is_nibbles ? coded_sums<WeightKind::kNibbles, ROWS>(x, stride, blocks, panel, sums)              \
+        return nibbles ? coded_sums<WeightKind::kNibbles, ROWS>(x, stride, blocks, panel, sums)              \
                           : coded_sums<WeightKind::kBytes, ROWS>(x, stride, blocks, panel, sums);
         BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6) BATON_ROWS(7) BATON_ROWS(8)
 #undef BATON_ROWS
     }
     __builtin_unreachable();  // 1 to kDecodedRows rows
 }
+
+#endif  // BATON_DOT
 
 void coded_linear(const float* x, int64_t num_rows, const void* packed, const float* bias, void* y, bool y_bf16,
                   int64_t num_threads) {
@@ -189,8 +195,6 @@ void coded_linear(const float* x, int64_t num_rows, const void* packed, const fl
     else
         linear(x, num_rows, packed, bias, static_cast<float*>(y), num_threads);
 }
-
-#endif  // BATON_DOT
 
 namespace {
 

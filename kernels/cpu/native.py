@@ -85,6 +85,12 @@ SIGNATURES = {
     "baton_sample": "ppiiippppppippi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
+_CODED_KINDS = {  # by whether it is for the matrix unit, and whether codes have 8 bits
+    (False, False): WeightKind.NIBBLES,
+    (False, True): WeightKind.BYTES,
+    (True, False): WeightKind.AMX_NIBBLES,
+    (True, True): WeightKind.AMX_BYTES,
+}
 _UNITS = {Isa.SIMD: "", Isa.DOT: "-dot", Isa.AMX: "-amx"}  # in `packed_layout`
 
 
@@ -182,7 +188,7 @@ class NativeKernels:
         if not (self._keeps_codes and dtype is torch.bfloat16 and weight.is_finite):
             return None
         expands = expands and self._coded_form is CodedForm.AUTO
-        kind = WeightKind.BYTES if weight.minima is None else WeightKind.NIBBLES
+        kind = _CODED_KINDS[self._isa is Isa.AMX, weight.minima is None]
         packed = torch.empty(
             self._library.baton_coded_packed_bytes(kind, out_features, in_features, expands),
             dtype=torch.uint8,
@@ -202,9 +208,9 @@ class NativeKernels:
 
     @property
     def _keeps_codes(self) -> bool:
-        """Only products of pairs decode."""
+        """Only products of pairs and of the matrix unit decode."""
         wanted = self._coded_form is not CodedForm.EXPAND
-        return wanted and self._isa is Isa.DOT and self._quantization is Quantization.NONE
+        return wanted and self._isa is not Isa.SIMD and self._quantization is Quantization.NONE
 
     def _pack_int8(self, values: Tensor, scales: Tensor) -> Tensor:
         out_features, in_features = values.shape

@@ -33,7 +33,9 @@ struct Share {
 };
 
 inline bool is_int8(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kAmxInt8; }
-inline bool is_amx(WeightKind kind) { return kind == WeightKind::kAmxBf16 || kind == WeightKind::kAmxInt8; }
+inline bool is_amx(WeightKind kind) {
+    return kind == WeightKind::kAmxBf16 || kind == WeightKind::kAmxInt8 || is_amx_coded(kind);
+}
 inline bool reads_floats(WeightKind kind) { return kind == WeightKind::kFloat || kind == WeightKind::kInt8Weights; }
 inline bool reads_bf16(WeightKind kind) {
     return kind == WeightKind::kAmxBf16 || kind == WeightKind::kDotBf16 || is_coded(kind);
@@ -65,7 +67,7 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
              rows.ride);
         break;
     case WeightKind::kAmxBf16:
-        if constexpr (kHasAmx) amx_gemm_bf16(rows.laid_out.lines, data, begin, end, output);
+        if constexpr (kHasAmx) amx_gemm_bf16(rows.laid_out.lines, bf16_panels(rows.laid_out.lines, data), begin, end, output);
         break;
     case WeightKind::kAmxInt8:
         if constexpr (kHasAmx) amx_gemm_int8(rows.laid_out, Int8Weight(packed), begin, end, output);
@@ -83,6 +85,10 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
     case WeightKind::kNibbles:
     case WeightKind::kBytes:
         if constexpr (kHasDot) gemm_coded(rows.laid_out.lines, CodedWeight(packed), begin, end, output, rows.ride);
+        break;
+    case WeightKind::kAmxNibbles:
+    case WeightKind::kAmxBytes:
+        if constexpr (kHasAmx) amx_gemm_coded(rows.laid_out.lines, CodedWeight(packed), begin, end, output);
         break;
     }
 }

@@ -66,10 +66,16 @@ def test_rows_of_heads_are_put_in_the_order_of_values(checkpoint: Any, tmp_path:
         assert coded.decode().equal(source.load(name))
 
 
+@pytest.fixture(params=["avx512-bf16", "amx"])
+def isa(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
 @pytest.fixture
-def make_backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+def make_backend(isa: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(form: str) -> CpuBackend:
-        monkeypatch.setenv("BATON_CPU_ISA", "avx512-bf16")
+        monkeypatch.setenv("BATON_CPU_ISA", isa)
         monkeypatch.setenv("BATON_GGUF_WEIGHTS", form)
         monkeypatch.setattr(cpu_backend, "load_library", emulated_library)
         return CpuBackend(2)
@@ -112,7 +118,12 @@ def kinds_of(prepared: Any) -> dict[str, WeightKind]:
 
 
 def test_what_the_cache_holds(
-    checkpoint: Any, prepare: Any, make_backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Any,
+    prepare: Any,
+    make_backend: Any,
+    isa: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write_gguf(
         tmp_path / "tiny.gguf", checkpoint("llama", tie_word_embeddings=True), "llama", Type.Q4_0
@@ -123,8 +134,10 @@ def test_what_the_cache_holds(
         prepared = prepare(
             path, Dtype.BF16, make_backend(form), lambda phase, done, total, told=told: told.append(done)
         )
-        kept = form != "expand"
-        assert set(kinds_of(prepared).values()) == {WeightKind.NIBBLES if kept else WeightKind.DOT_BF16}
+        kinds = (WeightKind.AMX_BF16, WeightKind.AMX_NIBBLES)
+        if isa != "amx":
+            kinds = (WeightKind.DOT_BF16, WeightKind.NIBBLES)
+        assert set(kinds_of(prepared).values()) == {kinds[form != "expand"]}
         sizes[form] = (prepared.directory / DATA).stat().st_size
         assert told == sorted(told)
         assert told[-1] == GgufSource(path).total_bytes
@@ -147,5 +160,5 @@ def test_a_matrix_of_unlike_parts_is_decoded(
 
     monkeypatch.setattr(GgufSource, "load_coded", some)
     kinds = kinds_of(prepare(path, Dtype.BF16, make_backend("auto")))
-    assert kinds["layers.0.qkv"] is WeightKind.DOT_BF16
-    assert kinds["layers.0.down"] is WeightKind.BYTES
+    assert not kinds["layers.0.qkv"].is_coded
+    assert kinds["layers.0.down"].is_coded

@@ -21,7 +21,7 @@ VARIANTS = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
 @pytest.mark.parametrize(
     ("isa", "quantization", "layout"),
     [
-        ("amx", Quantization.NONE, "-paired-amx-dots"),
+        ("amx", Quantization.NONE, "-paired-amx-codes-auto-dots"),
         ("amx", Quantization.INT8, "-int8-amx-dots"),
         ("avx512-bf16", Quantization.NONE, "-paired-dot-codes-auto-dots"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.coded import BLOCK_SIZE, CodedForm, CodedFormError, CodedMatrix, requested_form, stack
-from kernels.cpu.native import NativeKernels
+from kernels.cpu.native import NativeKernels, bind
 from kernels.cpu.weight_kind import WeightKind
 from kernels.quantization import Quantization
 from tests.kernels.test_amx import assert_same_bits
@@ -36,10 +36,19 @@ def make_matrix(out_features: int, in_features: int, bits: int, seed: int = 3) -
     return CodedMatrix(codes, scales.half(), minima.half())
 
 
+@pytest.fixture(params=["avx512-bf16", "amx"])
+def isa(request: pytest.FixtureRequest, dot_library: Any) -> str:
+    """The matrix unit's tiles are emulated only; real ones are tested where the machine has them."""
+    if request.param == "amx" and bind(dot_library).baton_amx_acquire() != 0:
+        pytest.skip("this machine has no matrix unit")
+    found: str = request.param
+    return found
+
+
 @pytest.fixture
-def kernels(dot_library: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def kernels(dot_library: Any, isa: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(num_threads: int = 1, form: str = "auto") -> NativeKernels:
-        monkeypatch.setenv("BATON_CPU_ISA", "avx512-bf16")
+        monkeypatch.setenv("BATON_CPU_ISA", isa)
         monkeypatch.setenv("BATON_GGUF_WEIGHTS", form)
         return NativeKernels(dot_library, num_threads, Quantization.NONE)
 
@@ -83,14 +92,20 @@ def test_no_rows(kernels: Any) -> None:
     assert kernels().linear(torch.ones(0, 64).bfloat16(), coded).shape == (0, 48)
 
 
-def test_kinds_and_sizes(kernels: Any, dot_library: Any) -> None:
-    for bits, kind, bytes_per_block in ((4, WeightKind.NIBBLES, 20), (8, WeightKind.BYTES, 34)):
+def test_kinds_and_sizes(kernels: Any, isa: str, dot_library: Any) -> None:
+    of_unit = WeightKind.AMX_NIBBLES - WeightKind.NIBBLES if isa == "amx" else 0
+    for bits, kind, bytes_per_block in (
+        (4, WeightKind.NIBBLES + of_unit, 20),
+        (8, WeightKind.BYTES + of_unit, 34),
+    ):
         coded = kernels().pack_coded(make_matrix(1024, 1024, bits), torch.bfloat16, False)
         assert dot_library.baton_weight_kind(coded.data_ptr()) == kind
         assert 0 <= coded.nbytes - 1024 * 1024 // BLOCK_SIZE * bytes_per_block < 5_000
 
 
-def test_what_is_not_kept_as_codes(kernels: Any, dot_library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_kept_as_codes(
+    kernels: Any, isa: str, dot_library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     matrix = make_matrix(40, 64, 4)
     assert kernels(form="expand").pack_coded(matrix, torch.bfloat16, True) is None
     assert kernels().pack_coded(matrix, torch.float32, True) is None
@@ -103,8 +118,8 @@ def test_what_is_not_kept_as_codes(kernels: Any, dot_library: Any, monkeypatch: 
     assert small.pack_coded(matrix, torch.bfloat16, True).equal(
         kernels().pack_coded(matrix, torch.bfloat16, False)
     )
-    for isa, quantization in (("simd", Quantization.NONE), ("avx512-bf16", Quantization.INT8)):
-        monkeypatch.setenv("BATON_CPU_ISA", isa)
+    for other_isa, quantization in (("simd", Quantization.NONE), (isa, Quantization.INT8)):
+        monkeypatch.setenv("BATON_CPU_ISA", other_isa)
         other = NativeKernels(dot_library, 1, quantization)
         assert other.pack_coded(matrix, torch.bfloat16, True) is None
         assert "codes" not in other.packed_layout
