@@ -176,14 +176,14 @@ void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeig
     const int64_t blocks = weight.num_blocks();
     const bool nibbles = is_nibbles(weight.kind);
     switch (num_rows) {
-#define BATON_ROWS(ROWS)                                                                                        \
-    case ROWS:                                                                                                  \
-        return nibbles ? coded_sums<WeightKind::kNibbles, ROWS>(x, stride, blocks, panel, sums)              \
-                          : coded_sums<WeightKind::kBytes, ROWS>(x, stride, blocks, panel, sums);
+#define BATON_ROWS(ROWS)                                                                           \
+    case ROWS:                                                                                     \
+        return nibbles ? coded_sums<WeightKind::kNibbles, ROWS>(x, stride, blocks, panel, sums)    \
+                       : coded_sums<WeightKind::kBytes, ROWS>(x, stride, blocks, panel, sums);
         BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6) BATON_ROWS(7) BATON_ROWS(8)
 #undef BATON_ROWS
     }
-    __builtin_unreachable();  // 1 to kDecodedRows rows
+    __builtin_unreachable();  // 1 to kFusedRows rows
 }
 
 #endif  // BATON_DOT
