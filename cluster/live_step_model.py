@@ -43,12 +43,13 @@ class LiveStepModel:
         self.is_measured = False  # by a calibration or by steps that ran
         self.error = 0.0  # median of |actual / predicted - 1| over the latest steps
         self.error_p90 = 0.0  # 90 % quantile of actual / predicted - 1
+        self.error_mean = 0.0  # of the same, hiccups cut short
         self._fit = StepModelFit(assumed)
         self._fitted = assumed  # `model` is this one, slower by `_told_slowness`
         self._slowness = self._told_slowness = 0.0  # logarithms, against the fitted model
         self._latest: deque[tuple[StepWork, float]] = deque(maxlen=_NUM_LATEST)
         self._errors = np.zeros(_NUM_ERRORS)
-        self._num_observed = 0
+        self.num_observed = 0  # steps
 
     def reset(self, model: StepModel) -> None:
         """Go on from this one."""
@@ -57,19 +58,19 @@ class LiveStepModel:
         self._latest.clear()
         self.is_measured = True
         self._fit = StepModelFit(model)
-        self._num_observed = 0
+        self.num_observed = 0
 
     def observe(self, work: StepWork, seconds: float) -> bool:
         """A step took so long; True: the model has changed."""
         if work.num_tokens <= 0 or not 0 < seconds < math.inf:
             return False
-        self._errors[self._num_observed % _NUM_ERRORS] = seconds / max(self.model.step_s(work), 1e-9) - 1
-        self._num_observed += 1
+        self._errors[self.num_observed % _NUM_ERRORS] = seconds / max(self.model.step_s(work), 1e-9) - 1
+        self.num_observed += 1
         self._fit.add(work, seconds)
         self._latest.append((work, seconds))
         surprise = self._slower(work, seconds) - self._slowness
         self._slowness += _SPEED_SHARE * max(-_MOST_SURPRISE, min(surprise, _MOST_SURPRISE))
-        if self._num_observed % REFIT_EVERY and self._num_observed not in _FIRST_REFITS:
+        if self.num_observed % REFIT_EVERY and self.num_observed not in _FIRST_REFITS:
             if abs(self._slowness - self._told_slowness) <= SAME_SPEED:
                 return False
         else:
@@ -78,9 +79,10 @@ class LiveStepModel:
         return True
 
     def _refit(self) -> None:
-        errors = self._errors[: self._num_observed]
+        errors = self._errors[: self.num_observed]
         self.error = median(np.abs(errors))
         self.error_p90 = quantile(errors, 0.9)
+        self.error_mean = float(np.clip(errors, -_MOST_SURPRISE, _MOST_SURPRISE).mean())
         self._fitted = self._fit.fit(self._fitted, _REFIT_ROUNDS)
         self._slowness = median(np.array([self._slower(*step) for step in self._latest]))
         self.is_measured = True
