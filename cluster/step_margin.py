@@ -7,13 +7,14 @@
 
 A time per token is a mean, so a single step may be late; what must not happen is that a stream *ends* with a
 lag. Let x be the lead of a full worker's tightest stream in units of its target T, s the safety, u the share
-of a lead that one step may use (`bank_use`). A step aims at (s + u x) T and takes 1 + b times that, and noise:
+of a lead that one step may use (`bank_use`). A step aims at (s + u x) T and takes 1 + b times that, more or
+less:
 
     x' = x + 1 - (1 + b) (s + u x) - noise
 
 Whatever s is, x settles where the mean step takes T. So a margin costs no time per token in the long run, but
-for the lead that each stream builds up once, and s says how large that is. Noise whose 90 % quantile is d lets
-x vary with one of d / sqrt(u (2 - u)). One stream in ten or fewer ends with a lag if the mean lead is as much:
+for the lead that each stream builds up once; s says how large that is. Noise whose 90 % quantile is d lets x
+vary with one of d / sqrt(u (2 - u)). At most one stream in ten ends with a lag if the mean lead is as much:
 
     s = 1 / (1 + b) - d sqrt(u / (2 - u))
 

@@ -49,6 +49,20 @@ def test_the_budget_follows_the_mean_since_token_0(num_generated: int, now: floa
     assert begun().budget_s(num_generated, 1000, now, SETTINGS) == pytest.approx(expected_s)
 
 
+def test_a_lag_is_gone_before_the_answer_is() -> None:
+    """It has a twentieth of the tokens that are expected and may follow."""
+    lag_s = 0.03
+    for most, expected, share in (
+        (1000, 400, 0.1),
+        (1000, 100, 0.2),
+        (40, 400, 0.5),
+        (3, 400, 1),
+        (40, 5, 1),
+    ):
+        found_s = begun().budget_s(2, most, 10.1 + lag_s, SETTINGS, expected)
+        assert found_s == pytest.approx(0.0985 - share * lag_s)
+
+
 def test_a_late_first_token_yields_and_a_later_attempt_does_not() -> None:
     assert not begun(at_s=11.9).yields
     assert begun(at_s=12.1).yields
