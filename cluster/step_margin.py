@@ -1,7 +1,7 @@
 """What share of their targets steps aim at, by how far a worker's steps are from what it predicts.
 
-1. `LiveStepModel` knows of its latest steps the mean and the 90 % quantile of actual / predicted - 1: the
-   bias b, and the spread d, which is how far the quantile is above the mean.
+1. `LiveStepModel` knows of its latest steps the mean of actual / predicted - 1, the bias b, and how far the
+   90 % quantile is above that, the spread d.
 2. `with_margins` gives settings that leave room for both. Where nothing is measured, or steps take what is
    predicted, they are the ones given.
 
@@ -44,9 +44,8 @@ _LEAST: Final = 0.8  # of a target
 _ONE_IN_A_HUNDRED: Final = 2.3263 / 1.2816  # quantile of a normal distribution, against one in ten's
 
 
-def with_margins(settings: SloSettings, bias: float, p90: float) -> SloSettings:
-    """`settings` for steps that err so; `bias` and `p90`: mean and quantile of actual / predicted - 1."""
-    spread = max(0.0, p90 - bias)
+def with_margins(settings: SloSettings, bias: float, spread: float) -> SloSettings:
+    """`settings` for steps that err so."""
     steps = 1 + max(-0.5, bias)  # as predicted: 1
     used = settings.bank_use
     safety = 1 / steps - spread * math.sqrt(used / (2 - used))

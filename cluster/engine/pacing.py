@@ -127,7 +127,7 @@ class Pacer:
             steps, prompts = self.steps, self.prompts
             prompts.model = steps.model
             if steps.num_observed >= _MEASURED:
-                prompts.settings = with_margins(self._plain, steps.error_mean, steps.error_p90)
+                prompts.settings = with_margins(self._plain, steps.bias, steps.spread)
 
     def drop(self) -> None:
         """The step failed: it says nothing."""
