@@ -32,7 +32,7 @@ class SloSettings:
     bank_use: float = 0.25  # share of a stream's lead that one step may use
     longest: float = math.inf  # TPOTs that a step may take at most, whatever the lead: readers see gaps too
     catch_up: float = 0.1  # share of a stream's lag that one step makes up for, at least ...
-    lag_share: float = 1 / 20  # ... and so that it is gone within this share of the tokens still expected
+    lag_share: float = 1.0  # ... and so that it is gone within this share of the tokens still expected
     short_slack: float = 0.0  # share of others' slack that a shorter prompt may use to go first
     price_from: float = 0.05  # of a TPOT: what a mixed step costs more than its parts, if less, is ignored
     lent: float = 0.15  # of what streams gain in their life, by how quickly they do, lent to one step ...

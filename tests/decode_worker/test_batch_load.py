@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -69,8 +70,9 @@ def test_a_target_that_no_step_could_meet_has_no_say() -> None:
 
 def test_where_answers_are_short_a_lag_is_made_up_for_at_once() -> None:
     late = row(10, first_s=-0.03)
-    slow = decode_batch([late], 0.0, MODEL, SETTINGS, mean_output=400)
-    quick = decode_batch([late], 0.0, MODEL, SETTINGS, mean_output=15)
+    settings = replace(SETTINGS, lag_share=1 / 16)
+    slow = decode_batch([late], 0.0, MODEL, settings, mean_output=400)
+    quick = decode_batch([late], 0.0, MODEL, settings, mean_output=15)
     assert slow.budget_s == pytest.approx(0.0985 - 0.1 * 0.03)
     assert quick.budget_s == pytest.approx(0.0985 - 0.03)
     assert slow.lead_s == quick.lead_s == pytest.approx(-0.03)
