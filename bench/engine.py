@@ -39,7 +39,8 @@ from bench.engine_cases import (
     roofline,
     work,
 )
-from bench.engine_profile import profile_case
+from bench.engine_profile import mean_bytes, profile_case
+from bench.weight_reads import WeightReads, weight_reads
 from cluster.engine.backends import make_backend
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.prepare import prepare_model
@@ -78,6 +79,7 @@ class Engine:
     num_blocks: int
     num_threads: int
     formats: Formats
+    reads: WeightReads
 
     @classmethod
     def load(
@@ -99,7 +101,8 @@ class Engine:
         pool = torch.frombuffer(map_private(num_bytes), dtype=dtype).view(num_blocks, *block)  # as a worker's
         pool.fill_(0.01)  # pages of its own: untouched memory is one page of zeros; int8 stays zeros
         runner = ModelRunner(prepared, pool, backend, min(LONG_PROMPT, spec.max_context_len))
-        return cls(prepared.name, spec, runner, num_blocks, num_threads, formats)
+        reads = weight_reads(prepared.directory, formats.weight_bytes)
+        return cls(prepared.name, spec, runner, num_blocks, num_threads, formats, reads)
 
     def step(self, case: Case) -> Callable[[], object]:
         return partial(self.runner.run, make_plan(case, self.num_blocks, self.spec.vocab_size, GREEDY))
@@ -131,7 +134,9 @@ def measure(engine: Engine, cases: list[Case], budget_s: float) -> dict[str, Any
     return describe(engine) | {
         "read_gb_per_s": round(best.bytes_per_s / 1e9, 1),
         "giga_multiply_adds_per_s": round(best.multiply_adds_per_s / 1e9, 1),
-        "steps": [asdict(against_limit(*step, engine.spec, engine.formats, best)) for step in timed],
+        "steps": [
+            asdict(against_limit(*step, engine.spec, engine.formats, best, engine.reads)) for step in timed
+        ],
     }
 
 
@@ -147,9 +152,15 @@ def describe(engine: Engine) -> dict[str, Any]:
 
 
 def against_limit(
-    case: Case, step_s: float, processor_s: float, spec: ModelSpec, formats: Formats, rates: Rates
+    case: Case,
+    step_s: float,
+    processor_s: float,
+    spec: ModelSpec,
+    formats: Formats,
+    rates: Rates,
+    reads: WeightReads,
 ) -> Measured:
-    line = roofline(spec, formats, rates)
+    line = roofline(spec, formats, rates, mean_bytes(case, spec, reads))
     needed = work(case, line)
     memory_s, compute_s = needed.read_bytes / line.bytes_per_s, needed.flops / line.flops_per_s
     limit_s = max(memory_s, compute_s)
@@ -210,7 +221,7 @@ def main() -> None:
     engine = Engine.load(arguments.model, formats, arguments.threads, arguments.pool_mib * 2**20)
     if arguments.profile:
         parts = [
-            profile_case(engine.runner, engine.spec, formats, case, engine.step(case), arguments.seconds)
+            profile_case(engine.runner, engine.spec, engine.reads, case, engine.step(case), arguments.seconds)
             for case in PROFILED
         ]
         text = written = "\n\n".join([headline(describe(engine)), *parts])

@@ -86,9 +86,10 @@ def grid(max_len: int, quick: bool) -> list[Case]:
     return cases + [Case(f"prefill {min(CHUNK, end)} at {end}", 1, min(CHUNK, end), end) for end in ends]
 
 
-def roofline(spec: ModelSpec, formats: Formats, rates: Rates) -> Roofline:
-    """A multiply-add counts as two operations there. The limit of arithmetic stays that of fp32 multiply-adds
-    where weights are int8: a share above 100 % says what integers gain."""
+def roofline(spec: ModelSpec, formats: Formats, rates: Rates, weight_bytes: float) -> Roofline:
+    """`weight_bytes` per element, in the mean. A multiply-add counts as two operations there. The limit of
+    arithmetic stays that of fp32 multiply-adds where weights are int8: a share above 100 % says what integers
+    gain."""
     shape = ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -100,7 +101,7 @@ def roofline(spec: ModelSpec, formats: Formats, rates: Rates) -> Roofline:
     )
     return Roofline(
         shape,
-        formats.weight_bytes,
+        weight_bytes,
         formats.kv_bytes(spec.head_dim),
         rates.bytes_per_s,
         2 * rates.multiply_adds_per_s,

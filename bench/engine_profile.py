@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from bench.engine_cases import Case, Formats
+from bench.engine_cases import Case
+from bench.weight_reads import WeightReads
 from cluster.engine.model_spec import ModelSpec
 from cluster.engine.runner import ModelRunner
 from kernels.cpu.native_forward import STAGES, NativeForward
@@ -30,10 +31,21 @@ def matrix_elements(spec: ModelSpec) -> dict[str, int]:
     }
 
 
+def rows_of(case: Case, stage: str) -> int:
+    return case.num_seqs if stage == "logits" else case.num_tokens
+
+
+def mean_bytes(case: Case, spec: ModelSpec, reads: WeightReads) -> float:
+    """That a step of `case` reads per element, over all matrices."""
+    elements = matrix_elements(spec)
+    read = sum(count * reads[stage].of(rows_of(case, stage)) for stage, count in elements.items())
+    return read / sum(elements.values())
+
+
 def profile_case(
     runner: ModelRunner,
     spec: ModelSpec,
-    formats: Formats,
+    reads: WeightReads,
     case: Case,
     run: Callable[[], object],
     budget_s: float,
@@ -60,11 +72,11 @@ def profile_case(
     finally:
         fused.stop_profile()
     assert best is not None
-    return profile_table(case, best_s, best, matrix_elements(spec), formats.weight_bytes)
+    return profile_table(case, best_s, best, matrix_elements(spec), reads)
 
 
 def profile_table(
-    case: Case, step_s: float, seconds: Tensor, elements: Mapping[str, int], weight_bytes: int
+    case: Case, step_s: float, seconds: Tensor, elements: Mapping[str, int], reads: WeightReads
 ) -> str:
     """`seconds` [threads, stages, 2 (work, wait)] of a step of `step_s`; `elements` as `matrix_elements`."""
     walked = seconds[seconds.sum(dim=(1, 2)) > 0]  # others only helped
@@ -76,8 +88,9 @@ def profile_table(
     for stage, (work_s, wait_s) in zip(STAGES, means, strict=True):
         rates = ""
         if stage in elements and work_s > 0:
-            num_rows = case.num_seqs if stage == "logits" else case.num_tokens
-            read, macs = elements[stage] * weight_bytes / work_s, elements[stage] * num_rows / work_s
+            num_rows = rows_of(case, stage)
+            read = elements[stage] * reads[stage].of(num_rows) / work_s
+            macs = elements[stage] * num_rows / work_s
             rates = f"{read / 1e9:>8.1f}{macs / 1e9:>8.1f}"
         share = (work_s + wait_s) / step_s
         lines.append(f"{stage:<24}{work_s * 1e3:>10.2f}{wait_s * 1e3:>10.2f}{share:>8.1%}{rates}")

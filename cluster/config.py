@@ -19,6 +19,7 @@ from cluster.wire.messages import Role
 MetricNames = Literal["baton", "baton+vllm"]
 DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "triton", "auto", "reference"]
+GgufWeightsName = Literal["auto", "small", "expand"]  # as `kernels.coded` spells them
 CpuIsaName = Literal["auto", "simd", "avx512-bf16", "amx"]
 QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
 EdgeKind = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]  # as `cluster.kv.edges` spells them
@@ -113,6 +114,13 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_isa: Annotated[
         CpuIsaName,
         Meta(description="instructions of matrix products; auto: AMX, else AVX-512 BF16, else fp32"),
+    ] = "auto"
+    gguf_weights: Annotated[
+        GgufWeightsName,
+        Meta(
+            description="matrices of GGUF files (Q4_0, Q4_1, Q5_0, Q8_0), with the same bits: small: kept as "
+            "in the file; expand: decoded; auto: kept, of small models also decoded (on AVX-512 BF16 or AMX)"
+        ),
     ] = "auto"
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="tokens per KV block; the same on all workers")

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NewType, Protocol
 import torch
 from torch import Tensor
 
+from kernels.coded import CodedMatrix
 from kernels.draw_kind import DrawKind
 from kernels.quantization import Quantization
 
@@ -227,6 +228,12 @@ class Backend(Protocol):
     def pack_linear(self, weight: Tensor) -> Any:
         """weight [out, in] → whatever `linear` wants. Done once per weight; may return a tensor that is
         saved to and mapped from the weight cache (see `packed_layout`)."""
+        ...
+
+    def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> Tensor | None:
+        """As `pack_linear(weight.decode().to(dtype))`, results bit for bit the same, but kept as codes, and
+        if it `expands` decoded beside them, where `CodedForm` allows; None if this backend has no such
+        form, or not of this matrix."""
         ...
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.coded import CodedMatrix
 from kernels.ops import KV_SCALE_BYTES, PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
 from kernels.quantization import Quantization, quantize_rows, quantize_weight
 
@@ -51,6 +52,9 @@ class ReferenceBackend:
             return weight.contiguous()
         values, scales = quantize_weight(weight, self.quantization)
         return torch.cat([values, scales[:, None].view(torch.int8)], dim=1)
+
+    def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> None:
+        return None
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._linear(x, packed, bias).to(x.dtype)

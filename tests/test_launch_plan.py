@@ -186,8 +186,9 @@ def test_no_argument_or_environment_carries_the_token() -> None:
 
 
 def test_kernels_hear_which_instructions_to_use_in_every_process() -> None:
-    config = ClusterConfig(cpu_isa="simd")
+    config = ClusterConfig(cpu_isa="simd", gguf_weights="small")
     assert kernel_environment(config)["BATON_CPU_ISA"] == "simd"
+    assert kernel_environment(config)["BATON_GGUF_WEIGHTS"] == "small"
     for spec in plan_roles(config, SITE):
         assert spec.env.items() >= kernel_environment(config).items()
 

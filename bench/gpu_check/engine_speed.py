@@ -75,7 +75,7 @@ def run(
             mode: graph_runner(runner, pool, backends[mode], row_counts) for mode, runner in runners.items()
         }
         rates = Rates(ceilings.copy_bytes_per_s, ceilings.product_flops_per_s / 2)
-        line = roofline(spec, Formats(dtype), rates)
+        line = roofline(spec, Formats(dtype), rates, Formats(dtype).weight_bytes)
         for case in sizes.cases:
             least_s = work(case, line).least_seconds(line.bytes_per_s, line.flops_per_s)
             cells: dict[str, object] = {"roofline ms": round(least_s * 1e3, 3)}

@@ -73,6 +73,19 @@ def measure(
         BatonError: the plan cannot be built. What goes wrong while it is offered is in the records instead.
     """
     plan = build_plan(plan_settings, tokenizer)
+    return measure_plan(plan, plan_settings, settings, target, environment, on_progress, stop)
+
+
+def measure_plan(
+    plan: Plan,
+    plan_settings: PlanSettings,
+    settings: RunSettings,
+    target: Target,
+    environment: dict[str, Any],
+    on_progress: OnProgress | None = None,
+    stop: StopSwitch | None = None,
+) -> Measurement:
+    """Steps 2 and 3, of a plan that was built from `plan_settings`."""
     run = run_plan(
         plan,
         target,

@@ -1,7 +1,8 @@
 """Every peer, in the order of measuring and of the table.
 
 All serve the same model on the same cores with as many compute threads as there are cores, hold 8192 tokens
-of context, may batch 64 sequences and 2048 prompt tokens, and reuse no prefixes (prompts are random anyway).
+of context, and may batch 64 sequences and 2048 prompt tokens. On random ids Baton makes no guesses at tokens,
+and peers reuse no prefixes (there are none); on text (`is_text`) all guess and reuse as they do by default.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from bench.peers.kinds.openvino_genai import openvino_peers
 from bench.peers.kinds.vllm_cpu import vllm_peers
 from bench.peers.peer import Peer, Places
 
+SPECULATION = (
+    "as every server does by default: Baton checks guesses from a request's own prompt and answer; OpenVINO "
+    "GenAI (`prompt_lookup`), vLLM (`--speculative-config`), llama.cpp (`--spec-type` of its server) and "
+    "transformers (`prompt_lookup_num_tokens` of `generate`) can look prompts up, and do so only when told"
+)
 
-def all_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
+
+def all_peers(places: Places, cores: Sequence[int], *, is_text: bool = False) -> list[Peer]:
     """Baton first."""
     return [
-        *baton_peers(places, cores),
+        *baton_peers(places, cores, is_text=is_text),
         *openvino_peers(places, len(cores)),
-        *vllm_peers(places, cores),
+        *vllm_peers(places, cores, is_text=is_text),
         *llamacpp_peers(places, len(cores)),
         *transformers_peers(places, len(cores)),
     ]

@@ -18,10 +18,12 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from bench.machine import Machine
 from bench.peers.comparison import Comparison, Interrupted
 from bench.peers.estimate import Estimate, affordable_probes, longest_search_s
-from bench.peers.facts import cpu_flags, facts_of, model_shape, time_words
+from bench.peers.facts import chats_facts, cpu_flags, facts_of, model_shape, time_words
 from bench.peers.limits import best_rates, limits
 from bench.peers.load import (
     INPUT_TOKENS,
@@ -58,7 +60,8 @@ def compare(comparison: Comparison, peers: Sequence[Peer], machine: Machine, tel
         Interrupted: after the results so far were written.
     """
     started_s = time.monotonic()
-    report = Report(comparison.out, comparison.earlier, facts_of(comparison), dataclasses.asdict(machine))
+    is_text, facts = comparison.chats is not None, facts_of(comparison)
+    report = Report(comparison.out, comparison.earlier, facts, dataclasses.asdict(machine), is_text)
     try:
         _compare(comparison, peers, machine, report, started_s, tell)
     except (Interrupted, KeyboardInterrupt):
@@ -78,6 +81,11 @@ def _compare(
 ) -> None:
     outcomes = {name: report.outcome_of(one) for name, one in ready(comparison, peers, tell).items()}
     report.leave_out(comparison.not_chosen)
+    if comparison.chats is not None:
+        for name, text in chats_facts(
+            comparison.chats, comparison.closed_loops, comparison.num_rounds
+        ).items():
+            report.tell(name, text)
     shape = model_shape(comparison.places)
     if shape is not None:
         report.tell("model", f"{comparison.model_title}; {shape.num_parameters / 1e6:.1f} M parameters")
@@ -136,7 +144,7 @@ def _round(
         tell(_title(comparison, peer, own_loops, number))
         with recorded(outcome, report, tell), serving(comparison, peer, outcome, number) as running:
             if own_loops:
-                measure_peer(comparison, peer, outcome, running, own_loops, report, tell)
+                measure_peer(comparison, peer, outcome, running, own_loops, number, report, tell)
             if peer.name in names:
                 later = able[position + 1 :]
                 reserved_s = sum(
@@ -204,6 +212,7 @@ def _outcome(peer: Peer) -> PeerOutcome:
         precision=peer.precision,
         weight_bits=peer.weight_bits,
         kv_bits=peer.kv_bits,
+        arithmetic_bits=msgspec.UNSET if peer.arithmetic_bits is None else peer.arithmetic_bits,
         is_baton=peer.is_baton,
         settings=dict(peer.settings),
     )

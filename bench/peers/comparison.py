@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.peers.chats import Chats
 from bench.peers.load import TraceLoad
 from bench.peers.peer import Places
 
@@ -19,6 +20,7 @@ class Comparison:
     num_rounds: int
     is_together: bool  # all servers run at once, and take turns at every load
     closed_loops: tuple[tuple[int, int], ...]  # (in flight, requests), in order
+    chats: Chats | None  # the closed loops' prompts; None: random ids
     trace: TraceLoad | None
     no_trace_reason: str | None
     goodput_names: frozenset[str]  # peers that are searched for max goodput; empty: each family's fastest

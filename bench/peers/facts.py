@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
 
+from bench.peers.catalogue import SPECULATION
+from bench.peers.chats import NUM_WARM_UP, TASKS, Chats
 from bench.peers.comparison import Comparison
 from bench.peers.estimate import MAX_PROBE_S, MIN_REQUESTS
 from bench.peers.load import INPUT_TOKENS, OUTPUT_TOKENS
@@ -20,14 +23,15 @@ def facts_of(given: Comparison) -> dict[str, str]:
     how = "every server started anew in each"
     if given.is_together:
         how = "all servers up at once, in turn at every load; who waits is stopped (SIGSTOP), Baton idle"
+    prompts = "random ids" if given.chats is None else "chats of real text"
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()}",
         "Baton's commit": _commit(given.places.repository),
         "cores used by every server (and by the client beside it)": ", ".join(map(str, given.cores)),
         "model": given.model_title,
-        "closed loop": f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy; "
-        f"{given.num_rounds} round(s), {how}",
+        "closed loop": f"{INPUT_TOKENS} tokens in ({prompts}), {OUTPUT_TOKENS} out, greedy, not ended by an "
+        f"end-of-text token; {given.num_rounds} round(s), {how}",
         "time": f"a budget of {given.budget_s / 60:.0f} minutes",
     }
     if given.trace is not None:
@@ -39,6 +43,23 @@ def facts_of(given: Comparison) -> dict[str, str]:
             f"and fail differ by at most {given.trace.tolerance:.0%}; SLOs: {slos}"
         )
     return facts
+
+
+def chats_facts(chats: Chats, loops: Sequence[tuple[int, int]], num_rounds: int) -> dict[str, str]:
+    """What is asked in these closed loops, once the model is there.
+
+    Raises:
+        BatonError: the chats cannot be written.
+    """
+    numbers = range(NUM_WARM_UP, NUM_WARM_UP + num_rounds * sum(num for _, num in loops))
+    shortest, mean, longest = chats.lengths(numbers)
+    return {
+        "prompts": f"{len(numbers)} chats, one of {len(TASKS)} tasks on a passage of prose each "
+        f"(bench/peers/chats.py), {shortest} to {longest} tokens, {mean:.1f} on average, by the model's own "
+        "tokenizer and with its chat template; sent as token ids, the same to all servers, each once; no two "
+        "begin alike beyond the template",
+        "speculation": SPECULATION,
+    }
 
 
 def _commit(repository: Path) -> str:

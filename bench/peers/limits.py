@@ -41,7 +41,10 @@ def limits(
     input_tokens: int,
     output_tokens: int,
 ) -> tuple[dict[int, float], dict[int, str]]:
-    """Output tokens per second of the closed loop on all cores, and what binds them, by concurrency."""
+    """Output tokens per second of the closed loop on all cores, and what binds them, by concurrency. Where
+    memory binds a server that makes guesses there is no limit: one reading of the weights may give it several
+    tokens.
+    """
     arithmetic, flops_per_s = _arithmetic(peer, machine)
     line = Roofline(
         shape=shape,
@@ -53,6 +56,8 @@ def limits(
     most, bound_by = {}, {}
     for concurrency in concurrencies:
         work = line.closed_loop(concurrency, input_tokens, output_tokens)
+        if peer.makes_guesses and line.is_memory_bound(work):
+            continue
         most[concurrency] = line.most_output_tokens_per_s(concurrency, input_tokens, output_tokens)
         bound_by[concurrency] = MEMORY if line.is_memory_bound(work) else arithmetic
     return most, bound_by
@@ -61,8 +66,9 @@ def limits(
 def _arithmetic(peer: Peer, machine: Machine) -> tuple[str, float]:
     """Its name, and operations per second."""
     best = machine.gemm_gflop_per_s_all_threads
-    if peer.weight_bits >= 32 and machine.fp32_gflop_per_s_all_threads:
+    bits = peer.weight_bits if peer.arithmetic_bits is None else peer.arithmetic_bits
+    if bits >= 32 and machine.fp32_gflop_per_s_all_threads:
         return FP32, machine.fp32_gflop_per_s_all_threads * 1e9
-    if peer.weight_bits < 16 and machine.int8_gop_per_s_all_threads:
+    if bits < 16 and machine.int8_gop_per_s_all_threads:
         return INT8, max(best, machine.int8_gop_per_s_all_threads) * 1e9
     return FLOAT, best * 1e9

@@ -1,7 +1,7 @@
-"""What every peer is offered: closed loops of one shape, and the search for max goodput on a trace.
+"""What every peer is offered besides closed loops (`closed_loop`): the search for max goodput on a trace.
 
-Prompts are token ids, the same for every peer (one seed); each run has a salt of its own, so nothing is found
-in a cache.
+Prompts are random token ids, the same for every peer (one seed); each run has a salt of its own, so nothing
+is found in a cache.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from bench.load.figures.window import Window
 from bench.load.goodput.probing import ProbedSearch
 from bench.load.goodput.values import Probe, ProbeOutcome, SearchSettings
 from bench.load.plans import arrivals
-from bench.load.plans.lengths import parse_lengths
-from bench.load.plans.settings import Oversize, PlanSettings, Synthetic, TraceReplay, at_rate
+from bench.load.plans.build import build_plan
+from bench.load.plans.settings import Oversize, PlanSettings, TraceReplay, at_rate
 from bench.load.plans.traces import read_trace
-from bench.load.runner import Measurement, RunSettings, describe_environment, measure
+from bench.load.runner import Measurement, RunSettings
 from bench.peers.estimate import (
     MOST_ALONE,
     WARMUP_SHARE,
@@ -35,19 +35,13 @@ from bench.peers.estimate import (
     start_rate,
 )
 from bench.peers.goodput import goodput_of
+from bench.peers.measuring import MEANWHILE, measure_aware
 from bench.peers.outcome import Goodput, PeerOutcome, mean_of
-from bench.peers.server import Running, descendants
-from bench.quiet import CpuUse, quick_gflop_per_s
+from bench.peers.server import Running
 from cluster.errors import BatonError, ConfigError
 
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
-WARMUP_OUTPUT_TOKENS = 16
-REQUEST_TIMEOUT_S = 600.0
 MAX_RATE = 1000.0
-
-# Of a result: cores busy for others than this server and its client, cores that the machine's host took away,
-# both on average; and how fast the machine was just before.
-MEANWHILE = ("others_cores", "stolen_cores", "fp32_gflop_per_s_before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +56,6 @@ class TraceLoad:
     targets: tuple[float, ...]
     max_probes: int  # per server, if the time allows so many
     tolerance: float  # the search ends when pass and fail differ by at most this share
-
-
-def closed_loop_settings(
-    running: Running, concurrency: int, num_requests: int, salt: int, output_tokens: int = OUTPUT_TOKENS
-) -> PlanSettings:
-    return PlanSettings(
-        model=running.info.model,
-        arrival=arrivals.closed_loop(concurrency),
-        workload=Synthetic(input=parse_lengths(str(INPUT_TOKENS)), output=parse_lengths(str(output_tokens))),
-        num_requests=num_requests,
-        max_model_len=running.info.max_model_len,
-        salt=salt,
-    )
-
-
-def warm_up(running: Running, concurrency: int, backend: str, salt: int) -> Measurement:
-    """Short answers, several at once: what first use compiles or allocates is there afterwards."""
-    settings = closed_loop_settings(running, concurrency, concurrency, salt, WARMUP_OUTPUT_TOKENS)
-    return _measure(running, settings, RunSettings(timeout_s=REQUEST_TIMEOUT_S), backend)
-
-
-def measure_closed_loop(
-    running: Running, concurrency: int, num_requests: int, backend: str, salt: int
-) -> Measurement:
-    settings = closed_loop_settings(running, concurrency, num_requests, salt)
-    return _measure(running, settings, RunSettings(timeout_s=REQUEST_TIMEOUT_S), backend)
 
 
 def trace_settings(running: Running, load: TraceLoad, rate: float) -> PlanSettings:
@@ -182,7 +150,9 @@ class ServerSearch:
             if time.monotonic() + probe_length_s(probe.rate, self._load.probe_s) > ends_s:
                 raise BatonError("the time for this search is over")
             settings = probe_settings(self._base, self._load, probe, number + 1)
-            return _measure(self._running, settings, self._how, self._backend)
+            return measure_aware(
+                self._running, build_plan(settings, None), settings, self._how, self._backend
+            )
 
         self._search.step(offer, self._told)
 
@@ -253,15 +223,3 @@ def search_settings(
         alone_at_min_rate=found is not None and min_rate * found.alone_s <= MOST_ALONE,
         one_seed_below=one_seed_below,
     )
-
-
-def _measure(running: Running, settings: PlanSettings, how: RunSettings, backend: str) -> Measurement:
-    """What the machine did meanwhile is in the result (`MEANWHILE`)."""
-    environment = describe_environment(running.target, running.info, backend, None, 0)
-    speed, pids = quick_gflop_per_s(), descendants(running.pid)
-    before = CpuUse.begin(pids)
-    measurement = measure(settings, how, running.target, environment, None)
-    others_cores, stolen_cores = before.others(CpuUse.begin(pids))
-    values = (others_cores, stolen_cores, speed)
-    measurement.result.update(zip(MEANWHILE, (round(value, 3) for value in values), strict=True))
-    return measurement

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from bench.load.results.compare import plain
 from bench.peers.goodput_table import best_goodput, ceiling, proven_loss, ratio_text
-from bench.peers.outcome import Goodput, PeerOutcome, mean_of
+from bench.peers.outcome import Goodput, Mean, PeerOutcome, mean_of
 
 # field of `Mean`, what it is called, its unit, whether more is better
 _COMPARED = (
@@ -20,6 +20,11 @@ _COMPARED = (
     ("ttft_p99_ms", "p99 of TTFT", "ms", False),
     ("tpot_p50_ms", "median TPOT", "ms", False),
     ("tpot_p99_ms", "p99 of TPOT", "ms", False),
+)
+_AFTER = "after_burst."
+_COMPARED_AFTER = tuple(
+    (_AFTER + field, f"{name} after the first burst", unit, is_more)
+    for field, name, unit, is_more in _COMPARED[1:]
 )
 
 
@@ -31,12 +36,12 @@ def losses(outcomes: Sequence[PeerOutcome], concurrencies: Sequence[int]) -> lis
             own = mean_of(baton, concurrency)
             if own is None:
                 continue
-            for field, name, unit, more_is_better in _COMPARED:
+            for field, name, unit, more_is_better in (*_COMPARED, *_COMPARED_AFTER):
                 rivals = _figures(outcomes, concurrency, field)
                 if not rivals:
                     continue
                 theirs, title = (max if more_is_better else min)(rivals, key=lambda rival: rival[0])
-                mine = float(getattr(own, field))
+                mine = _figure(own, field)
                 if (mine < theirs) if more_is_better else (mine > theirs):
                     sentences.append(
                         f"{baton.title}, {concurrency} in flight: {name} of {plain(mine)} {unit} is "
@@ -48,8 +53,14 @@ def losses(outcomes: Sequence[PeerOutcome], concurrencies: Sequence[int]) -> lis
 def _figures(outcomes: Sequence[PeerOutcome], concurrency: int, field: str) -> list[tuple[float, str]]:
     """One figure of each peer that has it, with the peer's title."""
     means = [(mean_of(one, concurrency), one.title) for one in outcomes if not one.is_baton]
-    found = [(float(getattr(mean, field)), title) for mean, title in means if mean is not None]
+    found = [(_figure(mean, field), title) for mean, title in means if mean is not None]
     return [(value, title) for value, title in found if not math.isnan(value)]
+
+
+def _figure(mean: Mean, field: str) -> float:
+    """NaN: it does not exist."""
+    of = mean.after_burst if field.startswith(_AFTER) else mean
+    return math.nan if of is None else float(getattr(of, field.removeprefix(_AFTER)))
 
 
 def goodput_losses(outcomes: Sequence[PeerOutcome]) -> list[str]:

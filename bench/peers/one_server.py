@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 
 from bench.load.runner import Measurement
+from bench.peers.chats import NUM_WARM_UP, numbers_of
+from bench.peers.closed_loop import Prompts, measure_closed_loop, warm_up
 from bench.peers.comparison import Comparison, Interrupted
-from bench.peers.load import OUTPUT_TOKENS, measure_closed_loop, warm_up
+from bench.peers.load import OUTPUT_TOKENS
 from bench.peers.outcome import ClosedLoop, PeerOutcome, closed_loop_from_result
 from bench.peers.peer import Peer
 from bench.peers.record import Report
 from bench.peers.server import PeerServer, Running
 from cluster.errors import BatonError
 
-MOST_WARMUP_REQUESTS = 8
 Tell = Callable[[str], None]
 Loops = tuple[tuple[int, int], ...]
 
@@ -57,8 +58,8 @@ def serving(comparison: Comparison, peer: Peer, outcome: PeerOutcome, number: in
     with PeerServer(peer, comparison.cores, log) as running:
         outcome.start_s.append(round(running.start_s, 1))
         outcome.rounds_note = None  # of an earlier start that failed
-        most = max(concurrency for concurrency, _ in comparison.closed_loops)
-        checked(warm_up(running, min(most, MOST_WARMUP_REQUESTS), peer.name, time.time_ns()))
+        num = min(NUM_WARM_UP, max(concurrency for concurrency, _ in comparison.closed_loops))
+        checked(warm_up(running, num, peer.name, time.time_ns(), _prompts(comparison, range(num))))
         yield running
 
 
@@ -68,14 +69,15 @@ def measure_peer(
     outcome: PeerOutcome,
     running: Running,
     loops: Loops,
+    number: int,
     report: Report,
     tell: Tell,
 ) -> None:
-    """One round of closed loops, with a running server."""
+    """One round of closed loops (from 0), with a running server."""
     runs: list[ClosedLoop] = []
     outcome.rounds.append(runs)
-    for concurrency, num_requests in loops:
-        measure_loop(comparison, peer, outcome, running, runs, concurrency, num_requests, report, tell)
+    for loop in loops:
+        measure_loop(comparison, peer, outcome, running, runs, *loop, number, report, tell)
 
 
 def measure_loop(
@@ -86,17 +88,19 @@ def measure_loop(
     runs: list[ClosedLoop],
     concurrency: int,
     num_requests: int,
+    number: int,
     report: Report,
     tell: Tell,
 ) -> None:
-    """One closed loop; `runs` are those of its round so far."""
+    """One closed loop of round `number`; `runs` are those of its round so far."""
     limit_s = comparison.max_loop_s
     if runs and (reason := too_long(runs[-1], concurrency, num_requests, limit_s)) is not None:
         outcome.skipped[concurrency] = reason
         tell(f"  {concurrency} in flight: {reason}")
         return
+    prompts = _prompts(comparison, numbers_of(comparison.closed_loops, number, concurrency))
     begun_s = time.monotonic()
-    measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, time.time_ns())
+    measurement = measure_closed_loop(running, concurrency, num_requests, peer.name, time.time_ns(), prompts)
     report.keep(peer.name, measurement)
     checked(measurement)
     runs.append(closed_loop_from_result(measurement.result))
@@ -108,6 +112,12 @@ def measure_loop(
     )
     took_s = time.monotonic() - begun_s
     outcome.took_s["loops"] = round(outcome.took_s.get("loops", 0.0) + took_s, 1)
+
+
+def _prompts(comparison: Comparison, numbers: range) -> Prompts | None:
+    """The chats of these numbers; None: random ids."""
+    chats = comparison.chats
+    return None if chats is None else [chats.ids(number) for number in numbers]
 
 
 def too_long(before: ClosedLoop, concurrency: int, num_requests: int, max_loop_s: float) -> str | None:

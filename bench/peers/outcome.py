@@ -12,7 +12,19 @@ from typing import Any
 
 import msgspec
 
+from bench.peers.after_burst import AFTER_BURST
+
 MEMORY, FLOAT, FP32, INT8 = "memory", "floating point", "fp32", "int8"  # what binds a limit
+
+
+class AfterBurst(msgspec.Struct, frozen=True, kw_only=True):
+    """Latencies of a closed loop without its first burst, in milliseconds."""
+
+    num_requests: int  # that succeeded
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
 
 
 class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +40,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True):
     tpot_p99_ms: float
     valid: bool
     invalid_reasons: list[str] = []
+    after_burst: AfterBurst | msgspec.UnsetType = msgspec.UNSET  # unset: no burst, none after it; older files
 
 
 class SeedBracket(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +85,7 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
     weight_bits: float
     kv_bits: float
     is_baton: bool
+    arithmetic_bits: float | msgspec.UnsetType = msgspec.UNSET  # as `Peer` has it; not in older files
     settings: dict[str, str]
     versions: dict[str, str] = {}
     cannot_run: str | None = None
@@ -98,10 +112,19 @@ class PeerOutcome(msgspec.Struct, kw_only=True):
 def closed_loop_from_result(result: Mapping[str, Any]) -> ClosedLoop:
     """From a result of `bench.load`; a figure that does not exist (nothing succeeded) becomes NaN."""
 
-    def figure(key: str) -> float:
-        value = result[key]
+    def figure(key: str, of: Mapping[str, Any] = result) -> float:
+        value = of[key]
         return float("nan") if value is None else float(value)
 
+    after: AfterBurst | msgspec.UnsetType = msgspec.UNSET
+    if (found := result.get(AFTER_BURST)) is not None:
+        after = AfterBurst(
+            num_requests=int(found["num"]),
+            ttft_p50_ms=figure("median_ttft_ms", found),
+            ttft_p99_ms=figure("p99_ttft_ms", found),
+            tpot_p50_ms=figure("median_tpot_ms", found),
+            tpot_p99_ms=figure("p99_tpot_ms", found),
+        )
     return ClosedLoop(
         concurrency=int(result["max_concurrency"]),
         num_requests=int(result["num_prompts"]),
@@ -113,6 +136,7 @@ def closed_loop_from_result(result: Mapping[str, Any]) -> ClosedLoop:
         tpot_p99_ms=figure("p99_tpot_ms"),
         valid=bool(result["valid"]),
         invalid_reasons=[str(reason) for reason in result["invalid_reasons"]],
+        after_burst=after,
     )
 
 
@@ -130,6 +154,7 @@ class Mean(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_ms: float
     tpot_p50_ms: float
     tpot_p99_ms: float
+    after_burst: AfterBurst | None = None  # over the rounds that have it; the requests of all of them
 
 
 def runs_at(outcome: PeerOutcome, concurrency: int) -> list[ClosedLoop]:
@@ -159,6 +184,7 @@ def mean_of(outcome: PeerOutcome, concurrency: int) -> Mean | None:
         return statistics.fmean(values)
 
     rates = [run.output_tok_per_s for run in runs]
+    after = [run.after_burst for run in runs if isinstance(run.after_burst, AfterBurst)]
     return Mean(
         concurrency=concurrency,
         num_rounds=len(runs),
@@ -171,6 +197,15 @@ def mean_of(outcome: PeerOutcome, concurrency: int) -> Mean | None:
         ttft_p99_ms=mean(run.ttft_p99_ms for run in runs),
         tpot_p50_ms=mean(run.tpot_p50_ms for run in runs),
         tpot_p99_ms=mean(run.tpot_p99_ms for run in runs),
+        after_burst=AfterBurst(
+            num_requests=sum(one.num_requests for one in after),
+            ttft_p50_ms=mean(one.ttft_p50_ms for one in after),
+            ttft_p99_ms=mean(one.ttft_p99_ms for one in after),
+            tpot_p50_ms=mean(one.tpot_p50_ms for one in after),
+            tpot_p99_ms=mean(one.tpot_p99_ms for one in after),
+        )
+        if after
+        else None,
     )
 
 

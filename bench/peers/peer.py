@@ -25,6 +25,7 @@ class Places:
     model: str  # as Baton's `--model` takes it
     gguf: Path | None  # the model's GGUF file, if it has one
     tcmalloc: Path | None  # the system's library, if it is installed
+    keeps_codes: bool = False  # whether Baton's 16-bit rows keep the GGUF's own codes here
 
     @property
     def model_name(self) -> str:
@@ -84,6 +85,8 @@ class Peer:
     is_baton: bool = False
     family: str = ""  # variants of one server; the fastest of them is searched for max goodput
     kv_bits: float = 16
+    arithmetic_bits: float | None = None  # of products, where they are not those of weights as stored
+    makes_guesses: bool = False  # at tokens, from text that was there before: a step may give more than one
     why_unusual: str | None = None  # why it is measured only when it is named; None: it always is
     start_timeout_s: float = 300.0
 

@@ -18,12 +18,13 @@ import orjson
 from bench.load.results.files import json_safe, write_or_rescue
 from bench.load.runner import Measurement
 from bench.peers.goodput import goodput_of
-from bench.peers.load import MEANWHILE
+from bench.peers.measuring import MEANWHILE
 from bench.peers.older_notes import name_loads
 from bench.peers.outcome import Goodput, PeerOutcome
 from bench.peers.table import as_markdown
 from cluster.errors import ConfigError
 
+RANDOM, TEXT = "random", "text"  # kinds of prompts
 LEFT_OUT = frozenset({"timeslices", "clients", "environment", "server"})  # bulky, or told once by the parts
 
 _OF_EVERY_COMPARISON = ("parts", "peers")  # another JSON object is not read as an empty comparison
@@ -45,20 +46,27 @@ class Written(msgspec.Struct, kw_only=True):
     searches: dict[str, dict[str, Any]] = {}
     results: dict[str, list[dict[str, Any]]] = {}
     not_measured: dict[str, str] = {}  # title of a server without a row |-> why
+    prompts: str | msgspec.UnsetType = msgspec.UNSET  # of all closed loops; unset: random
+
+    @property
+    def kind_of_prompts(self) -> str:
+        return RANDOM if self.prompts is msgspec.UNSET else self.prompts
 
 
 class Report:
     """Owns what is written."""
 
     def __init__(
-        self, out: Path, earlier: Path | None, facts: dict[str, str], machine: dict[str, Any]
+        self, out: Path, earlier: Path | None, facts: dict[str, str], machine: dict[str, Any], is_text: bool
     ) -> None:
-        """
+        """`is_text`: as the earlier comparison's closed loops.
+
         Raises:
             ConfigError: `earlier` cannot be read.
         """
         self._out = out
-        self._written = Written() if earlier is None else read_written(earlier)
+        new = Written(prompts=TEXT if is_text else msgspec.UNSET)
+        self._written = new if earlier is None else read_written(earlier)
         self._written.parts.append(Part(facts=facts, machine=machine))
         self._meanwhile: list[Mapping[str, Any]] = []  # results of this run
         self._searched: set[str] = set()  # in this run
@@ -170,4 +178,7 @@ def _bounds(figures: Sequence[Goodput]) -> list[Goodput]:
 
 def _with_nan(run: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN: a figure that did not exist was written as null."""
-    return {key: float("nan") if value is None else value for key, value in run.items()}
+    return {
+        key: float("nan") if value is None else _with_nan(value) if isinstance(value, dict) else value
+        for key, value in run.items()
+    }

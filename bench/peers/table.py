@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from bench.peers.goodput_table import goodput_table
 from bench.peers.losses import goodput_losses, losses
-from bench.peers.outcome import FLOAT, Mean, PeerOutcome, best_peer, invalid_runs, mean_of
+from bench.peers.outcome import FLOAT, AfterBurst, Mean, PeerOutcome, best_peer, invalid_runs, mean_of
 from bench.peers.rows import row
 
 
@@ -79,18 +81,21 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
     equals = {name: best_peer(outcomes, concurrency, name) for name in classes}
     named = [f"{name}: {found[0].title}" for name, found in equals.items() if found is not None]
     rows = [] if best is None else [f"Best peer of any precision: {best[0].title}; {'; '.join(named)}.", ""]
-    rows += [
-        "| server | precision | output tok/s (range) | of its limit | to best peer of its precision "
-        "| to best peer of any | TTFT ms p50 / p99 | TPOT ms p50 / p99 | requests | notes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in outcomes:
-        mean, left_out = mean_of(one, concurrency), invalid_runs(one, concurrency)
+    means = [mean_of(one, concurrency) for one in outcomes]
+    has_later = any(mean is not None and mean.after_burst is not None for mean in means)
+    later_names = [f"{name}, after the first burst" for name in LATENCIES] if has_later else []
+    columns = (
+        *("server", "precision", "output tok/s (range)", "of its limit", "to best peer of its precision"),
+        *("to best peer of any", *LATENCIES, *later_names, "requests", "notes"),
+    )
+    rows += [row(*columns), "|" + "---|" * len(columns)]
+    for one, mean in zip(outcomes, means, strict=True):
+        left_out = invalid_runs(one, concurrency)
         notes = [] if left_out is None else [left_out]
         if mean is None:
             reason = one.skipped.get(concurrency, "not measured")
             notes = notes or [reason if one.cannot_run is None else "cannot run on this machine"]
-            rows.append(row(one.title, one.precision, *["–"] * 7, "; ".join(notes)))
+            rows.append(row(one.title, one.precision, *["–"] * (len(columns) - 3), "; ".join(notes)))
             continue
         notes += [f"{mean.num_failed} failed"] if mean.num_failed else []
         notes += [one.once[concurrency]] if concurrency in one.once else []
@@ -104,13 +109,23 @@ def _closed_loop_table(outcomes: Sequence[PeerOutcome], concurrency: int) -> lis
                 _share(one, concurrency, rate),
                 _ratio_to(rate, equals[one.precision_class], one.precision_class),
                 _ratio_to(rate, best, "any"),
-                f"{_ms(mean.ttft_p50_ms)} / {_ms(mean.ttft_p99_ms)}",
-                f"{_ms(mean.tpot_p50_ms)} / {_ms(mean.tpot_p99_ms)}",
+                *_latencies(mean),
+                *(_latencies(mean.after_burst) if later_names else ()),
                 f"{mean.num_rounds} × {mean.num_requests}",
                 "; ".join(notes),
             )
         )
     return rows
+
+
+def _latencies(of: Mean | AfterBurst | None) -> tuple[str, str]:
+    """Cells of `LATENCIES`."""
+    if of is None:
+        return "–", "–"
+    return (
+        f"{_ms(of.ttft_p50_ms)} / {_ms(of.ttft_p99_ms)}",
+        f"{_ms(of.tpot_p50_ms)} / {_ms(of.tpot_p99_ms)}",
+    )
 
 
 def _ratio_to(rate: float, best: tuple[PeerOutcome, Mean] | None, among: str) -> str:
@@ -138,11 +153,17 @@ def _share(outcome: PeerOutcome, concurrency: int, rate: float) -> str:
     return " ".join(words)
 
 
+def _has_no_limit(outcome: PeerOutcome, concurrency: int) -> bool:
+    return mean_of(outcome, concurrency) is not None and concurrency not in outcome.limits_tok_per_s
+
+
 def _is_of_another_arithmetic(outcome: PeerOutcome, concurrency: int) -> bool:
     """Whether its products may be in int8, and its limit takes floating point, or may do so."""
-    return outcome.weight_bits < 16 and outcome.limits_bound_by.get(concurrency) in (None, FLOAT)
+    bits = outcome.weight_bits if outcome.arithmetic_bits is msgspec.UNSET else outcome.arithmetic_bits
+    return bits < 16 and outcome.limits_bound_by.get(concurrency) in (None, FLOAT)
 
 
+LATENCIES = ("TTFT ms p50 / p99", "TPOT ms p50 / p99")
 LIMIT = (
     "- **of its limit**: output tokens per second as a share of the most that the row's own format allows "
     "on this machine. Two things bind it, {which}. *Memory*: each decode step reads all weights once and "
@@ -151,6 +172,10 @@ LIMIT = (
     "32-bit rows, of the best floating point for 16-bit rows, of int8 for rows of fewer bits, where those "
     "were measured (above); else of the best floating point for all. It lets both overlap entirely and "
     "knows no overhead."
+)
+NO_LIMIT = (
+    "- A row without such a share would be bound by memory, and checks guesses at its next tokens: one "
+    "reading of the weights may give it several."
 )
 ANOTHER_ARITHMETIC = (
     "- \\*: the share is of what memory and *floating-point* arithmetic allow, since no rate of int8 was "
@@ -162,6 +187,18 @@ PERCENTILES = (
     "- **p50 / p99** are means over the rounds of each round's percentile. A p99 of the 3 to 32 requests "
     "of a round is, in effect, their slowest one."
 )
+LONGER_PERCENTILES = (
+    "- **p50 / p99** are means over the rounds of each round's percentile. A p99 of fewer than 100 requests "
+    "is, in effect, their slowest one."
+)
+AFTER_THE_FIRST_BURST = (
+    "- **after the first burst**: a loop of N in flight begins with N requests at once, whose prompts wait "
+    "for one another: their first tokens are those of a burst. These columns leave the first N requests of "
+    "each loop out; every later one took the place of one that had ended, while up to N - 1 others were in "
+    "work. The output in tok/s and the columns without this name are over the whole loop, with its burst, "
+    "and with its end, where places stay empty. All answers have the same length, so a server that lets "
+    "requests begin together lets them end together, and the next ones are a burst again."
+)
 
 
 def _legend(outcomes: Sequence[PeerOutcome]) -> list[str]:
@@ -171,8 +208,12 @@ def _legend(outcomes: Sequence[PeerOutcome]) -> list[str]:
     if limited:
         is_named = all(at in one.limits_bound_by for one, at in limited)
         lines.append(LIMIT.format(which="the cell names which" if is_named else "whichever is less"))
+    if any(_has_no_limit(one, at) for one in outcomes for at in {load for _, load in limited}):
+        lines.append(NO_LIMIT)
     if any(_is_of_another_arithmetic(*pair) for pair in limited):
         lines.append(ANOTHER_ARITHMETIC)
+    if any(run.after_burst is not msgspec.UNSET for one in outcomes for runs in one.rounds for run in runs):
+        return [*lines, LONGER_PERCENTILES, AFTER_THE_FIRST_BURST]
     return [*lines, PERCENTILES]
 
 

@@ -8,7 +8,7 @@ probes of searches.
    that none of its threads spins. Baton is not stopped, since its processes watch one another's heartbeats;
    what it costs while idle is to the peers' disadvantage at most by that much, and said in the results.
 2. Per round and per number in flight, each server in turn wakes, is measured, and rests. Every round begins
-   with another server.
+   with another server. A further round that the time has no room for is left out.
 3. With a trace, each server's search for its max goodput (those named, else all) has one probe per turn. All
    begin at the same rate, the middle one of those they promise, and go on in the same steps, so that most
    probes of a turn offer the same load.
@@ -55,9 +55,7 @@ def measure_together(
                 with recorded(outcome, report, tell):
                     standing = stack.enter_context(_standing_by(comparison, peer, outcome))
                     together.standing[peer.name] = standing
-        for number in range(comparison.num_rounds):
-            tell(f"round {number + 1} of {comparison.num_rounds}")
-            together.loops(peers, number)
+        together.rounds(peers, ends_s)
         if comparison.trace is not None:
             together.search(comparison.trace, peers, ends_s)
 
@@ -71,6 +69,18 @@ class _Together:
         self.standing: dict[str, Running] = {}
         self._comparison, self._outcomes, self._report, self._tell = comparison, outcomes, report, tell
 
+    def rounds(self, peers: Sequence[Peer], ends_s: float) -> None:
+        """The first round in any case; a further one only if there is time for one as long as the longest."""
+        longest_s, asked = 0.0, self._comparison.num_rounds
+        for number in range(asked):
+            begun_s = time.monotonic()
+            if number and begun_s + longest_s > ends_s:
+                self._report.tell("rounds", f"{number} of {asked}: there was no time for another one")
+                return
+            self._tell(f"round {number + 1} of {asked}")
+            self.loops(peers, number)
+            longest_s = max(longest_s, time.monotonic() - begun_s)
+
     def loops(self, peers: Sequence[Peer], number: int) -> None:
         """The closed loops of a round."""
         runs: dict[str, list[ClosedLoop]] = {name: [] for name in self.standing}
@@ -82,7 +92,7 @@ class _Together:
                     with self._turn(peer) as (running, outcome):
                         measure_loop(
                             *(self._comparison, peer, outcome, running, runs[peer.name], *load),
-                            *(self._report, self._tell),
+                            *(number, self._report, self._tell),
                         )
 
     def search(self, trace: TraceLoad, peers: Sequence[Peer], ends_s: float) -> None:

@@ -6,6 +6,7 @@ import logging
 
 from cluster.core_board import CoreShare, describe_share
 from cluster.errors import ConfigError
+from kernels.coded import CodedFormError
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import library_path
 from kernels.cpu.core_board import LentCore, Seat
@@ -54,7 +55,8 @@ def make_backend(
 
     Raises:
         ConfigError: there is none of that name, it does not compute with that quantization, not with the
-            instructions that `BATON_CPU_ISA` demands, or not on this machine.
+            instructions that `BATON_CPU_ISA` demands or the form of weights of `BATON_GGUF_WEIGHTS`, or not
+            on this machine.
     """
     name = resolve_backend(name)
     if name not in QUANTIZATIONS:
@@ -68,7 +70,7 @@ def make_backend(
         if share is None:
             return CpuBackend(num_threads, chosen)
         return _sharing_backend(num_threads, chosen, share)
-    except IsaError as error:
+    except (IsaError, CodedFormError) as error:
         raise ConfigError(str(error)) from error
 
 

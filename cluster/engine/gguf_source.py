@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.engine.gguf_codes import take_apart
 from cluster.engine.gguf_config import ROPE_FACTORS, hf_config, hf_tensor_name, interleaved_heads
 from cluster.engine.weights import EMBEDDING, Shape
 from cluster.errors import ModelError
+from kernels.coded import CodedMatrix
 
 _SKIP = (
     "tokenizer.ggml.tokens",
@@ -84,14 +86,25 @@ class GgufSource:
                 f"cannot be dequantized: {error}"
             ) from error
         values = np.array(values, dtype=np.float32, order="C").reshape(self._shapes[name])
+        return self._ordered(name, torch.from_numpy(values))
+
+    def load_coded(self, name: str) -> CodedMatrix | None:
+        stored = self._tensors[name]
+        coded = take_apart(np.asarray(stored.data), stored.tensor_type)
+        if coded is None:
+            return None
+        minima = None if coded.minima is None else self._ordered(name, coded.minima)
+        return CodedMatrix(self._ordered(name, coded.codes), self._ordered(name, coded.scales), minima)
+
+    def _ordered(self, name: str, rows: Tensor) -> Tensor:
+        """Rows as Hugging Face has them, whatever is in them."""
         interleaved = interleaved_heads(str(self._metadata["general.architecture"]), name)
-        if interleaved is not None:
-            heads = "num_attention_heads" if interleaved == "query" else "num_key_value_heads"
-            values = _separate_halves(values, int(self.config[heads]))
-        return torch.from_numpy(values)
+        if interleaved is None:
+            return rows
+        heads = "num_attention_heads" if interleaved == "query" else "num_key_value_heads"
+        return _separate_halves(rows, int(self.config[heads]))
 
 
-def _separate_halves(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+def _separate_halves(rows: Tensor, num_heads: int) -> Tensor:
     """[num_heads · head_dim, ...]: rows (x0, y0, x1, y1, ...) of each head → (x0, x1, ..., y0, y1, ...)."""
-    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(rows.shape)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.errors import ModelError
+from kernels.coded import CodedMatrix
 
 TORCH_DTYPES: Mapping[Dtype, torch.dtype] = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
@@ -45,6 +46,10 @@ class WeightSource(Protocol):
         Raises:
             ModelError: the data cannot be read.
         """
+        ...
+
+    def load_coded(self, name: str) -> CodedMatrix | None:
+        """The same values as `load` gives, as codes if the file keeps them so."""
         ...
 
 
@@ -83,6 +88,12 @@ def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
     if not spec.tie_word_embeddings:
         shapes[LM_HEAD] = (spec.vocab_size, hidden)
     return shapes
+
+
+def matrix_bytes(spec: ModelSpec, dtype: Dtype) -> int:
+    """Of all matrices in the model's type."""
+    counts = (shape[0] * shape[1] for shape in expected_shapes(spec).values() if len(shape) == 2)
+    return sum(counts) * dtype.num_bytes
 
 
 def check_weights(source: WeightSource, spec: ModelSpec) -> None:

@@ -2,7 +2,7 @@
 
 1. Tensors are read in the order a forward pass needs them, stacked and converted to the model's type.
 2. Where activations will be int8, the model is turned so that they fit (`cluster.engine.rotation`).
-3. Matrices are packed by the backend.
+3. Matrices are packed by the backend, those that the file has as codes from these if it can.
 
 `packed_tensors` yields what the weight cache stores; `assemble` turns stored tensors into
 `DecoderWeights`. A backend whose packed form is not a tensor gets the plain matrix stored and packs it
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,17 @@ from torch import Tensor
 
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.rotation import turned_tensors
-from cluster.engine.weights import EMBEDDING, FINAL_NORM, LM_HEAD, TORCH_DTYPES, WeightSource, layer_name
+from cluster.engine.weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    TORCH_DTYPES,
+    WeightSource,
+    layer_name,
+    matrix_bytes,
+)
 from cluster.errors import ModelError
+from kernels.coded import stack
 from kernels.ops import Backend, DecoderWeights, LayerWeights
 from kernels.quantization import Quantization
 
@@ -32,6 +42,9 @@ _MATRICES = {
     "down": ("mlp.down_proj",),
 }
 _NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+# Codes are for steps of few rows; for all others a model up to this size has its matrices decoded beside
+# them. By the model alone, not by this machine's memory: workers of all machines must agree on the layout.
+MOST_EXPANDED_BYTES = 2 << 30
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
@@ -58,19 +71,50 @@ def packed_tensors(
         ModelError: the source's data cannot be read, or the backend cannot pack it.
     """
 
-    tensors = _plain_tensors(source, spec, dtype, on_read)
+    parts = _parts(source, spec, dtype, on_read)
+    expands = matrix_bytes(spec, dtype) <= MOST_EXPANDED_BYTES
     if backend.quantization is Quantization.INT8:
-        tensors = turned_tensors(tensors, spec)
+        turned = turned_tensors(((part.name, part.read()) for part in parts), spec)
+        parts = (_Part(name, (), partial(_same, tensor)) for name, tensor in turned)
     embedding: Tensor | None = None  # kept: its address means something only while it is there
-    for name, tensor in tensors:
-        if name == "embedding":
-            embedding = tensor
-        if name.rpartition(".")[2] in (*_MATRICES, "lm_head"):
-            stored = _pack(name, tensor, backend)
-        else:
-            stored = StoredTensor(name, tensor)
+    for part in parts:
+        name = part.name
+        if name.rpartition(".")[2] not in (*_MATRICES, "lm_head"):
+            tensor = part.read()
+            yield StoredTensor(name, tensor)
+            embedding = tensor if name == "embedding" else embedding
+            continue
+        coded = _pack_coded(part, source, dtype, backend, expands)
+        if coded is not None:
+            for read in () if name == "lm_head" and spec.tie_word_embeddings else part.sources:
+                on_read(source.num_bytes(read))
+        stored = coded or _pack(name, part.read(), backend)
         if name != "lm_head" or embedding is None or stored.tensor.data_ptr() != embedding.data_ptr():
             yield stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of a decoder's tensors, not read yet."""
+
+    name: str
+    sources: tuple[str, ...]  # what it is stacked from; none: not from the file as it is
+    read: Callable[[], Tensor]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _pack_coded(
+    part: _Part, source: WeightSource, dtype: Dtype, backend: Backend, expands: bool
+) -> StoredTensor | None:
+    coded = [one for one in map(source.load_coded, part.sources) if one is not None]
+    if not coded or len(coded) < len(part.sources):
+        return None
+    matrix = stack(coded)
+    packed = None if matrix is None else backend.pack_coded(matrix, TORCH_DTYPES[dtype], expands)
+    return None if packed is None else StoredTensor(part.name, packed)
 
 
 def _pack(name: str, weight: Tensor, backend: Backend) -> StoredTensor:
@@ -83,36 +127,42 @@ def _pack(name: str, weight: Tensor, backend: Backend) -> StoredTensor:
     return StoredTensor(name, weight, unpacked=True)
 
 
-def _plain_tensors(
+def _parts(
     source: WeightSource, spec: ModelSpec, dtype: Dtype, on_read: Callable[[int], None]
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[_Part]:
     """In the model's type, stacked as `LayerWeights` wants them; a tied head is the embedding itself."""
 
     def read(*names: str) -> Tensor:
-        parts = []
+        tensors = []
         for name in names:
-            parts.append(source.load(name).to(TORCH_DTYPES[dtype]))
+            tensors.append(source.load(name).to(TORCH_DTYPES[dtype]))
             on_read(source.num_bytes(name))
-        return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0].contiguous()
+
+    def part(name: str, *names: str) -> _Part:
+        return _Part(name, names, lambda: read(*names))
 
     embedding = read(EMBEDDING)
-    yield "embedding", embedding
+    yield _Part("embedding", (EMBEDDING,), lambda: embedding)
     for index in range(spec.num_layers):
 
-        def layer(part: str, index: int = index) -> str:
-            return layer_name(index, part)
+        def layer(field: str, *names: str, index: int = index) -> _Part:
+            return part(f"layers.{index}.{field}", *(layer_name(index, name) for name in names))
 
-        for field, part in _NORMS.items():
-            yield f"layers.{index}.{field}", read(layer(f"{part}.weight"))
+        for field, name in _NORMS.items():
+            yield layer(field, f"{name}.weight")
         if spec.qk_norm:
-            for field, part in _HEAD_NORMS.items():
-                yield f"layers.{index}.{field}", read(layer(f"{part}.weight"))
-        for field, parts in _MATRICES.items():
-            yield f"layers.{index}.{field}", read(*(layer(f"{part}.weight") for part in parts))
+            for field, name in _HEAD_NORMS.items():
+                yield layer(field, f"{name}.weight")
+        for field, names in _MATRICES.items():
+            yield layer(field, *(f"{name}.weight" for name in names))
             if _has_bias(spec, field):
-                yield f"layers.{index}.{field}_bias", read(*(layer(f"{part}.bias") for part in parts))
-    yield "final_norm", read(FINAL_NORM)
-    yield "lm_head", embedding if spec.tie_word_embeddings else read(LM_HEAD)
+                yield layer(f"{field}_bias", *(f"{name}.bias" for name in names))
+    yield part("final_norm", FINAL_NORM)
+    if spec.tie_word_embeddings:
+        yield _Part("lm_head", (EMBEDDING,), lambda: embedding)
+    else:
+        yield part("lm_head", LM_HEAD)
 
 
 def assemble(

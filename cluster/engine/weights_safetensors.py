@@ -70,6 +70,9 @@ class SafetensorsSource:
         assert isinstance(tensor, torch.Tensor)
         return tensor
 
+    def load_coded(self, name: str) -> None:
+        return None
+
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights, in a stable order.

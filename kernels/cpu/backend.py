@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
+from kernels.coded import CodedMatrix
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.core_board import CoreBoard, Seat
 from kernels.cpu.fallback import TorchKernels
@@ -60,6 +61,9 @@ class CpuBackend:
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         return self._kernels.pack_linear(weight)
+
+    def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> Tensor | None:
+        return self._kernels.pack_coded(weight, dtype, expands)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._kernels.linear(x, packed, bias)

@@ -33,6 +33,7 @@ SOURCE_DIR = Path(__file__).parent
 SOURCES = (
     "gemm.cpp",
     "gemm_amx.cpp",
+    "gemm_coded.cpp",
     "gemm_dot.cpp",
     "gemm_int8.cpp",
     "line_rows.cpp",
@@ -56,6 +57,7 @@ HEADERS = (
     "gated.h",
     "gemm.h",
     "gemm_amx.h",
+    "gemm_coded.h",
     "gemm_dot.h",
     "gemm_int8.h",
     "gemm_words.h",

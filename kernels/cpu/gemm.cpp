@@ -9,6 +9,7 @@
 #include "gemm.h"
 
 #include "gemm_amx.h"
+#include "gemm_coded.h"
 #include "gemm_dot.h"
 #include "gemm_int8.h"
 
@@ -39,7 +40,7 @@ int64_t sum_tile(const float* x, int64_t in_features, const W* panel, Ahead ahea
     constexpr int unroll = Panels == 1 ? 4 : 2;
     constexpr int64_t line_bytes = kPanel * int64_t(sizeof(W));
     constexpr int64_t num_lines = std::max<int64_t>(1, unroll * line_bytes / 64);
-    const char* next = reinterpret_cast<const char*>(panel) + ahead.offset;
+    const char* next = ahead.from;
     int64_t k = 0;
     for (; k + unroll <= in_features; k += unroll, next += unroll * ahead.step) {
         if (Rows >= kRideRows)
@@ -142,7 +143,7 @@ int64_t baton_packed_bytes(int64_t out_features, int64_t in_features, int64_t el
 }
 
 void baton_pack(const void* weight, int64_t out_features, int64_t in_features, int64_t element_bytes, void* packed) {
-    PackedHeader header{kPackedMagic, out_features, in_features, element_bytes, kPanel, WeightKind::kFloat, {}};
+    PackedHeader header{kPackedMagic, out_features, in_features, element_bytes, kPanel, WeightKind::kFloat, 0, 0};
     std::memcpy(packed, &header, sizeof header);
     void* panels = static_cast<char*>(packed) + sizeof header;
     if (element_bytes == 2)
@@ -178,6 +179,15 @@ int64_t baton_out_features(const void* packed, int64_t packed_bytes, int64_t in_
     case WeightKind::kDotBf16:
         fits = kHasDot && header.panel == kWordPanel && packed_bytes == dot_packed_bytes(header.out_features, in_features);
         break;
+    case WeightKind::kNibbles:
+    case WeightKind::kBytes:
+    case WeightKind::kAmxNibbles:
+    case WeightKind::kAmxBytes:
+        fits = (is_amx_coded(header.kind) ? amx_is_lent() : kHasDot) && header.panel == kWordPanel &&
+               in_features % kBlockSize == 0 &&
+               packed_bytes ==
+                   coded_packed_bytes(header.kind, header.out_features, in_features, header.expanded > 0);
+        break;
     }
     return fits ? header.out_features : -1;
 }
@@ -199,6 +209,7 @@ void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* p
     if constexpr (kHasDot)
         if (header.kind == WeightKind::kDotBf16)
             return dot_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
+    if (is_coded(header.kind)) return coded_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
     if (header.kind != WeightKind::kFloat)
         return int8_linear(rows, num_rows, packed, wide_bias, y, y_bf16, num_threads);
     const char* panels = static_cast<const char*>(packed) + sizeof header;

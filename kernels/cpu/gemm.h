@@ -25,9 +25,10 @@ constexpr int64_t kRowBlockBytes = 192 * 1024;       // fp32 rows that stay in L
 constexpr int64_t kPrefetchBytes = 4096;
 constexpr int64_t kRideRows = kRowTile / 2;          // a tile of fewer rows waits for memory and asks for nothing else
 
-// Bytes from a panel's line at k to the line asked for then: offset + k * step. And what else is asked for.
+// The line asked for while a tile reads a panel's line at k: from + k * step. And what else is asked for.
 struct Ahead {
-    int64_t offset, step;
+    const char* from;
+    int64_t step;
     Ride ride{};
 };
 
@@ -57,12 +58,15 @@ public:
             for (int64_t t = 0; t < num_tiles; ++t) {
                 const int64_t from = row_begin + num_rows * t / num_tiles;
                 const int64_t to = row_begin + num_rows * (t + 1) / num_tiles;
-                Ahead ahead =
-                    num_tiles == 1 ? Ahead{kPrefetchBytes, line_bytes}
-                                   : Ahead{in_features_ * line_bytes * (num_tiles + t) / num_tiles, line_bytes / num_tiles};
+                const W* weights = panels_ + panel * in_features_ * kPanel;
+                const char* here = reinterpret_cast<const char*>(weights);
+                Ahead ahead = num_tiles == 1
+                                  ? Ahead{here + kPrefetchBytes, line_bytes}
+                                  : Ahead{here + in_features_ * line_bytes * (num_tiles + t) / num_tiles,
+                                          line_bytes / num_tiles};
                 ahead.ride = cursor.next();
                 taken = tile(to - from, num_tiles == 1 ? end - panel : 1, x_ + from * in_features_, in_features_,
-                             panels_ + panel * in_features_ * kPanel, ahead, sums);
+                             weights, ahead, sums);
                 for (int64_t row = from; row < to; ++row)
                     for (int64_t column = 0; column < taken * kPanel; column += kPanel) {
                         const float* line = sums + (row - from) * kTileFloats + column;
@@ -131,6 +135,10 @@ enum class WeightKind : int64_t {
     kAmxBf16 = 3,      // tiles for the matrix unit (`gemm_amx.h`), rows rounded to bf16
     kAmxInt8 = 4,      // the bytes and results of kInt8, multiplied by the matrix unit
     kDotBf16 = 5,      // pairs of bf16 (`gemm_dot.h`), rows rounded to bf16
+    kNibbles = 6,      // what kDotBf16 multiplies, kept as codes of 4 bits (`gemm_coded.h`)
+    kBytes = 7,        // the same, of 8 bits
+    kAmxNibbles = 8,   // what kAmxBf16 multiplies, kept as codes of 4 bits
+    kAmxBytes = 9,     // the same, of 8 bits
 };
 
 // What `baton_pack` writes before the panels.
@@ -138,7 +146,8 @@ struct PackedHeader {
     uint64_t magic;
     int64_t out_features, in_features, element_bytes, panel;
     WeightKind kind;
-    int64_t reserved[2];
+    int64_t expanded;  // of coded kinds: where their decoded panels begin, or 0
+    int64_t reserved;
 };
 static_assert(sizeof(PackedHeader) == 64);
 constexpr uint64_t kPackedMagic = 0x324c454e41504e42ull;  // "BNPANEL2"

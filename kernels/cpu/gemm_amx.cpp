@@ -45,7 +45,7 @@ void multiply(int64_t height, int64_t steps, const char* rows, const char* panel
     constexpr int64_t stride = kIsBf16 ? kLineBytes : 2 * kLineBytes;  // between lines of a weight's tile
     constexpr int64_t right = kIsBf16 ? kTileBytes : kLineBytes;           // from the left to the right tile
     const int64_t row_bytes = height * kLineBytes;
-    const char *lower = rows + steps * row_bytes, *next = panel + ahead.offset;
+    const char *lower = rows + steps * row_bytes, *next = ahead.from;
     int64_t asked = 0, due = 0;
     asm volatile("" : : : "memory");  // some compilers do not know what a tile load reads
     _tile_zero(0);
@@ -126,7 +126,8 @@ void linear(const float* x, int64_t num_rows, const void* packed, const float* b
     const Store<Y> output{y, bias, header.out_features};
     parallel_ranges(num_threads, ceil_div(header.out_features, kAmxPanel), 1, [&](int64_t begin, int64_t end) {
         if (is_bf16)
-            amx_gemm_bf16(rows.lines, static_cast<const char*>(packed) + sizeof header, begin, end, output);
+            amx_gemm_bf16(rows.lines, bf16_panels(rows.lines, static_cast<const char*>(packed) + sizeof header), begin,
+                          end, output);
         else
             amx_gemm_int8(rows, Int8Weight(packed), begin, end, output);
     });
@@ -185,7 +186,7 @@ int64_t baton_amx_packed_bytes(int64_t out_features, int64_t in_features) {
 // weight [out, in] bf16: column n of a tile is word n of its lines, each word two values of k.
 void baton_amx_pack(const void* weight, int64_t out_features, int64_t in_features, void* packed) {
     std::memset(packed, 0, size_t(amx_packed_bytes(out_features, in_features)));
-    const PackedHeader header{kPackedMagic, out_features, in_features, 2, kAmxPanel, WeightKind::kAmxBf16, {}};
+    const PackedHeader header{kPackedMagic, out_features, in_features, 2, kAmxPanel, WeightKind::kAmxBf16, 0, 0};
     std::memcpy(packed, &header, sizeof header);
     char* panels = static_cast<char*>(packed) + sizeof header;
     const int64_t panel_bytes = LineRows::steps_of(2 * in_features) * kAmxStepBytes;

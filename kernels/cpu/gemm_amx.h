@@ -58,14 +58,39 @@ public:
     AmxSession& operator=(const AmxSession&) = delete;
 };
 
-// One or two tiles of rows x one panel: sums[row * kAmxPanel + column]. `ahead` counts from the panel's start.
+// One or two tiles of rows x one panel: sums[row * kAmxPanel + column].
 void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, float* sums);
 void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, int32_t* sums);
 
-// Rows x panels [begin, end) of `panel_bytes` each; finish(panel) gives what takes (row, sums of the panel's columns).
-template <typename Sum, typename Finish>
-void amx_walk(const LineRows& rows, const char* panels, int64_t panel_bytes, int64_t begin, int64_t end,
-              const Finish& finish) {
+// A panel's tiles, and where it lies in the weight's stream of memory: `bytes` of it, `step_bytes` for a tile depth of k.
+// Where one pass covers all rows, what is `ahead` bytes on is asked for.
+struct AmxPanel {
+    const char *tiles, *stream;
+    int64_t bytes, step_bytes, ahead;
+};
+
+// Panels as they are packed, of `bytes` each.
+class AmxPanels {
+public:
+    AmxPanels(const char* data, int64_t bytes) : data_(data), bytes_(bytes) {}
+
+    AmxPanel operator()(int64_t index) const {
+        const char* here = data_ + index * bytes_;
+        return {here, here, bytes_, kAmxStepBytes, kAmxPrefetchBytes};
+    }
+
+private:
+    const char* data_;
+    int64_t bytes_;
+};
+
+// Of a bf16 weight that rows of bf16 meet.
+inline AmxPanels bf16_panels(const LineRows& rows, const char* data) { return {data, rows.steps * kAmxStepBytes}; }
+
+// Rows x panels [begin, end), as `panel_of` gives them one after the other; finish(panel) gives what takes (row, sums of
+// the panel's columns).
+template <typename Sum, typename PanelOf, typename Finish>
+void amx_walk(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Finish& finish) {
     const RowCut& cut = rows.cut;
     if (cut.num_rows == 0 || begin >= end) return;
     const int64_t num_groups = ceil_div(cut.num_tiles, 2);  // pairs of tiles, or one tile alone
@@ -77,24 +102,23 @@ void amx_walk(const LineRows& rows, const char* panels, int64_t panel_bytes, int
         const int64_t passes = last - first;
         for (int64_t panel = begin; panel < end; ++panel) {
             const auto finish_row = finish(panel);
+            const AmxPanel at = panel_of(panel);
             for (int64_t group = first; group < last; ++group) {
                 // one pass reads its own stream ahead, several ask for a share of the next panel each
-                const Ahead ahead = passes == 1 ? Ahead{kAmxPrefetchBytes, kAmxStepBytes}
-                                                : Ahead{panel_bytes + panel_bytes * (group - first) / passes,
-                                                        kAmxStepBytes / passes};
-                amx_tiles(cut.num_tiles > 1, cut.height, rows.steps, rows.tile(2 * group), panels + panel * panel_bytes,
-                          ahead, sums);
-                const int64_t from = 2 * group * cut.height, count = std::min(2 * cut.height, cut.num_rows - from);
-                for (int64_t row = 0; row < count; ++row) finish_row(from + row, sums + row * kAmxPanel);
+                const int64_t from = passes == 1 ? at.ahead : at.bytes + at.bytes * (group - first) / passes;
+                const Ahead ahead{at.stream + from, at.step_bytes / passes};
+                amx_tiles(cut.num_tiles > 1, cut.height, rows.steps, rows.tile(2 * group), at.tiles, ahead, sums);
+                const int64_t top = 2 * group * cut.height, count = std::min(2 * cut.height, cut.num_rows - top);
+                for (int64_t row = 0; row < count; ++row) finish_row(top + row, sums + row * kAmxPanel);
             }
         }
     }
 }
 
 // Rows x panels [begin, end) of a weight; `output` as in `gemm.h`.
-template <typename Output>
-void amx_gemm_bf16(const LineRows& rows, const char* panels, int64_t begin, int64_t end, const Output& output) {
-    amx_walk<float>(rows, panels, rows.steps * kAmxStepBytes, begin, end, [&](int64_t panel) {
+template <typename PanelOf, typename Output>
+void amx_gemm_bf16(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output) {
+    amx_walk<float>(rows, panel_of, begin, end, [&](int64_t panel) {
         return [&output, n = panel * kAmxPanel](int64_t row, const float* sums) {
             output.write(row, n, load(sums), load(sums + kWidth));
         };
@@ -102,7 +126,8 @@ void amx_gemm_bf16(const LineRows& rows, const char* panels, int64_t begin, int6
 }
 template <typename Output>
 void amx_gemm_int8(const Int8Rows& rows, const Int8Weight& weight, int64_t begin, int64_t end, const Output& output) {
-    amx_walk<int32_t>(rows.lines, reinterpret_cast<const char*>(weight.panels), weight.panel_bytes(), begin, end,
+    const AmxPanels panels(reinterpret_cast<const char*>(weight.panels), weight.panel_bytes());
+    amx_walk<int32_t>(rows.lines, panels, begin, end,
                       [&](int64_t panel) {
                           const int64_t n = panel * kAmxPanel;
                           return [&, n, columns = Int8Columns(weight, n)](int64_t row, const int32_t* sums) {

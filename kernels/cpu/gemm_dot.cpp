@@ -7,16 +7,6 @@ namespace baton {
 
 #if defined(BATON_DOT)
 
-namespace {
-
-struct DotPairs {
-    using Sums = Vec;
-
-    static Vec add(Vec sum, IntVec x, IntVec w) { return add_pairs(sum, x, w); }
-};
-
-}  // namespace
-
 void dot_tile(int64_t num_rows, const char* x, int64_t stride, int64_t pairs, const char* panel, Ahead ahead,
               float* sums) {
     with_rows(num_rows, [&]<int Rows>() { word_sums<DotPairs, Rows>(x, stride, pairs, panel, ahead, sums); });
@@ -70,7 +60,7 @@ int64_t baton_dot_packed_bytes(int64_t out_features, int64_t in_features) {
 // weight [out, in] bf16: column n of a panel is word n of its lines, each word two values of k.
 void baton_dot_pack(const void* weight, int64_t out_features, int64_t in_features, void* packed) {
     std::memset(packed, 0, size_t(dot_packed_bytes(out_features, in_features)));
-    const PackedHeader header{kPackedMagic, out_features, in_features, 2, kWordPanel, WeightKind::kDotBf16, {}};
+    const PackedHeader header{kPackedMagic, out_features, in_features, 2, kWordPanel, WeightKind::kDotBf16, 0, 0};
     std::memcpy(packed, &header, sizeof header);
     char* panels = static_cast<char*>(packed) + sizeof header;
     const int64_t panel_bytes = num_pairs(in_features) * 4 * kWordPanel;

@@ -20,18 +20,22 @@ inline int64_t num_pairs(int64_t in_features) { return ceil_div(in_features, 2);
 // `num_rows` rows (at most kWordRowTile) against a panel: sums[row * kWordPanel + column]. `x` as `LineRows::tile`.
 void dot_tile(int64_t num_rows, const char* x, int64_t stride, int64_t pairs, const char* panel, Ahead ahead, float* sums);
 
+// The sums of a tile's rows with a panel's columns.
+template <typename Output>
+void write_sums(const RowCut& cut, int64_t tile, int64_t panel, const float* sums, const Output& output) {
+    for (int64_t r = 0; r < cut.rows(tile); ++r, sums += kWordPanel)
+        output.write(cut.first(tile) + r, panel * kWordPanel, load(sums), load(sums + kWidth));
+}
+
 // Rows (`narrow_row`) x panels [begin, end) of a weight; `output` as in `gemm.h`.
 template <typename Output>
 void gemm_dot(const LineRows& x, int64_t in_features, const char* panels, int64_t begin, int64_t end,
               const Output& output, const KvRide& ride = {}) {
     alignas(64) float sums[kWordRowTile * kWordPanel];
-    const int64_t pairs = num_pairs(in_features), panel_bytes = pairs * 4 * kWordPanel;
-    walk_words(x.cut, 4 * pairs, pairs, begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
-        const int64_t rows = x.cut.rows(tile), first = x.cut.first(tile);
-        dot_tile(rows, x.tile(tile), x.stride(), pairs, panels + panel * panel_bytes, ahead, sums);
-        for (int64_t r = 0; r < rows; ++r)
-            output.write(first + r, panel * kWordPanel, load(sums + r * kWordPanel),
-                         load(sums + r * kWordPanel + kWidth));
+    const PanelStream stream{panels, num_pairs(in_features)};
+    walk_words(x.cut, 4 * stream.words, stream, begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
+        dot_tile(x.cut.rows(tile), x.tile(tile), x.stride(), stream.words, stream.panel(panel), ahead, sums);
+        write_sums(x.cut, tile, panel, sums, output);
     });
 }
 

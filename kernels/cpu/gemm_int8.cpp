@@ -58,7 +58,7 @@ void widened_sums(const float* x, int64_t in_features, const int8_t* panel, Ahea
     Vec sums[Rows][2];
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = Vec{};
-    const char* next = reinterpret_cast<const char*>(panel) + ahead.offset;
+    const char* next = ahead.from;
     for (int64_t k = 0; k < whole; ++k, next += ahead.step, panel += line, x += 4) {
         if (Rows >= kRideRows) ahead.ride.ask(k);
         prefetch(next);
@@ -141,7 +141,7 @@ int64_t baton_int8_packed_bytes(int64_t out_features, int64_t in_features) {
 void baton_int8_pack(int64_t kind, const int8_t* values, const float* scales, int64_t out_features, int64_t in_features,
                      void* packed) {
     std::memset(packed, 0, size_t(int8_packed_bytes(out_features, in_features)));
-    const PackedHeader header{kPackedMagic, out_features, in_features, 1, kWordPanel, WeightKind(kind), {}};
+    const PackedHeader header{kPackedMagic, out_features, in_features, 1, kWordPanel, WeightKind(kind), 0, 0};
     std::memcpy(packed, &header, sizeof header);
     const Int8Weight weight(packed);
     std::memcpy(const_cast<float*>(weight.scales), scales, size_t(out_features) * sizeof(float));

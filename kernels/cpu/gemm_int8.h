@@ -37,7 +37,8 @@ struct Int8Weight {
           panels(reinterpret_cast<const int8_t*>(sums + num_panels() * kWordPanel)) {}
 
     int64_t num_panels() const { return ceil_div(out_features, kWordPanel); }
-    int64_t panel_bytes() const { return num_quads(in_features) * 4 * kWordPanel; }
+    PanelStream stream() const { return {reinterpret_cast<const char*>(panels), num_quads(in_features)}; }
+    int64_t panel_bytes() const { return stream().panel_bytes(); }
 };
 
 // Results from the sums of a panel's columns, from n on.
@@ -82,7 +83,7 @@ void gemm_int8(const Int8Rows& x, const Int8Weight& weight, int64_t begin, int64
     alignas(64) int32_t sums[kWordRowTile * kWordPanel];
     const RowCut& cut = x.lines.cut;
     const int64_t quads = num_quads(weight.in_features);
-    walk_words(cut, 4 * quads, quads, begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
+    walk_words(cut, 4 * quads, weight.stream(), begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
         const int64_t rows = cut.rows(tile), first = cut.first(tile), n = panel * kWordPanel;
         int8_tile(rows, x.lines.tile(tile), x.lines.stride(), quads, weight.panels + panel * weight.panel_bytes(), ahead,
                   sums);
@@ -102,7 +103,7 @@ void gemm_widened(const float* x, int64_t num_rows, const Int8Weight& weight, in
     alignas(64) float sums[kWordRowTile * kWordPanel];
     const RowCut cut = word_cut(num_rows);
     const int64_t in_features = weight.in_features;
-    walk_words(cut, 4 * in_features, num_quads(in_features), begin, end, ride,
+    walk_words(cut, 4 * in_features, weight.stream(), begin, end, ride,
                [&](int64_t tile, int64_t panel, Ahead ahead) {
                    const int64_t rows = cut.rows(tile), first = cut.first(tile), n = panel * kWordPanel;
                    widened_tile(rows, x + first * in_features, in_features,

@@ -19,12 +19,21 @@ constexpr int64_t kWordSlackBytes = 2048;           // after the last panel, for
 
 inline RowCut word_cut(int64_t num_rows) { return {num_rows, std::max<int64_t>(1, ceil_div(num_rows, kWordRowTile))}; }
 
-// All tiles of `cut` x panels [begin, end) of `words` lines each; multiply(tile, panel, ahead) computes one.
+// A weight's panels as they lie in memory. Where one tile covers all rows, what is `ahead` bytes on is asked for.
+struct PanelStream {
+    const char* data;
+    int64_t words;                  // of a column
+    int64_t line = 4 * kWordPanel;  // bytes of one word of all columns
+    int64_t ahead = kPrefetchBytes;
+
+    int64_t panel_bytes() const { return words * line; }
+    const char* panel(int64_t index) const { return data + index * panel_bytes(); }
+};
+
+// All tiles of `cut` x panels [begin, end); multiply(tile, panel, ahead) computes one, a panel's first one first.
 template <typename Multiply>
-void walk_words(const RowCut& cut, int64_t row_bytes, int64_t words, int64_t begin, int64_t end, const KvRide& ride,
-                const Multiply& multiply) {
-    constexpr int64_t line = 4 * kWordPanel;
-    const int64_t panel_bytes = words * line;
+void walk_words(const RowCut& cut, int64_t row_bytes, const PanelStream& stream, int64_t begin, int64_t end,
+                const KvRide& ride, const Multiply& multiply) {
     const int64_t num_blocks = std::min(cut.num_tiles, ceil_div(cut.num_rows * row_bytes, kWordRowBlockBytes));
     for (int64_t b = 0; b < num_blocks; ++b) {
         const int64_t first = cut.num_tiles * b / num_blocks, last = cut.num_tiles * (b + 1) / num_blocks;
@@ -33,8 +42,10 @@ void walk_words(const RowCut& cut, int64_t row_bytes, int64_t words, int64_t beg
         KvRide::Cursor cursor(b == 0 ? ride : none, begin, passes);
         for (int64_t panel = begin; panel < end; ++panel)
             for (int64_t tile = first; tile < last; ++tile) {
-                Ahead ahead = passes == 1 ? Ahead{kPrefetchBytes, line}
-                                          : Ahead{panel_bytes * (passes + tile - first) / passes, line / passes};
+                const char* here = stream.panel(panel);
+                Ahead ahead = passes == 1 ? Ahead{here + stream.ahead, stream.line}
+                                          : Ahead{here + stream.panel_bytes() * (passes + tile - first) / passes,
+                                                  stream.line / passes};
                 ahead.ride = cursor.next();
                 multiply(tile, panel, ahead);
             }

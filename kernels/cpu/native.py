@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.coded import CodedForm, CodedMatrix, requested_form
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.core_board import CoreBoard, Seat, open_board
@@ -42,6 +43,8 @@ SIGNATURES = {
     "baton_dot_is_there": "i",
     "baton_dot_packed_bytes": "iii",
     "baton_dot_pack": "piip-",
+    "baton_coded_packed_bytes": "iiiii",
+    "baton_coded_pack": "ipppiiip-",
     "baton_linear": "piippipii-",
     "baton_int8_panel_width": "i",
     "baton_int8_packed_bytes": "iii",
@@ -82,6 +85,12 @@ SIGNATURES = {
     "baton_sample": "ppiiippppppippi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
+_CODED_KINDS = {  # by whether it is for the matrix unit, and whether codes have 8 bits
+    (False, False): WeightKind.NIBBLES,
+    (False, True): WeightKind.BYTES,
+    (True, False): WeightKind.AMX_NIBBLES,
+    (True, True): WeightKind.AMX_BYTES,
+}
 _UNITS = {Isa.SIMD: "", Isa.DOT: "-dot", Isa.AMX: "-amx"}  # in `packed_layout`
 
 
@@ -121,7 +130,7 @@ class NativeKernels:
 
         Raises:
             BuildError: see `bind`.
-            IsaError: the user asks for instructions that are not to be had.
+            IsaError, CodedFormError: the user asks for instructions, or a form of weights, not to be had.
         """
         self._num_threads, self._quantization, self._seat = num_threads, quantization, seat
         self._library = bind(library)
@@ -132,6 +141,7 @@ class NativeKernels:
             lambda: bool(self._library.baton_dot_is_there()),
         )
         self._isa = choice.isa
+        self._coded_form = requested_form(os.environ)
         if choice.is_lost:
             logger.warning("products use %s, several times slower: %s", choice.isa.value, choice.reason)
         elif choice.isa is not Isa.SIMD:
@@ -143,7 +153,8 @@ class NativeKernels:
         library, unit = self._library, _UNITS[self._isa]
         attends = "-dots" if library.baton_dot_is_there() else ""  # by other sums, whatever weights are
         if self._quantization is Quantization.NONE:
-            return f"panels{library.baton_panel_width()}-paired{unit}{attends}"
+            codes = f"-codes-{self._coded_form.value}" if self._keeps_codes else ""
+            return f"panels{library.baton_panel_width()}-paired{unit}{codes}{attends}"
         unit = unit if self._isa is Isa.AMX else ""  # pairs of bf16 are no matter of int8
         return f"quads{library.baton_int8_panel_width()}-{self._quantization.value}{unit}{attends}"
 
@@ -171,6 +182,35 @@ class NativeKernels:
             weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr()
         )
         return packed
+
+    def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> Tensor | None:
+        out_features, in_features = weight.codes.shape
+        if not (self._keeps_codes and dtype is torch.bfloat16 and weight.is_finite):
+            return None
+        expands = expands and self._coded_form is CodedForm.AUTO
+        kind = _CODED_KINDS[self._isa is Isa.AMX, weight.minima is None]
+        packed = torch.empty(
+            self._library.baton_coded_packed_bytes(kind, out_features, in_features, expands),
+            dtype=torch.uint8,
+        )
+        minima = None if weight.minima is None else weight.minima.contiguous()
+        self._library.baton_coded_pack(
+            kind,
+            weight.codes.contiguous().data_ptr(),
+            weight.scales.contiguous().data_ptr(),
+            None if minima is None else minima.data_ptr(),
+            out_features,
+            in_features,
+            expands,
+            packed.data_ptr(),
+        )
+        return packed
+
+    @property
+    def _keeps_codes(self) -> bool:
+        """Only products of pairs and of the matrix unit decode."""
+        wanted = self._coded_form is not CodedForm.EXPAND
+        return wanted and self._isa is not Isa.SIMD and self._quantization is Quantization.NONE
 
     def _pack_int8(self, values: Tensor, scales: Tensor) -> Tensor:
         out_features, in_features = values.shape
@@ -210,8 +250,8 @@ class NativeKernels:
                 f"not a weight packed as {self.packed_layout} for {in_features} input features: "
                 f"{tuple(packed.shape)} {packed.dtype}"
             )
-        kind = self._library.baton_weight_kind(packed_pointer)
-        if not is_bf16 and kind in (WeightKind.AMX_BF16, WeightKind.DOT_BF16):
+        kind = WeightKind(self._library.baton_weight_kind(packed_pointer))
+        if not is_bf16 and kind.reads_bf16:
             raise TypeError("`x` must be bf16 for a bf16 weight: its product would round it")
         out = torch.empty((num_tokens, out_features), dtype=dtype)
         bias_pointer, bias_bf16 = None, False

@@ -275,7 +275,7 @@ class NativeForward:
         if kind is WeightKind.FLOAT:
             plain_bytes = self._library.baton_packed_bytes(out_features, in_features, self._dtype.itemsize)
             fits = packed.nbytes == plain_bytes
-        elif kind in (WeightKind.AMX_BF16, WeightKind.DOT_BF16):
+        elif kind is not None and kind.reads_bf16:
             fits = self._dtype is torch.bfloat16
         if not fits:
             raise ValueError(

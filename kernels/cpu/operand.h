@@ -1,7 +1,7 @@
 // The rows of a product in the form that its weights take, and the product itself, whatever the weights' kind.
 //
 // 1. A pass asks its `Operands` for an `Operand`: rows as they are for weights of the model's type and for widened
-//    ones; quantized for int8; rounded to bf16 for the matrix unit and for products of pairs; these in lines (`line_rows.h`).
+//    ones; quantized for int8; rounded to bf16 for the matrix unit, for products of pairs and for coded weights; these in lines (`line_rows.h`).
 // 2. Few rows are prepared by every rank for itself, sooner than ranks could meet; many by all ranks together, who
 //    meet once. Rows that are made for one product only are prepared one by one, while they are in cache.
 // 3. `multiply` takes any panels of the weight.
@@ -11,6 +11,7 @@
 
 #include "gemm.h"
 #include "gemm_amx.h"
+#include "gemm_coded.h"
 #include "gemm_dot.h"
 #include "gemm_int8.h"
 #include "team.h"
@@ -32,9 +33,13 @@ struct Share {
 };
 
 inline bool is_int8(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kAmxInt8; }
-inline bool is_amx(WeightKind kind) { return kind == WeightKind::kAmxBf16 || kind == WeightKind::kAmxInt8; }
+inline bool is_amx(WeightKind kind) {
+    return kind == WeightKind::kAmxBf16 || kind == WeightKind::kAmxInt8 || is_amx_coded(kind);
+}
 inline bool reads_floats(WeightKind kind) { return kind == WeightKind::kFloat || kind == WeightKind::kInt8Weights; }
-inline bool reads_bf16(WeightKind kind) { return kind == WeightKind::kAmxBf16 || kind == WeightKind::kDotBf16; }
+inline bool reads_bf16(WeightKind kind) {
+    return kind == WeightKind::kAmxBf16 || kind == WeightKind::kDotBf16 || is_coded(kind);
+}
 
 struct Operand {
     WeightKind kind;
@@ -62,7 +67,7 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
              rows.ride);
         break;
     case WeightKind::kAmxBf16:
-        if constexpr (kHasAmx) amx_gemm_bf16(rows.laid_out.lines, data, begin, end, output);
+        if constexpr (kHasAmx) amx_gemm_bf16(rows.laid_out.lines, bf16_panels(rows.laid_out.lines, data), begin, end, output);
         break;
     case WeightKind::kAmxInt8:
         if constexpr (kHasAmx) amx_gemm_int8(rows.laid_out, Int8Weight(packed), begin, end, output);
@@ -76,6 +81,14 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
     case WeightKind::kDotBf16:
         if constexpr (kHasDot)
             gemm_dot(rows.laid_out.lines, rows.in_features, data, begin, end, output, rows.ride);
+        break;
+    case WeightKind::kNibbles:
+    case WeightKind::kBytes:
+        if constexpr (kHasDot) gemm_coded(rows.laid_out.lines, CodedWeight(packed), begin, end, output, rows.ride);
+        break;
+    case WeightKind::kAmxNibbles:
+    case WeightKind::kAmxBytes:
+        if constexpr (kHasAmx) amx_gemm_coded(rows.laid_out.lines, CodedWeight(packed), begin, end, output);
         break;
     }
 }

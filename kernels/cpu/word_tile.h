@@ -23,6 +23,12 @@ inline T kept(T value) {
     return value;
 }
 
+struct DotPairs {
+    using Sums = Vec;
+
+    static Vec add(Vec sum, IntVec x, IntVec w) { return add_pairs(sum, x, w); }
+};
+
 // The sums of some rows with the two vectors of a panel's line. One row and the rest, not an array: what loops index, the
 // compiler may leave in memory.
 template <typename Dot, int Rows>
@@ -57,7 +63,7 @@ template <typename Dot, int Rows, typename Sum>
 void word_sums(const char* x, int64_t stride, int64_t words, const char* panel, Ahead ahead, Sum* out) {
     constexpr int64_t panel_line = 4 * kWordPanel, line_words = kLineBytes / 4;
     RowSums<Dot, Rows> sums;
-    const char* next = panel + ahead.offset;
+    const char* next = ahead.from;
     const bool whole_lines = panel_line > 64 && ahead.step > 64;
     for (int64_t k = 0; k < words; x += stride) {
         const char* word = x;

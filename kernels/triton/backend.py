@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.coded import CodedMatrix
 from kernels.ops import AttentionMeta, DecoderShape, DecoderWeights, DeviceSampler, FusedForward, FusedSampler
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
@@ -65,6 +66,9 @@ class TritonBackend:
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         return weight.contiguous()
+
+    def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> None:
+        return None
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         check_device(self.device, x=x, weight=packed)

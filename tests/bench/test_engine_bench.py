@@ -5,17 +5,25 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
 from bench.engine import Engine, against_limit, measure, table
 from bench.engine_cases import Case, Formats, Rates, decode, grid, make_plan, roofline, work
-from bench.engine_profile import matrix_elements, profile_case, profile_table
+from bench.engine_profile import matrix_elements, mean_bytes, profile_case, profile_table
+from bench.weight_reads import Reads, uniform, weight_reads
 from cluster.engine.model_spec import Dtype, ModelSpec
+from cluster.engine.prepare import prepare_model
 from cluster.sampling import SamplingParams
+from kernels.cpu import backend as cpu_backend
+from kernels.cpu.backend import CpuBackend
 from kernels.cpu.native_forward import STAGES
 from kernels.cpu.probe import MachineProbe
 from kernels.quantization import Quantization
+from tests.engine.test_gguf import write_gguf
+from tests.engine.tiny_models import make_checkpoint
+from tests.support.isa_emulation import emulated_library
 from tests.support.tiny_model import write_tiny_model
 
 SPEC = ModelSpec.from_hf_config(
@@ -39,7 +47,8 @@ SPEC = ModelSpec.from_hf_config(
 MATRICES = 106_168_320  # of the layers, without norms
 VOCABULARY = 49152 * 576
 BF16 = Formats(Dtype.BF16)
-LINE = roofline(SPEC, BF16, Rates(1e9, 1e9))
+LINE = roofline(SPEC, BF16, Rates(1e9, 1e9), 2.0)
+IN_16_BITS = uniform(2.0)
 
 
 def test_keys_seen_are_causal() -> None:
@@ -56,7 +65,7 @@ def test_a_decode_step_reads_weights_once_and_every_key_and_value() -> None:
 
 def test_formats_decide_bytes_not_operations() -> None:
     int8 = Formats(Dtype.BF16, Quantization.INT8, kv_int8=True)
-    needed = work(decode(8, 1000), roofline(SPEC, int8, Rates(1e9, 1e9)))
+    needed = work(decode(8, 1000), roofline(SPEC, int8, Rates(1e9, 1e9), int8.weight_bytes))
     rows = 8 * 1000 * 2 * 30 * 3  # of keys and values: 64 elements and a scale each
     assert needed.read_bytes == MATRICES + VOCABULARY + rows * (64 + 4)
     assert needed.flops == work(decode(8, 1000), LINE).flops
@@ -69,9 +78,9 @@ def test_a_chunk_pays_the_vocabulary_once() -> None:
 
 def test_the_longer_of_the_two_limits_counts() -> None:
     case, slow_memory, slow_cores = decode(1, 256), Rates(1e9, 1e15), Rates(1e15, 1e9)
-    memory = against_limit(case, 1.0, 1.0, SPEC, BF16, slow_memory)
+    memory = against_limit(case, 1.0, 1.0, SPEC, BF16, slow_memory, IN_16_BITS)
     assert (memory.bound, memory.share_of_limit) == ("memory", pytest.approx(0.275, abs=0.001))
-    compute = against_limit(case, 1.0, 1.0, SPEC, BF16, slow_cores)
+    compute = against_limit(case, 1.0, 1.0, SPEC, BF16, slow_cores, IN_16_BITS)
     assert (compute.bound, compute.share_of_limit) == ("compute", pytest.approx(0.143, abs=0.001))
 
 
@@ -108,12 +117,48 @@ def test_matrices_of_all_stages_are_the_models() -> None:
     assert sum(elements.values()) == MATRICES + VOCABULARY
 
 
+def test_steps_of_few_rows_read_codes() -> None:
+    reads = dict.fromkeys(matrix_elements(SPEC), Reads(0.625, 8, 2.0)) | {"logits": Reads(1.0, 8, 2.0)}
+    assert mean_bytes(decode(8, 1), SPEC, reads) == pytest.approx(
+        (0.625 * MATRICES + VOCABULARY) / (MATRICES + VOCABULARY)
+    )
+    assert mean_bytes(decode(9, 1), SPEC, reads) == 2
+    prefill = Case("", 1, 512, 512)  # of which one row asks for logits
+    assert mean_bytes(prefill, SPEC, reads) == pytest.approx(
+        (2 * MATRICES + VOCABULARY) / (MATRICES + VOCABULARY)
+    )
+
+
+@pytest.mark.timeout(600)  # compiles the emulated library, if no test did
+@pytest.mark.parametrize(
+    ("isa", "form", "few", "many"),
+    [
+        ("avx512-bf16", "expand", 2.0, 2.0),
+        ("avx512-bf16", "small", 0.625, 0.625),
+        ("avx512-bf16", "auto", 0.625, 2.0),
+        ("amx", "auto", 0.625, 2.0),
+    ],
+)
+def test_what_products_read_is_found_in_the_weight_cache(
+    isa: str, form: str, few: float, many: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CPU_ISA", isa)
+    monkeypatch.setenv("BATON_GGUF_WEIGHTS", form)
+    monkeypatch.setattr(cpu_backend, "load_library", emulated_library)
+    made = make_checkpoint(tmp_path / "checkpoint", "llama", tie_word_embeddings=True)
+    path = write_gguf(tmp_path / "tiny.gguf", made, "llama", gguf.GGMLQuantizationType.Q4_0)
+    prepared = prepare_model(path, Dtype.BF16, CpuBackend(1), cache_dir=tmp_path / "cache")
+    reads = weight_reads(prepared.directory, 2.0)
+    for read in reads.values():
+        assert (read.of(1), read.of(33)) == (few, many)
+
+
 def test_a_profile_says_work_waits_and_rates() -> None:
     seconds = torch.zeros(2, len(STAGES), 2, dtype=torch.float64)
     seconds[0, STAGES.index("qkv")] = torch.tensor([0.002, 0.0])
     seconds[1, STAGES.index("qkv")] = torch.tensor([0.001, 0.001])
     seconds[:, STAGES.index("attention"), 0] = 0.004
-    text = profile_table(decode(4, 8), 0.010, seconds, {"qkv": 3_000_000}, 2)
+    text = profile_table(decode(4, 8), 0.010, seconds, {"qkv": 3_000_000}, IN_16_BITS)
     rows = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
     assert rows["qkv"] == ["1.50", "0.50", "20.0%", "4.0", "8.0"]
     assert rows["attention"] == ["4.00", "0.00", "40.0%"]
@@ -130,5 +175,5 @@ def test_a_small_model_is_measured_and_profiled(formats: Formats, tmp_path: Path
     assert [step["name"] for step in result["steps"]] == ["decode 3 x 64", "prefill"]
     assert all(step["step_ms"] > 0 for step in result["steps"])
     assert len(table(result).splitlines()) == 5
-    text = profile_case(engine.runner, engine.spec, formats, cases[0], engine.step(cases[0]), 0.0)
+    text = profile_case(engine.runner, engine.spec, engine.reads, cases[0], engine.step(cases[0]), 0.0)
     assert {line[:24].strip() for line in text.splitlines()} >= set(STAGES)

@@ -28,7 +28,7 @@ FUNCTIONS = (
     "int8_packed_bytes",
     "int8_pack",
 )
-SOURCES = ("gemm.cpp", "gemm_amx.cpp", "gemm_dot.cpp", "gemm_int8.cpp", "line_rows.cpp")
+SOURCES = ("gemm.cpp", "gemm_amx.cpp", "gemm_coded.cpp", "gemm_dot.cpp", "gemm_int8.cpp", "line_rows.cpp")
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "-": None}
 
 

@@ -1,7 +1,9 @@
 """Baton itself, disaggregated and colocated, 16-bit and int8, as `baton serve` starts it.
 
 One row is measured only if it is named: disaggregated with every prompt on the prefill worker, whatever that
-costs. It says what elastic placement is worth.
+costs. It says what elastic placement is worth. Where Baton keeps a GGUF file's codes, its default rows read
+these and compute what bf16 weights give, bit for bit; a row of its own has all weights in 16 bits, as 16-bit
+peers do.
 """
 
 from __future__ import annotations
@@ -11,32 +13,54 @@ from collections.abc import Sequence
 from bench.peers.kinds.common import model_step
 from bench.peers.peer import PORT, Peer, Places
 
+CODED = "the GGUF's own codes, as bf16 weights give, bit for bit"
+CODED_BITS = 5.0  # of Q4_1, scales included; steps of many rows read 16
 
-def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
+
+def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[Peer]:
+    guesses: tuple[str, ...] = ("--speculation", "off")
+    why = "off: answers to random ids repeat themselves, so guesses gain too much"
+    if is_text:
+        guesses, why = (), "on, its default: guesses from the request's own prompt and answer"
+
     def peer(
-        name: str, title: str, num_prefill: int, *, is_int8: bool = False, why_unusual: str | None = None
+        name: str,
+        title: str,
+        num_prefill: int,
+        *,
+        is_int8: bool = False,
+        expands: bool = False,
+        why_unusual: str | None = None,
     ) -> Peer:
         serve = (places.python, "-m", "cluster.cli", "serve", "--launcher", "local")
-        argv = (*serve, "--model", places.model, "--port", PORT, "--speculation", "off")
-        formats = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
+        argv = (*serve, "--model", places.model, "--port", PORT, *guesses)
+        keeps_codes = places.keeps_codes and not is_int8 and not expands
+        formats: tuple[str, ...] = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
+        formats += ("--gguf-weights", "expand") if expands else ()
         placement = ("--placement", "remote") if why_unusual is not None else ()
         note = (
             f"{num_prefill} prefill and 1 decode worker share the cores"
             if num_prefill
             else f"1 worker for both phases, {len(cores)} cores"
         )
+        precision, bits = ("bf16 weights", 16.0)
+        if is_int8:
+            precision, bits = ("int8 weights and activations, int8 KV", 8.0)
+        elif keeps_codes:
+            precision, bits = (CODED, CODED_BITS)
         return Peer(
             name=name,
             title=title,
-            precision="int8 weights and activations, int8 KV" if is_int8 else "bf16 weights",
-            weight_bits=8 if is_int8 else 16,
+            precision=precision,
+            weight_bits=bits,
             kv_bits=8 if is_int8 else 16,
+            arithmetic_bits=16 if keeps_codes else None,
             settings={
                 "workers": note,
                 **({"formats": " ".join(formats)} if formats else {}),
                 **({"placement": "--placement remote (default: elastic)"} if placement else {}),
                 "launcher": "--launcher local: no request passes Ray, and it would take some of a core",
-                "speculation": "off: answers to random ids repeat themselves, so guesses gain too much",
+                "speculation": why,
                 "everything else": "defaults of `baton serve`",
             },
             argv=(*argv, "--prefill", str(num_prefill), "--decode", "1", *formats, *placement),
@@ -46,9 +70,11 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
             python=places.python,
             distributions=("baton-serve", "torch"),
             is_baton=True,
+            makes_guesses=is_text,
             why_unusual=why_unusual,
         )
 
+    expanded = [peer("baton-colocated-expanded", "Baton, colocated, 16 bits in memory", 0, expands=True)]
     return [
         peer("baton-disaggregated", "Baton, disaggregated", 1),
         peer(
@@ -58,5 +84,6 @@ def baton_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
             why_unusual="only if named: every prompt on the prefill worker, to compare elastic with",
         ),
         peer("baton-colocated", "Baton, colocated", 0),
+        *(expanded if places.keeps_codes else []),
         peer("baton-colocated-int8", "Baton, colocated, int8", 0, is_int8=True),
     ]

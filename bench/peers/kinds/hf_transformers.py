@@ -33,7 +33,12 @@ def transformers_peers(places: Places, num_threads: int) -> list[Peer]:
             precision=f"{dtype} weights and arithmetic",
             weight_bits=bits,
             kv_bits=bits,
-            settings={"torch threads": str(num_threads), "attention": "sdpa"} | extra,
+            settings={
+                "torch threads": str(num_threads),
+                "attention": "sdpa",
+                "prompt lookup": "off, its default",
+            }
+            | extra,
             argv=(
                 *(places.venv_python("transformers"), "-m", "bench.peers.shim_transformers", "--mode", mode),
                 *("--model", str(places.model_directory("bf16")), "--name", SERVED_NAME),

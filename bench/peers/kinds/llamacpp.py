@@ -59,6 +59,7 @@ def llamacpp_peers(places: Places, num_threads: int) -> list[Peer]:
                 "n_seq_max": f"{MAX_SEQUENCES}, unified KV of {MAX_SEQUENCES * 1024} tokens, f16 (default)",
                 "flash attention": "default (auto)",
                 "threads": str(num_threads),
+                "speculation": "none, as its own server by default",
             },
             argv=(
                 *(*shim, "--model", str(model), "--name", SERVED_NAME, "--host", HOST, "--port", PORT),

@@ -67,7 +67,8 @@ def openvino_peers(places: Places, num_threads: int) -> list[Peer]:
         "cache_size": f"{KV_GB} GB",
         "INFERENCE_PRECISION_HINT": "default: bf16 or f16 where the CPU multiplies them, else f32",
         "KV_CACHE_PRECISION": "default: u8",
-        "prefix caching": "off",
+        "prefix caching": "off, its default",
+        "prompt lookup": "off, its default",
     }
 
     def peer(name: str, title: str, precision: str, model: Path, steps: list[Step], bits: float) -> Peer:

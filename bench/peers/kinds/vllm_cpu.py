@@ -20,7 +20,9 @@ from bench.peers.peer import PORT, Peer, Places, Step
 VLLM_VERSION = "0.32.0"
 
 
-def vllm_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
+def vllm_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[Peer]:
+    """Random prompts have no prefixes to find; with text they are looked for, which is the default."""
+    prefixes = () if is_text else ("--no-enable-prefix-caching",)
     venv = places.venv("vllm")
     steps = (
         model_step(places),
@@ -61,13 +63,14 @@ def vllm_peers(places: Places, cores: Sequence[int]) -> list[Peer]:
                 "max_num_batched_tokens": str(BATCHED_TOKENS),
                 "max_num_seqs": str(MAX_SEQUENCES),
                 "compilation": "default (inductor)",
-                "prefix caching": "off",
+                "prefix caching": "on, its default" if is_text else "off",
+                "speculation": "off, its default",
             },
             argv=(
                 *(str(venv / "bin" / "vllm"), "serve", str(places.model_directory("bf16"))),
                 *("--served-model-name", SERVED_NAME, "--host", HOST, "--port", PORT, "--dtype", dtype),
                 *("--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(BATCHED_TOKENS)),
-                *("--max-num-seqs", str(MAX_SEQUENCES), "--no-enable-prefix-caching"),
+                *("--max-num-seqs", str(MAX_SEQUENCES), *prefixes),
                 *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
             ),
             model=SERVED_NAME,

@@ -1,11 +1,12 @@
 """What would be run, without running it: no network, no environment."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from bench.peers.__main__ import closed_loops
 from bench.peers.catalogue import all_peers
+from bench.peers.options import closed_loops
 from bench.peers.peer import Peer, Places, why_not
 from cluster.errors import ConfigError
 
@@ -67,6 +68,20 @@ def test_baton_runs_both_ways() -> None:
     assert PEERS["baton-colocated"].argv[-4:] == ("--prefill", "0", "--decode", "1")
 
 
+def test_on_text_everyone_guesses_and_reuses_as_it_does_by_default() -> None:
+    text = {peer.name: peer for peer in all_peers(PLACES, [0, 1], is_text=True)}
+    assert list(text) == list(PEERS)
+    for name, peer in text.items():
+        assert peer.makes_guesses == peer.is_baton, name
+        left_out = {*PEERS[name].argv} - {*peer.argv}
+        expected = {"--speculation", "off"} if peer.is_baton else set()
+        expected |= {"--no-enable-prefix-caching"} if name.startswith("vllm") else set()
+        assert left_out == expected, name
+        assert {*peer.argv} <= {*PEERS[name].argv}, name
+        assert any("default" in peer.settings.get(key, "") for key in ("speculation", "prompt lookup")), name
+    assert not any(peer.makes_guesses for peer in PEERS.values())
+
+
 def test_the_row_with_every_prompt_remote_is_measured_only_if_named() -> None:
     remote = PEERS["baton-always-remote"]
     assert not remote.is_usual
@@ -75,6 +90,18 @@ def test_the_row_with_every_prompt_remote_is_measured_only_if_named() -> None:
     assert remote.settings["placement"].startswith("--placement remote")
     usual = [peer.name for peer in PEERS.values() if peer.is_baton and peer.is_usual]
     assert usual == ["baton-disaggregated", "baton-colocated", "baton-colocated-int8"]
+
+
+def test_where_baton_keeps_codes_one_row_more_has_16_bits_in_memory() -> None:
+    places = dataclasses.replace(PLACES, keeps_codes=True)
+    keeping = {peer.name: peer for peer in all_peers(places, [0, 1])}
+    assert set(keeping) - set(PEERS) == {"baton-colocated-expanded"}
+    default, expanded = keeping["baton-colocated"], keeping["baton-colocated-expanded"]
+    assert default.argv == PEERS["baton-colocated"].argv
+    assert (default.weight_bits, default.arithmetic_bits) == (5, 16)
+    assert {*expanded.argv} - {*default.argv} == {"--gguf-weights", "expand"}
+    assert (expanded.weight_bits, expanded.precision) == (16, PEERS["baton-colocated"].precision)
+    assert keeping["baton-colocated-int8"] == PEERS["baton-colocated-int8"]
 
 
 def test_vllm_gets_all_cores_and_its_allocator() -> None:

@@ -21,10 +21,20 @@ MACHINE = Machine(
 )
 
 
-def limit(weight_bits: float, machine: Machine = MACHINE) -> tuple[float, str]:
+def limit(
+    weight_bits: float, machine: Machine = MACHINE, arithmetic_bits: float | None = None
+) -> tuple[float, str]:
     """Output tokens per second, and what binds them."""
     peer = Peer(
-        name="x", title="X", precision="-", weight_bits=weight_bits, settings={}, argv=(), model="", kv_bits=0
+        name="x",
+        title="X",
+        precision="-",
+        weight_bits=weight_bits,
+        settings={},
+        argv=(),
+        model="",
+        kv_bits=0,
+        arithmetic_bits=arithmetic_bits,
     )
     most, bound_by = limits(SMOLLM2_135M, peer, machine, [1], 0, 128)
     return most[1], bound_by[1]
@@ -50,6 +60,22 @@ def test_limits_are_those_of_the_quietest_run() -> None:
     assert best == dataclasses.replace(MACHINE, gemm_gflop_per_s_all_threads=3e5)
 
 
+def test_memory_does_not_bind_who_makes_guesses() -> None:
+    guessing = Peer(
+        name="x",
+        title="X",
+        precision="-",
+        weight_bits=16,
+        settings={},
+        argv=(),
+        model="",
+        kv_bits=0,
+        makes_guesses=True,
+    )
+    assert limits(SMOLLM2_135M, guessing, MACHINE, [1], 0, 128) == ({}, {})
+    assert limits(SMOLLM2_135M, guessing, SLOW, [1], 0, 128)[1] == {1: "floating point"}
+
+
 SLOW = dataclasses.replace(  # so that arithmetic decides
     MACHINE, gemm_gflop_per_s_one_thread=1.0, gemm_gflop_per_s_all_threads=1.0
 )
@@ -60,6 +86,7 @@ def test_each_format_is_held_against_its_own_arithmetic() -> None:
     in_float = limit(16, rated)[0]
     assert limit(16, rated)[1] == "floating point"
     assert limit(32, rated) == (pytest.approx(in_float / 2), "fp32")
+    assert limit(5, rated, arithmetic_bits=16) == (in_float, "floating point")
     for bits in (8, 5):
         assert limit(bits, rated) == (pytest.approx(2 * in_float), "int8")
 

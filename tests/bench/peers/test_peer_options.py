@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from bench.machine import Machine
 from bench.peers import __main__ as command
 from bench.peers import compare_peers
 from bench.peers.comparison import Comparison
+from bench.peers.options import comparison_from, parser
 from bench.peers.peer import Peer
 
 MACHINE = Machine("a CPU", 2, (), "3", 10.0, 20.0, 30.0, 40.0)
@@ -43,6 +45,11 @@ def run(tmp_path: Path, *arguments: str) -> int:
     return command.main([*cache, *out, *arguments])
 
 
+NOBODY = {"name": "x", "title": "X", "precision": "-", "weight_bits": 16, "kv_bits": 16, "is_baton": False}
+COMPARISON = {
+    "parts": [{"facts": {}, "machine": {}}],
+    "peers": [NOBODY | {"settings": {}, "rounds": []}],
+}
 BAD = [
     (("--slo", "ttft=-1"), "ttft=-1"),
     (("--slo", ""), "empty"),
@@ -76,6 +83,9 @@ BAD = [
     (("--concurrency", "8:4"), "IN_FLIGHT:REQUESTS"),
     (("--concurrency", "8:8,8:16"), "each number in flight once"),
     (("--model", "/nowhere"), "/nowhere"),
+    (("--prompts", "text", "--trace", "{tmp}/trace.jsonl"), "a trace's prompts are random ids"),
+    (("--prompts", "text", "--resume", "{tmp}/random.json"), "add rounds with --prompts random"),
+    (("--resume", "{tmp}/text.json"), "add rounds with --prompts text"),
 ]
 
 
@@ -92,6 +102,9 @@ def test_what_cannot_work_is_one_line_before_anything_is_prepared(
     (tmp_path / "file").write_text("")
     (tmp_path / "taken.json").mkdir()
     (tmp_path / "other.json").write_text('{"parts": 5}')
+    (tmp_path / "trace.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 9}\n')
+    (tmp_path / "random.json").write_text(json.dumps(COMPARISON))
+    (tmp_path / "text.json").write_text(json.dumps(COMPARISON | {"prompts": "text"}))
     given = [argument.format(tmp=tmp_path) for argument in arguments]
     assert run(tmp_path, *given, *([] if mode == "measure" else [mode])) == 1
     said = capsys.readouterr()
@@ -100,6 +113,19 @@ def test_what_cannot_work_is_one_line_before_anything_is_prepared(
     assert said.err.count("\n") == 1
     assert part in said.err
     assert prepared == []
+
+
+@pytest.mark.parametrize(("kind", "stem"), [("random", "peers-"), ("text", "peers-text-")])
+def test_prompts_of_text_have_chats_and_a_file_of_their_own(tmp_path: Path, kind: str, stem: str) -> None:
+    options = parser().parse_args(["--prompts", kind, "--cache", str(tmp_path)])
+    comparison, peers = comparison_from(options)
+    is_text = kind == "text"
+    assert comparison.out.name.startswith(f"{stem}{platform.machine()}-")
+    assert (comparison.chats is not None) == is_text
+    assert [peer.name for peer in peers if "--speculation" in peer.argv] == (
+        [] if is_text else [peer.name for peer in peers if peer.is_baton]
+    )
+    assert all(num >= 3 * in_flight for in_flight, num in comparison.closed_loops)
 
 
 def test_the_list_says_why_some_are_not_usual(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +175,14 @@ def test_an_interrupt_says_what_is_written(
         yield
 
     def measure_peer(
-        _: Comparison, peer: Peer, outcome: Any, running: None, loops: Any, report: Any, tell: Any
+        _: Comparison,
+        peer: Peer,
+        outcome: Any,
+        running: None,
+        loops: Any,
+        number: int,
+        report: Any,
+        tell: Any,
     ) -> None:
         report.has_new_figures = has_figures
         raise kind

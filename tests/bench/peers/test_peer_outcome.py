@@ -128,6 +128,15 @@ def test_each_ratio_stands_beside_its_own_precision_and_names_its_peer() -> None
         assert cells in rows[title], title
 
 
+def test_a_row_without_a_limit_says_why_where_others_have_one() -> None:
+    limited = {"limits_tok_per_s": {1: 40.0}, "limits_bound_by": {1: "memory"}}
+    rows = [outcome("baton", [run(1, 60.0)]), outcome("peer", [run(1, 20.0)], **limited)]
+    text = as_markdown(rows, [1], [])
+    assert "| 60.0 (60.0–60.0) | – | 3.00 (16-bit) |" in text
+    assert "- A row without such a share would be bound by memory, and checks guesses" in text
+    assert "A row without such a share" not in as_markdown(rows[1:], [1], [])
+
+
 def test_servers_without_a_row_say_why() -> None:
     text = as_markdown([outcome("baton")], [], [], {"transformers, generate": "only if named: it is slow"})
     assert "- transformers, generate: only if named: it is slow" in text
@@ -229,6 +238,11 @@ def test_the_report_shows_figures_ratios_losses_and_what_cannot_run() -> None:
             "125% (int8) above it: the machine was faster",
         ),
         (200.0, {"limits_bound_by": {8: "floating point"}, "weight_bits": 8}, "125% (floating point) \\*"),
+        (
+            80.0,
+            {"limits_bound_by": {8: "floating point"}, "weight_bits": 5, "arithmetic_bits": 16},
+            "50% (floating point) |",
+        ),
         (200.0, {"weight_bits": 8}, "125% \\*"),
         (80.0, {"limits_bound_by": {8: "memory"}, "weight_bits": 8}, "50% (memory) |"),
     ],

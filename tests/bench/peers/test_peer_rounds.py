@@ -54,6 +54,7 @@ class Stage:
         outcome: PeerOutcome,
         number: str,
         loops: Any,
+        num_round: int,
         report: Any,
         tell: Any,
     ) -> None:
@@ -117,6 +118,7 @@ def run(tmp_path: Path, *names: str, **changes: Any) -> dict[str, PeerOutcome]:
         "num_rounds": 2,
         "is_together": False,
         "closed_loops": ((1, 3), (8, 16)),
+        "chats": None,
         "trace": TraceLoad(
             path=trace,
             scale=16.0,

@@ -85,6 +85,7 @@ def comparison(**changes: Any) -> Comparison:
         "num_rounds": 2,
         "is_together": False,
         "closed_loops": ((1, 3), (8, 16)),
+        "chats": None,
         "trace": LOAD,
         "no_trace_reason": None,
         "goodput_names": frozenset(),

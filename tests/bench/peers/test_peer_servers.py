@@ -12,6 +12,7 @@ import pytest
 
 from bench.load.figures.slo import parse_slos
 from bench.machine import Machine
+from bench.peers.chats import Chats
 from bench.peers.compare_peers import compare
 from bench.peers.comparison import Comparison
 from bench.peers.load import TraceLoad
@@ -148,6 +149,7 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
         num_rounds=2,
         is_together=False,
         closed_loops=((2, 3),),
+        chats=None,
         trace=TraceLoad(
             path=trace,
             scale=8.0,
@@ -205,9 +207,14 @@ def test_a_comparison_measures_all_that_can_run_and_names_the_rest(tmp_path: Pat
 
 
 def add_a_round(comparison: Comparison, peers: list[Peer]) -> None:
-    """A later run adds to what an earlier one wrote, and keeps what it does not measure again."""
+    """A later run adds to what an earlier one wrote, and keeps what it does not measure again. Its prompts
+    are chats, the same for every server.
+    """
     written = comparison.out.with_name("peers.json")
-    more = dataclasses.replace(comparison, earlier=written, num_rounds=1, closed_loops=((1, 1),), trace=None)
+    chats = Chats(lambda text: [len(word) for word in text.split()], 90)
+    more = dataclasses.replace(
+        comparison, earlier=written, num_rounds=1, closed_loops=((1, 1),), trace=None, chats=chats
+    )
     outcomes = {one.name: one for one in compare(more, peers, MACHINE, lambda line: None)}
     assert [[run.concurrency for run in one] for one in outcomes["rival"].rounds] == [[2], [2], [1]]
     assert "the dog ate the weights" in (outcomes["dying"].cannot_run or "")
@@ -216,7 +223,15 @@ def add_a_round(comparison: Comparison, peers: list[Peer]) -> None:
     assert "Run 2 of 2" in text
     assert "## 1 in flight" in text
     assert "## 2 in flight" in text
-    assert len(json.loads(written.read_text())["parts"]) == 2
+    assert "- prompts: 1 chats" in text
+    whole = json.loads(written.read_text())
+    assert len(whole["parts"]) == 2
+    for name in ("baton", "rival"):
+        assert [result["workload"]["kind"] for result in whole["results"][name]] == ["synthetic"] * 2 + [
+            "given"
+        ]
+        assert whole["results"][name][-1]["workload"]["input"] == {"min": 90, "max": 90}
+        assert [result["after_burst"] is None for result in whole["results"][name]] == [False, False, True]
 
 
 def test_a_file_that_is_no_comparison_is_one_sentence(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class Stage:
     def __init__(self) -> None:
         self.pids: dict[str, int] = {}
         self.played: list[tuple[str, int]] = []
+        self.numbers: list[int] = []  # of the rounds they were in
         self.stopped: list[set[str]] = []  # per loop
         self.failing: tuple[str, int] | None = None
         self.ended: dict[str, str] = {}  # name |-> its state when it was to end
@@ -71,8 +72,9 @@ class Stage:
                 process.wait(30)
 
     def loop(self, _: Any, one: Peer, outcome: PeerOutcome, *rest: Any) -> None:
-        _running, runs, concurrency, _num_requests, _report, _tell = rest
+        _running, runs, concurrency, _num_requests, number, _report, _tell = rest
         self.played.append((one.name, concurrency))
+        self.numbers.append(number)
         self.stopped.append({name for name, pid in self.pids.items() if stops(pid)})
         if self.failing == (one.name, concurrency):
             raise BatonError("no answer")
@@ -124,6 +126,10 @@ class Report:
 
     def __init__(self) -> None:
         self.searches: dict[str, dict[str, Any]] = {}
+        self.facts: dict[str, str] = {}
+
+    def tell(self, name: str, text: str) -> None:
+        self.facts[name] = text
 
     def write(self) -> None: ...
 
@@ -188,6 +194,7 @@ def test_all_take_turns_at_every_load_and_a_round_begins_with_another(stage: Sta
     first = [(name, load) for load in (1, 8) for name in ("baton", "quick", "slow")]
     second = [(name, load) for load in (1, 8) for name in ("quick", "slow", "baton")]
     assert stage.played == first + second
+    assert stage.numbers == [0] * 6 + [1] * 6
     rounds: dict[str, list[list[ClosedLoop]]] = {name: one.rounds for name, one in outcomes.items()}
     assert rounds == {name: [[1, 8], [1, 8]] for name in ("baton", "quick", "slow")}
 
@@ -233,6 +240,12 @@ def test_searches_have_a_probe_per_turn_and_begin_at_one_rate(stage: Stage) -> N
 def test_only_those_named_are_searched(stage: Stage) -> None:
     run(stage, "baton", "quick", "slow", num_rounds=1, searched=frozenset({"slow"}))
     assert [name for name, _ in stage.probed] == ["slow"] * 4
+
+
+def test_a_further_round_without_time_for_it_is_left_out_and_said(stage: Stage) -> None:
+    outcomes, report = run(stage, "baton", "quick", num_rounds=3, left_s=0.0)
+    assert [len(one.rounds) for one in outcomes.values()] == [1, 1]
+    assert report.facts == {"rounds": "1 of 3: there was no time for another one"}
 
 
 def test_without_time_for_a_bracket_nobody_is_searched(stage: Stage) -> None:

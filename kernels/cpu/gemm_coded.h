@@ -1,0 +1,120 @@
+// The product of `gemm_dot.h` for bf16 weights that are kept as they lie in a GGUF file: whole numbers of 4 or 8 bits and,
+// for each 32 values of k of a column (a block), a scale and a minimum of fp16. A value is
+//
+//     w = bf16(fp32(code * scale + minimum))
+//
+// rounded once each time: code * scale is exact in fp32. That is what reading the file as bf16 gives, so results are those
+// of `gemm_dot.h` bit for bit, while a product reads 5 or 8.5 bits per weight from memory instead of 16.
+//
+// Panels are [blocks][scales][minima, of 4 bits only][codes], all of kWordPanel columns; codes come as decoding wants them
+// (`decode_block`). A block's 32 values of k are one line of a row (`line_rows.h`).
+//
+// Few rows are multiplied while weights are decoded, in registers. For more, which wait for arithmetic, decoding costs what
+// five of them do: a weight may have its decoded panels behind its codes, for these. Else a panel is decoded once into cache,
+// and tiles of `gemm_dot.h` pass over it.
+//
+// The matrix unit (`gemm_amx.h`) has kinds of its own, whose codes are the same and are decoded to its tiles; its time is the
+// same for 1 row and for 16, and memory binds it further up, so more rows meet codes.
+//
+// Products only where `kHasDot`, and `kHasAmx`.
+#pragma once
+
+#include "gemm_amx.h"
+#include "gemm_dot.h"
+
+namespace baton {
+
+constexpr int64_t kBlockSize = 32;   // values of k
+constexpr int64_t kFusedRows = 8;  // at most so many are multiplied while weights are decoded
+
+constexpr int64_t kAmxCodedRows = 32;  // more meet decoded tiles, where there are any
+
+inline bool is_nibbles(WeightKind kind) { return kind == WeightKind::kNibbles || kind == WeightKind::kAmxNibbles; }
+inline bool is_amx_coded(WeightKind kind) { return kind == WeightKind::kAmxNibbles || kind == WeightKind::kAmxBytes; }
+inline bool is_coded(WeightKind kind) { return is_nibbles(kind) || kind == WeightKind::kBytes || is_amx_coded(kind); }
+
+// The parts of a packed weight of a coded kind.
+struct CodedWeight {
+    WeightKind kind;
+    int64_t in_features;
+    const char *panels, *expanded;  // expanded: decoded, or null
+
+    explicit CodedWeight(const void* packed)
+        : kind(header_of(packed).kind), in_features(header_of(packed).in_features),
+          panels(static_cast<const char*>(packed) + sizeof(PackedHeader)),
+          expanded(header_of(packed).expanded > 0 ? static_cast<const char*>(packed) + header_of(packed).expanded : nullptr) {}
+
+    static int64_t block_bytes(WeightKind kind) { return (is_nibbles(kind) ? 20 : 34) * kWordPanel; }
+
+    int64_t num_blocks() const { return in_features / kBlockSize; }
+    // In words of a column, as decoded; a panel is asked for while the one before is multiplied.
+    PanelStream stream() const {
+        const int64_t words = in_features / 2, panel_bytes = num_blocks() * block_bytes(kind);
+        return {panels, words, panel_bytes / words, panel_bytes};
+    }
+};
+
+// `num_rows` rows (at most kFusedRows) against a panel: sums[row * kWordPanel + column]. `x` as `LineRows::tile`.
+void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeight& weight, const char* panel, float* sums);
+
+// A panel as `dot_tile` reads it, to `words`, or as `amx_tiles` does.
+void decode_panel(const CodedWeight& weight, const char* panel, char* words);
+
+// Rows (`narrow_row`) x panels [begin, end); `output` as in `gemm.h`.
+template <typename Output>
+void gemm_coded(const LineRows& x, const CodedWeight& weight, int64_t begin, int64_t end, const Output& output,
+                const KvRide& ride = {}) {
+    const RowCut& cut = x.cut;
+    if (cut.num_rows > kFusedRows && weight.expanded != nullptr)
+        return gemm_dot(x, weight.in_features, weight.expanded, begin, end, output, ride);
+    alignas(64) float sums[kWordRowTile * kWordPanel];
+    const PanelStream stream = weight.stream();
+    if (cut.num_rows <= kFusedRows && cut.num_tiles == 1) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+            coded_tile(cut.num_rows, x.tile(0), x.stride(), weight, stream.panel(panel), sums);
+            write_sums(cut, 0, panel, sums, output);
+        }
+        return;
+    }
+    static thread_local Scratch memory;
+    char* const words = reinterpret_cast<char*>(memory.floats(stream.words * kWordPanel));
+    int64_t decoded = -1;
+    walk_words(cut, 4 * stream.words, stream, begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
+        if (panel != decoded) decode_panel(weight, stream.panel(panel), words), decoded = panel;
+        dot_tile(cut.rows(tile), x.tile(tile), x.stride(), stream.words, words, ahead, sums);
+        write_sums(cut, tile, panel, sums, output);
+    });
+}
+
+// Decodes a panel when the unit comes to it, while the next one's codes are asked for.
+class DecodedTiles {
+public:
+    explicit DecodedTiles(const CodedWeight& weight) : weight_(weight), stream_(weight.stream()) {}
+
+    AmxPanel operator()(int64_t index) const {
+        static thread_local Scratch memory;
+        char* const tiles = reinterpret_cast<char*>(memory.floats(stream_.words * kWordPanel));
+        const int64_t bytes = stream_.panel_bytes();
+        decode_panel(weight_, stream_.panel(index), tiles);
+        return {tiles, stream_.panel(index), bytes, CodedWeight::block_bytes(weight_.kind), bytes};
+    }
+
+private:
+    const CodedWeight& weight_;
+    const PanelStream stream_;
+};
+
+template <typename Output>
+void amx_gemm_coded(const LineRows& rows, const CodedWeight& weight, int64_t begin, int64_t end, const Output& output) {
+    if (rows.cut.num_rows > kAmxCodedRows && weight.expanded != nullptr)
+        amx_gemm_bf16(rows, bf16_panels(rows, weight.expanded), begin, end, output);
+    else
+        amx_gemm_bf16(rows, DecodedTiles(weight), begin, end, output);
+}
+
+// `baton_packed_bytes`, `baton_linear` of these kinds.
+int64_t coded_packed_bytes(WeightKind kind, int64_t out_features, int64_t in_features, bool is_expanded);
+void coded_linear(const float* x, int64_t num_rows, const void* packed, const float* bias, void* y, bool y_bf16,
+                  int64_t num_threads);
+
+}  // namespace baton

@@ -1,0 +1,164 @@
+"""A GGUF file's codes on their way to the kernels: taken apart exactly, and whether a model keeps them or
+not, its results have the same bits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from cluster.engine import weights_pack
+from cluster.engine.gguf_codes import take_apart
+from cluster.engine.gguf_source import GgufSource
+from cluster.engine.model_spec import Dtype
+from cluster.engine.packed_batch import pack
+from cluster.engine.weights_file import DATA, map_weights
+from kernels.coded import CodedMatrix
+from kernels.cpu import backend as cpu_backend
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.native import bind
+from kernels.cpu.weight_kind import WeightKind
+from tests.engine.test_fused import make_batches
+from tests.engine.test_gguf import write_gguf
+from tests.engine.tiny_models import BLOCK_SIZE, Engine
+from tests.support.isa_emulation import emulated_library
+
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
+
+KEPT = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0)
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=str)
+def test_values_are_those_of_the_gguf_package(kind: Type) -> None:
+    random = np.random.default_rng(0)
+    values = random.standard_normal((12, 96)).astype(np.float32)
+    data = gguf.quantize(values, kind)
+    size = data.shape[1] // 3  # of a block
+    halves = 2 if kind is Type.Q4_1 else 1
+    for block in range(3):  # any codes, not only those that quantizing gives
+        codes = data[:, block * size + 2 * halves : (block + 1) * size]
+        codes[...] = random.integers(0, 256, codes.shape, dtype=np.uint8)
+    coded = take_apart(data, kind)
+    assert coded is not None
+    assert coded.decode().equal(torch.from_numpy(gguf.dequantize(data, kind)))
+
+
+def test_other_types_have_no_codes() -> None:
+    values = np.ones((4, 256), dtype=np.float32)
+    for kind in (Type.F32, Type.F16, Type.BF16, Type.Q5_1):
+        assert take_apart(gguf.quantize(values, kind), kind) is None
+    assert take_apart(np.zeros((4, 144), dtype=np.uint8), Type.Q4_K) is None
+
+
+def test_rows_of_heads_are_put_in_the_order_of_values(checkpoint: Any, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", checkpoint("llama"), "llama", Type.Q4_1)
+    source = GgufSource(path)
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{part}.weight"
+        coded = source.load_coded(name)
+        assert coded is not None
+        assert coded.decode().equal(source.load(name))
+
+
+@pytest.fixture(params=["avx512-bf16", "amx"])
+def isa(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture
+def make_backend(isa: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(form: str) -> CpuBackend:
+        monkeypatch.setenv("BATON_CPU_ISA", isa)
+        monkeypatch.setenv("BATON_GGUF_WEIGHTS", form)
+        monkeypatch.setattr(cpu_backend, "load_library", emulated_library)
+        return CpuBackend(2)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q8_0], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_gives_the_same_bits_in_every_form(
+    kind: Type, tied: bool, checkpoint: Any, prepare: Any, make_backend: Any, tmp_path: Path
+) -> None:
+    made = checkpoint("llama", tie_word_embeddings=tied, attention_bias=True)
+    path = write_gguf(tmp_path / "tiny.gguf", made, "llama", kind)
+    results: dict[tuple[str, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for form in ("expand", "small", "auto"):
+        backend = make_backend(form)
+        prepared = prepare(path, Dtype.BF16, backend)
+        for fuse in (True, False):
+            engine = Engine(prepared, backend, fuse=fuse)
+            results[form, fuse] = []
+            for rows in make_batches(engine, prepared.spec.vocab_size):
+                batch = pack(rows, BLOCK_SIZE, 512, engine.device)
+                with torch.inference_mode():
+                    one = engine.decoder.forward(batch, engine.pool)
+                results[form, fuse].append((one.hidden.clone(), one.logits.clone()))
+    expected = results["expand", False]
+    for found in results.values():
+        for (hidden, logits), (expected_hidden, expected_logits) in zip(found, expected, strict=True):
+            assert hidden.equal(expected_hidden)
+            assert logits.equal(expected_logits)
+
+
+def kinds_of(prepared: Any) -> dict[str, WeightKind]:
+    """Of the matrices in the weight cache."""
+    library = bind(emulated_library())
+    tensors = map_weights(prepared.directory).tensors
+    names = [name for name in tensors if name.rpartition(".")[2] in ("qkv", "gate_up", "down", "lm_head")]
+    return {name: WeightKind(library.baton_weight_kind(tensors[name].data_ptr())) for name in names}
+
+
+def test_what_the_cache_holds(
+    checkpoint: Any,
+    prepare: Any,
+    make_backend: Any,
+    isa: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_gguf(
+        tmp_path / "tiny.gguf", checkpoint("llama", tie_word_embeddings=True), "llama", Type.Q4_0
+    )
+    sizes = {}
+    for form in ("expand", "small", "auto"):
+        told: list[int] = []
+        prepared = prepare(
+            path, Dtype.BF16, make_backend(form), lambda phase, done, total, told=told: told.append(done)
+        )
+        kinds = (WeightKind.AMX_BF16, WeightKind.AMX_NIBBLES)
+        if isa != "amx":
+            kinds = (WeightKind.DOT_BF16, WeightKind.NIBBLES)
+        assert set(kinds_of(prepared).values()) == {kinds[form != "expand"]}
+        sizes[form] = (prepared.directory / DATA).stat().st_size
+        assert told == sorted(told)
+        assert told[-1] == GgufSource(path).total_bytes
+    assert sizes["small"] < sizes["expand"] < sizes["auto"]
+    monkeypatch.setattr(weights_pack, "MOST_EXPANDED_BYTES", 1000)  # a large model
+    shutil.rmtree(prepared.directory)
+    large = prepare(path, Dtype.BF16, make_backend("auto"))
+    assert (large.directory / DATA).stat().st_size == sizes["small"]
+
+
+def test_a_matrix_of_unlike_parts_is_decoded(
+    checkpoint: Any, prepare: Any, make_backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in files that keep some projections at more bits."""
+    path = write_gguf(tmp_path / "tiny.gguf", checkpoint("llama"), "llama", Type.Q8_0)
+    load_coded = GgufSource.load_coded
+
+    def some(source: GgufSource, name: str) -> CodedMatrix | None:
+        return None if "v_proj" in name else load_coded(source, name)
+
+    monkeypatch.setattr(GgufSource, "load_coded", some)
+    kinds = kinds_of(prepare(path, Dtype.BF16, make_backend("auto")))
+    assert not kinds["layers.0.qkv"].is_coded
+    assert kinds["layers.0.down"].is_coded
