@@ -3,7 +3,8 @@
 1. It begins with `ASSUMED`, an ordinary machine with a small model; nothing is known yet.
 2. `reset` takes the calibration's model (`cluster.step_calibration`), once the engine is ready.
 3. `observe` books a step that ran: how wrong the prediction for it was, and what it teaches. Every
-   `REFIT_EVERY` steps, sooner in the beginning, the model is fitted anew: well below a millisecond.
+   `REFIT_EVERY` steps, sooner in the beginning, the model is fitted anew: well below a millisecond. `bias`
+   and `spread` are its errors over time, not over steps: a stream's time per token is a sum of seconds.
 4. The speed of the latest few steps, against the fitted model, scales it. A machine that others use too is
    half as fast for seconds at a time, and the latest steps of both kinds may be a minute old: a fit of them
    alone was off by 22 to 28 % in the mean on such a machine, with the speed by 13 to 18 %.
@@ -19,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from cluster.step_fit import StepModelFit, median, quantile
+from cluster.step_fit import StepModelFit, median, quantile, weighted_quantile
 from cluster.step_model import StepModel, StepWork
 
 ASSUMED: Final = StepModel(
@@ -43,12 +44,15 @@ class LiveStepModel:
         self.is_measured = False  # by a calibration or by steps that ran
         self.error = 0.0  # median of |actual / predicted - 1| over the latest steps
         self.error_p90 = 0.0  # 90 % quantile of actual / predicted - 1
+        self.bias = 0.0  # mean of actual / predicted - 1 over the time of these steps, hiccups cut short
+        self.spread = 0.0  # how far above that its 90 % quantile is, over the same time
         self._fit = StepModelFit(assumed)
         self._fitted = assumed  # `model` is this one, slower by `_told_slowness`
         self._slowness = self._told_slowness = 0.0  # logarithms, against the fitted model
         self._latest: deque[tuple[StepWork, float]] = deque(maxlen=_NUM_LATEST)
         self._errors = np.zeros(_NUM_ERRORS)
-        self._num_observed = 0
+        self._predicted_s = np.zeros(_NUM_ERRORS)
+        self.num_observed = 0  # steps
 
     def reset(self, model: StepModel) -> None:
         """Go on from this one."""
@@ -57,19 +61,21 @@ class LiveStepModel:
         self._latest.clear()
         self.is_measured = True
         self._fit = StepModelFit(model)
-        self._num_observed = 0
+        self.num_observed = 0
 
     def observe(self, work: StepWork, seconds: float) -> bool:
         """A step took so long; True: the model has changed."""
         if work.num_tokens <= 0 or not 0 < seconds < math.inf:
             return False
-        self._errors[self._num_observed % _NUM_ERRORS] = seconds / max(self.model.step_s(work), 1e-9) - 1
-        self._num_observed += 1
+        predicted_s = max(self.model.step_s(work), 1e-9)
+        self._errors[self.num_observed % _NUM_ERRORS] = seconds / predicted_s - 1
+        self._predicted_s[self.num_observed % _NUM_ERRORS] = predicted_s
+        self.num_observed += 1
         self._fit.add(work, seconds)
         self._latest.append((work, seconds))
         surprise = self._slower(work, seconds) - self._slowness
         self._slowness += _SPEED_SHARE * max(-_MOST_SURPRISE, min(surprise, _MOST_SURPRISE))
-        if self._num_observed % REFIT_EVERY and self._num_observed not in _FIRST_REFITS:
+        if self.num_observed % REFIT_EVERY and self.num_observed not in _FIRST_REFITS:
             if abs(self._slowness - self._told_slowness) <= SAME_SPEED:
                 return False
         else:
@@ -78,9 +84,13 @@ class LiveStepModel:
         return True
 
     def _refit(self) -> None:
-        errors = self._errors[: self._num_observed]
+        errors = self._errors[: self.num_observed]
         self.error = median(np.abs(errors))
         self.error_p90 = quantile(errors, 0.9)
+        predicted_s = self._predicted_s[: self.num_observed]
+        cut = np.clip(errors, -_MOST_SURPRISE, _MOST_SURPRISE)
+        self.bias = float(cut @ predicted_s / predicted_s.sum())
+        self.spread = max(0.0, weighted_quantile(cut, predicted_s, 0.9) - self.bias)
         self._fitted = self._fit.fit(self._fitted, _REFIT_ROUNDS)
         self._slowness = median(np.array([self._slower(*step) for step in self._latest]))
         self.is_measured = True

@@ -18,7 +18,8 @@ from cluster.step_model import StepModel, StepWork
 
 @dataclass(frozen=True, slots=True)
 class SloSettings:
-    safety: float = 0.985  # share of the TPOT and gap targets that steps aim at
+    safety: float = 0.985  # share of the TPOT target that steps aim at ...
+    gap_safety: float = 0.985  # ... and of the gap limit; see `cluster.step_margin`
     max_idle_step_s: float = 0.05  # step without streams that have a target ...
     fixed_share: float = 1 / 16  # ... or longer: what each step takes, whatever is in it, is no more of it
     min_share: float = 0.03  # of a step, assumed for prompts when decode leaves less
@@ -30,7 +31,8 @@ class SloSettings:
     overdue_share: float = 0.0  # ... of what rows with a target leave
     bank_use: float = 0.25  # share of a stream's lead that one step may use
     longest: float = math.inf  # TPOTs that a step may take at most, whatever the lead: readers see gaps too
-    catch_up: float = 0.1  # share of a stream's lag that one step makes up for
+    catch_up: float = 0.1  # share of a stream's lag that one step makes up for, at least ...
+    lag_share: float = 1.0  # ... and so that it is gone within this share of the tokens still expected
     short_slack: float = 0.0  # share of others' slack that a shorter prompt may use to go first
     price_from: float = 0.05  # of a TPOT: what a mixed step costs more than its parts, if less, is ignored
     lent: float = 0.15  # of what streams gain in their life, by how quickly they do, lent to one step ...
@@ -41,21 +43,40 @@ class SloSettings:
     max_late_looked_at: int = 16
 
 
-def step_budget_s(targets: Targets, slack_s: float, settings: SloSettings) -> float:
-    """How long the next step may take.
+def step_budget_s(
+    targets: Targets, slack_s: float, settings: SloSettings, num_left: float = math.inf
+) -> float:
+    """How long the next step may take; `num_left`: tokens that the stream is expected to have yet.
 
     A stream in time is due one TPOT from now. One with a lead allows for more, one that lags for less: part
     of the difference is used per step, since the mean counts. Never above `longest` and the gap limit, nor
     below half a TPOT.
+
+    A prompt that was computed elsewhere joins when the step in flight ends, so it begins with a lag of up to
+    a whole step. A stream that ends before it has caught up has missed its target, and nobody knows when it
+    ends: a lag is gone within `lag_share` of the tokens still expected, so that few end before. For answers
+    of hundreds of tokens that is slow, for those of a dozen the next token comes when it is due. What quick
+    steps cost is what each step takes whatever is in it: rows wait for fewer others, and leave sooner.
     """
     tpot_s = targets.tpot_s * settings.safety
     lead_s = slack_s - targets.tpot_s
     if math.isinf(lead_s):
         budget_s = max(tpot_s, settings.max_idle_step_s)
     else:
-        budget_s = tpot_s + lead_s * (settings.bank_use if lead_s > 0 else settings.catch_up)
+        share = settings.bank_use if lead_s > 0 else _catch_up(num_left, settings)
+        budget_s = tpot_s + lead_s * share
         budget_s = min(max(budget_s, 0.5 * tpot_s), settings.longest * tpot_s)
-    return min(budget_s, targets.gap_s * settings.safety)
+    return min(budget_s, targets.gap_s * settings.gap_safety)
+
+
+def aim_s(targets: Targets, settings: SloSettings) -> float:
+    """Of a step, for a stream in time."""
+    return min(targets.tpot_s * settings.safety, targets.gap_s * settings.gap_safety)
+
+
+def _catch_up(num_left: float, settings: SloSettings) -> float:
+    """Share of a lag that one step makes up for."""
+    return min(1.0, max(settings.catch_up, 1 / max(settings.lag_share * num_left, 1.0)))
 
 
 def lent_budget_s(
@@ -75,10 +96,9 @@ def lent_budget_s(
     """
     price_s = model.mixed_s
     alone_s = model.step_s(StepWork(decode.num_rows, decode.context))
-    lead_s = (budget_s - tpot_s) / (settings.bank_use if budget_s > tpot_s else settings.catch_up)
     gain = max(0.0, 1 - alone_s / tpot_s)  # of the time of a step without chunks
     gained_s = 0.0 if math.isinf(decode.life_s) else decode.life_s * gain
-    lent_s = tpot_s + lead_s + min(settings.lent * gain * gained_s, settings.most_lent * price_s)
+    lent_s = tpot_s + decode.lead_s + min(settings.lent * gain * gained_s, settings.most_lent * price_s)
     lent_s = max(budget_s, min(lent_s, decode.longest_s, settings.longest * tpot_s))
     has_room = lent_s >= alone_s + price_s + min(price_s, work_s)
     return lent_s if has_room else min(budget_s, alone_s)

@@ -61,7 +61,8 @@ class DecodeBatch(msgspec.Struct, frozen=True):
     """What decodes here.
 
     `budget_s`: how long the next step may take, the least `step_budget_s` of the streams; None without one.
-    `target_s`: the mean time per step that those streams bear; None: as the scheduler's targets say.
+    `target_s`: the time per step to aim at for those streams; None: as the scheduler's targets say.
+    `lead_s`: of the stream that decides the budget, before what it is due (a lag is below 0).
     `longest_s`: of a step, for the sake of gaps between tokens.
     """
 
@@ -74,6 +75,7 @@ class DecodeBatch(msgspec.Struct, frozen=True):
     paused_s: float = 0.0  # since the row that yields longest was in a step
     life_s: float = math.inf  # mean time a row decodes here
     longest_s: float = math.inf
+    lead_s: float = 0.0
 
 
 def prefill_s(model: StepModel, num_tokens: int, num_computed: int) -> float:

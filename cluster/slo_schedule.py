@@ -50,7 +50,7 @@ from typing import Generic
 import msgspec
 
 from cluster.slo_budget import SloSettings as SloSettings
-from cluster.slo_budget import lent_budget_s, step_budget_s
+from cluster.slo_budget import aim_s, lent_budget_s, step_budget_s
 from cluster.slo_classes import DecodeBatch, P, Prompt, Targets, classify, prefill_s, shortest_first
 from cluster.slo_step import StepFilling
 from cluster.step_model import StepModel, StepWork
@@ -136,8 +136,7 @@ class SloScheduler(Generic[P]):
         """
         self._expire(now)
         settings, model = self.settings, self.model
-        tpot_s = decode.target_s or min(self.targets.tpot_s, self.targets.gap_s)
-        tpot_s *= settings.safety
+        tpot_s = decode.target_s or aim_s(self.targets, settings)
         budget_s = decode.budget_s
         if budget_s is None:
             least_s = model.step_s(StepWork(1))  # targets tighter than that leave half of a step to prompts

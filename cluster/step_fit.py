@@ -108,6 +108,13 @@ def quantile(values: _Array, share: float) -> float:
     return float(high - (high - low) * (1 - rest) if rest >= 0.5 else low + (high - low) * rest)
 
 
+def weighted_quantile(values: _Array, weights: _Array, share: float) -> float:
+    """The least value that, with those below, has this share of the weight."""
+    order = np.argsort(values)
+    weight = np.cumsum(weights[order])
+    return float(values[order[np.searchsorted(weight, share * weight[-1])]])
+
+
 class _Ring:
     """The latest `capacity` steps: (4, steps) of tokens, context, attention, seconds."""
 

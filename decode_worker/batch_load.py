@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from cluster.engine.sequence import Sequence
+from cluster.slo_budget import SloSettings, aim_s
 from cluster.slo_classes import DecodeBatch
-from cluster.slo_schedule import SloSettings
 from cluster.step_model import StepModel
 
 _SMOOTHING: Final = 0.1  # weight of the newest sequence that ended
@@ -21,13 +21,19 @@ _ASSUMED_OUTPUT: Final = 128.0  # tokens, before any has ended
 
 
 def decode_batch(
-    rows: Iterable[Sequence], now: float, model: StepModel, settings: SloSettings, life_s: float = math.inf
+    rows: Iterable[Sequence],
+    now: float,
+    model: StepModel,
+    settings: SloSettings,
+    life_s: float = math.inf,
+    mean_output: float = math.inf,
 ) -> DecodeBatch:
-    """Of sequences that decode. Those that yield have no say in how long a step may take, nor has one whose
-    target this machine could not meet for it alone: nothing would be won by sparing it."""
+    """Of sequences that decode. `mean_output`: tokens of an answer; one that goes on is expected to have as
+    many more, whatever it has had. Those that yield have no say in how long a step may take, nor has one
+    whose target this machine could not meet for it alone: nothing would be won by sparing it."""
     num_rows = context = num_yielding = yielding_context = 0
     budget_s = target_s = longest_s = math.inf
-    paused_s = 0.0
+    paused_s = lead_s = 0.0
     alone_s = model.fixed_s + max(model.floor_s, model.per_token_s)
     for sequence in rows:
         pace = sequence.pace
@@ -41,10 +47,12 @@ def decode_batch(
         context += num_tokens
         if target < alone_s + model.per_context_s * num_tokens:
             continue
-        own_s = pace.budget_s(sequence.num_generated, sequence.most_left, now, settings)
-        budget_s = min(budget_s, own_s)
+        num_generated = sequence.num_generated
+        own_s = pace.budget_s(num_generated, sequence.most_left, now, settings, mean_output)
+        if own_s < budget_s:
+            budget_s, lead_s = own_s, pace.slack_s(num_generated, now) - pace.targets.tpot_s
         if own_s < math.inf:
-            target_s = min(target_s, target)
+            target_s = min(target_s, aim_s(pace.targets, settings))
             longest_s = min(longest_s, pace.longest_s(now, settings))
     has_target = budget_s < math.inf
     return DecodeBatch(
@@ -57,6 +65,7 @@ def decode_batch(
         paused_s,
         life_s,
         longest_s,
+        lead_s,
     )
 
 

@@ -34,7 +34,7 @@ from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
 from cluster.ids import RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.slo_classes import DEFAULT_TARGETS, Targets
+from cluster.slo_classes import DEFAULT_TARGETS, DecodeBatch, Targets
 from cluster.step_model import StepWork, chunk_attention
 from decode_worker.batch_load import Lives, decode_batch
 from decode_worker.draft_room import rows_with_room
@@ -163,9 +163,8 @@ class DecodeScheduler:
         ]
         chunks: list[tuple[WaitingPrompt, int]] = []
         if self._prefilling or any([sequence.pace.yields for sequence in decoding]):
-            pacer = self.pacer
-            batch = decode_batch(decoding, now, pacer.model, pacer.settings, self.lives.mean_s)
-            planned = pacer.prompts.plan(now, batch, room=0)
+            batch = self._batch(decoding, now)
+            planned = self.pacer.prompts.plan(now, batch, room=0)
             chunks = planned.chunks
             if planned.num_yielding < batch.num_yielding:
                 resting = _resting(decoding, batch.num_yielding - planned.num_yielding)
@@ -189,10 +188,13 @@ class DecodeScheduler:
         rows: list[Row] = [sequence.row(num_tokens) for sequence, num_tokens in self._step]
         return StepPlan(tuple(rows))
 
+    def _batch(self, decoding: list[Sequence], now: float) -> DecodeBatch:
+        pacer, lives = self.pacer, self.lives
+        return decode_batch(decoding, now, pacer.model, pacer.settings, lives.mean_s, lives.mean_output)
+
     def _open_to_drafts(self, decoding: list[Sequence], now: float) -> StepPlan:
         """All that is in the step decodes. Blocks are for those that were preempted, if there are any."""
-        pacer = self.pacer
-        batch = decode_batch(decoding, now, pacer.model, pacer.settings, self.lives.mean_s)
+        batch = self._batch(decoding, now)
         keep_free = self._blocks.num_blocks if self._preempted else self.num_running
         rows = rows_with_room(decoding, self._blocks, keep_free)
         return StepPlan(rows, longest_s=math.inf if batch.budget_s is None else batch.budget_s)

@@ -39,7 +39,8 @@ class PrefillScheduler:
         self._blocks = blocks
         self.pacer = Pacer(config.targets, config.max_step_tokens)
         step_s = max(config.targets.tpot_s, self.pacer.settings.max_idle_step_s)
-        self._nobody = DecodeBatch(budget_s=step_s, target_s=step_s)  # no stream has a say in a step's length
+        aim_s = step_s * self.pacer.settings.safety
+        self._nobody = DecodeBatch(budget_s=step_s, target_s=aim_s)  # no stream has a say in a step's length
         self._waiting: dict[SequenceKey, WaitingPrompt] = {}  # not completely computed; insertion is arrival
         self._step: list[tuple[Sequence, int]] = []
         self._in_step: set[SequenceKey] = set()

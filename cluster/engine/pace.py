@@ -51,21 +51,31 @@ class Pace:
         """One more token is there."""
         self.last_s = now
 
-    def budget_s(self, num_generated: int, num_left: int, now: float, settings: SloSettings) -> float:
-        """How long a step that begins now may take; `num_generated` tokens of this attempt are there, at most
-        `num_left` follow. Inf: as long as it likes."""
+    def slack_s(self, num_generated: int, now: float) -> float:
+        """From now until its next token is due; `num_generated` tokens of this attempt are there."""
         assert self.origin_s is not None, "its stream has not begun"
-        targets = self.targets
-        slack_s = self.origin_s + num_generated * targets.tpot_s - now
+        return self.origin_s + num_generated * self.targets.tpot_s - now
+
+    def budget_s(
+        self,
+        num_generated: int,
+        num_left: int,
+        now: float,
+        settings: SloSettings,
+        expected_left: float = math.inf,
+    ) -> float:
+        """How long a step that begins now may take; `num_generated` tokens of this attempt are there, at most
+        `num_left` follow, `expected_left` as far as anybody knows. Inf: as long as it likes."""
+        targets, slack_s = self.targets, self.slack_s(num_generated, now)
         if -slack_s > _MOST_CATCH_UP * targets.tpot_s * num_left:
             return math.inf
-        budget_s = step_budget_s(targets, slack_s, settings)
+        budget_s = step_budget_s(targets, slack_s, settings, min(num_left, expected_left))
         return min(budget_s, self.longest_s(now, settings))
 
     def longest_s(self, now: float, settings: SloSettings) -> float:
         """How long a step that begins now may take for the sake of gaps."""
         gap_s = self.targets.gap_s
-        return gap_s if math.isinf(gap_s) else max(0.0, gap_s * settings.safety - (now - self.last_s))
+        return gap_s if math.isinf(gap_s) else max(0.0, gap_s * settings.gap_safety - (now - self.last_s))
 
 
 def pace_of(slo: SloTargets | None, defaults: Targets, now: float, *, is_resumed: bool = False) -> Pace:

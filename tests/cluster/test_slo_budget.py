@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.slo_budget import SloSettings, lent_budget_s
-from cluster.slo_classes import DecodeBatch
+from cluster.slo_budget import SloSettings, aim_s, lent_budget_s, step_budget_s
+from cluster.slo_classes import DecodeBatch, Targets
 from cluster.step_model import StepModel, StepWork
 
 MODEL = StepModel(19e-3, 3e-3, 0.1e-3, 0.7e-6, 1e-8, mixed_s=20e-3)
@@ -34,9 +34,18 @@ def test_a_step_without_room_for_a_chunk_worth_the_price_has_none() -> None:
     assert lent_s(TPOT_S, life_s=math.inf) == ALONE_S  # nothing to lend: 6.8 ms for chunks are left
     assert lent_s(TPOT_S, work_s=5e-3, life_s=math.inf) == TPOT_S  # but that is all that waits
     behind_s = TPOT_S - SETTINGS.catch_up * 0.4  # a stream lags by 0.4 s, more than could be lent
-    assert lent_s(behind_s) == min(behind_s, ALONE_S)
+    assert lent_s(behind_s, lead_s=-0.4) == min(behind_s, ALONE_S)
 
 
 def test_a_lead_is_spent_on_a_chunk() -> None:
     ahead_s = TPOT_S + SETTINGS.bank_use * 0.08
-    assert lent_s(ahead_s, life_s=math.inf) == pytest.approx(TPOT_S + 0.08)
+    assert lent_s(ahead_s, life_s=math.inf, lead_s=0.08) == pytest.approx(TPOT_S + 0.08)
+
+
+def test_a_gap_limit_has_a_margin_of_its_own() -> None:
+    settings = replace(SETTINGS, safety=0.9, gap_safety=0.8)
+    targets = Targets(2.0, 0.1, 0.11)
+    assert aim_s(targets, settings) == pytest.approx(0.88 * 0.1)
+    assert aim_s(Targets(2.0, 0.1), settings) == pytest.approx(0.09)
+    assert step_budget_s(targets, 0.3, settings) == pytest.approx(0.088)  # the lead would allow for more
+    assert step_budget_s(targets, 0.1, replace(settings, gap_safety=0.9)) == pytest.approx(0.09)

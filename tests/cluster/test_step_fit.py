@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.live_step_model import REFIT_EVERY, LiveStepModel
-from cluster.step_fit import StepModelFit, median, quantile
+from cluster.step_fit import StepModelFit, median, quantile, weighted_quantile
 from cluster.step_model import StepModel, StepWork, chunk_attention
 
 H100 = StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9)
@@ -235,3 +235,31 @@ def test_whatever_ran_the_live_model_is_finite_and_says_when_it_changed(
         assert changed or live.model is before
         assert all(0 <= getattr(live.model, name) < math.inf for name in StepModel.__struct_fields__)
         assert live.model.step_s(StepWork(1, 1)) > 0
+
+
+def test_live_errors_count_by_the_time_they_take() -> None:
+    """A short step took twice as long, and is hardly seen; a hiccup counts by half a step."""
+    live = LiveStepModel(LAPTOP)
+    live.reset(LAPTOP)
+    short, long = StepWork(1, 100), StepWork(300, 1000, 1e6)
+    short_s, long_s = LAPTOP.step_s(short), LAPTOP.step_s(long)
+    for number in range(7):
+        live.observe(long, long_s * (0.95 if number else 9.0))
+    live.observe(short, 2 * short_s)  # the eighth: a fit
+    total_s = 7 * long_s + short_s
+    bias = (0.5 * long_s - 6 * 0.05 * long_s + 0.5 * short_s) / total_s
+    assert live.bias == pytest.approx(bias)
+    assert live.spread == pytest.approx(0.5 - bias)
+
+
+def test_live_steps_that_take_what_is_predicted_have_neither_bias_nor_spread() -> None:
+    live = LiveStepModel(LAPTOP)
+    live.reset(LAPTOP)
+    for work in works(10, 2 * REFIT_EVERY, (0, 64)):
+        live.observe(work, LAPTOP.step_s(work))
+    assert (live.bias, live.spread) == pytest.approx((0.0, 0.0), abs=1e-6)
+
+
+def test_a_weighted_quantile_is_of_the_weight() -> None:
+    values, weights = np.array([3.0, 1.0, 2.0]), np.array([1.0, 8.0, 1.0])
+    assert [weighted_quantile(values, weights, share) for share in (0.5, 0.85, 0.95)] == [1.0, 2.0, 3.0]

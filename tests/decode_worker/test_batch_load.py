@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -41,13 +42,14 @@ def test_the_tightest_stream_sets_the_budget() -> None:
     found = batch(row(100, 0.2), row(50, 0.05), row(70, 0.1))
     assert (found.num_rows, found.context) == (3, 220)
     assert found.budget_s == pytest.approx(0.05 * 0.985)
-    assert found.target_s == 0.05
+    assert found.target_s == pytest.approx(0.05 * 0.985)
 
 
 def test_a_stream_with_a_looser_target_may_be_the_tightest() -> None:
     found = batch(row(10, 0.08), row(10, 0.1, first_s=-0.5))  # half a second behind
     assert found.budget_s == pytest.approx(0.0985 / 2)
-    assert found.target_s == 0.08
+    assert found.target_s == pytest.approx(0.08 * 0.985)
+    assert found.lead_s == pytest.approx(-0.5)
 
 
 def test_rows_that_yield_have_no_say() -> None:
@@ -63,7 +65,17 @@ def test_a_target_that_no_step_could_meet_has_no_say() -> None:
     assert batch(row(100, 0.010)).budget_s is None
     assert batch(row(20_000, 0.03)).budget_s is None  # its own keys take longer
     found = batch(row(100, 0.010), row(100, 0.05))
-    assert (found.num_rows, found.target_s) == (2, 0.05)
+    assert (found.num_rows, found.target_s) == (2, 0.05 * 0.985)
+
+
+def test_where_answers_are_short_a_lag_is_made_up_for_at_once() -> None:
+    late = row(10, first_s=-0.03)
+    settings = replace(SETTINGS, lag_share=1 / 16)
+    slow = decode_batch([late], 0.0, MODEL, settings, mean_output=400)
+    quick = decode_batch([late], 0.0, MODEL, settings, mean_output=15)
+    assert slow.budget_s == pytest.approx(0.0985 - 0.1 * 0.03)
+    assert quick.budget_s == pytest.approx(0.0985 - 0.03)
+    assert slow.lead_s == quick.lead_s == pytest.approx(-0.03)
 
 
 def test_nobody_leaves_all_the_time() -> None:

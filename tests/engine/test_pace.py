@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -47,6 +48,20 @@ def test_what_the_router_says_is_relative_to_now() -> None:
 )
 def test_the_budget_follows_the_mean_since_token_0(num_generated: int, now: float, expected_s: float) -> None:
     assert begun().budget_s(num_generated, 1000, now, SETTINGS) == pytest.approx(expected_s)
+
+
+def test_a_lag_is_gone_before_the_answer_is() -> None:
+    """It has a sixteenth of the tokens that are expected and may follow."""
+    settings, lag_s = replace(SETTINGS, lag_share=1 / 16), 0.03
+    for most, expected, share in (
+        (1000, 400, 0.1),
+        (1000, 100, 0.16),
+        (40, 400, 0.4),
+        (3, 400, 1),
+        (40, 5, 1),
+    ):
+        found_s = begun().budget_s(2, most, 10.1 + lag_s, settings, expected)
+        assert found_s == pytest.approx(0.0985 - share * lag_s)
 
 
 def test_a_late_first_token_yields_and_a_later_attempt_does_not() -> None:

@@ -5,6 +5,7 @@ It keeps what the router would know (the columns of its `Fleet`) and hands decis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -180,14 +181,16 @@ class ElasticPolicy:
 
     def plan(self, worker: Worker, now: float) -> Plan:
         scheduler, batch, yielding = self._schedulers[worker.index], worker.batch, worker.yielding
+        slack_s = worker.slack_s(now, self._targets.tpot_s)
         decode = DecodeBatch(
             batch.rows,
             batch.context,
-            step_budget_s(self._targets, worker.slack_s(now, self._targets.tpot_s), self._scheduling),
+            step_budget_s(self._targets, slack_s, self._scheduling, self._lengths.mean),
             num_yielding=yielding.rows,
             yielding_context=yielding.context,
             life_s=self._life_s,
-            longest_s=self._targets.gap_s * self._scheduling.safety,
+            longest_s=self._targets.gap_s * self._scheduling.gap_safety,
+            lead_s=0.0 if math.isinf(slack_s) else slack_s - self._targets.tpot_s,
         )
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
         room = worker.kv_room - self._growth * worker.rows if worker.kv_used else worker.kv_room
