@@ -56,12 +56,18 @@ def uniform(num_bytes: float) -> WeightReads:
 
 def weight_reads(directory: Path, otherwise: float) -> WeightReads:
     """Of a prepared model; `otherwise` bytes per element where nothing is coded."""
-    reads = dict(uniform(otherwise))
+    found: dict[str, list[Reads]] = {}
     for name, tensor in map_weights(directory).tensors.items():
         stage = STAGES.get(name.rpartition(".")[2])
         if stage is not None:
-            reads[stage] = _reads(tensor, otherwise)
-    return reads
+            found.setdefault(stage, []).append(_reads(tensor, otherwise))
+    return dict(uniform(otherwise)) | {stage: _mean(of_layers) for stage, of_layers in found.items()}
+
+
+def _mean(reads: list[Reads]) -> Reads:
+    """Of layers, whose matrices have the same shape."""
+    few, many = (sum(values) / len(reads) for values in ([r.few for r in reads], [r.many for r in reads]))
+    return Reads(few, max(read.most_rows for read in reads), many)
 
 
 def _reads(packed: Tensor, otherwise: float) -> Reads:

@@ -59,7 +59,9 @@ def start_preparation(
     found = None
     if command is None:
         models = Path(config.cache_dir).expanduser() / "models"
-        found = find_prepared(config.model, config.dtype, config.backend, models, config.quantization)
+        found = find_prepared(
+            config.model, config.dtype, config.backend, models, config.quantization, config.gguf_weights
+        )
     if found is not None:
         done: Future[str] = Future()
         done.set_result(str(found))

@@ -35,7 +35,7 @@ def requested_form(environment: Mapping[str, str]) -> CodedForm:
     Raises:
         CodedFormError: the user asks for a form that there is not.
     """
-    wanted = environment.get(FORM_VARIABLE, CodedForm.AUTO)
+    wanted = environment.get(FORM_VARIABLE) or CodedForm.AUTO
     if wanted not in list(CodedForm):
         raise CodedFormError(f"{FORM_VARIABLE} is `{wanted}`; use {', '.join(CodedForm)}")
     return CodedForm(wanted)
@@ -48,6 +48,21 @@ class CodedMatrix:
     codes: Tensor  # [out, in]: uint8 from 0 to 15 with minima, int8 without
     scales: Tensor  # [out, in / 32] fp16
     minima: Tensor | None  # [out, in / 32] fp16
+
+    def __post_init__(self) -> None:
+        """Kernels trust it.
+
+        Raises:
+            ValueError: a tensor has another type or shape.
+        """
+        out_features, in_features = self.codes.shape
+        blocks = (out_features, in_features // BLOCK_SIZE)
+        parts = (self.scales, *(() if self.minima is None else (self.minima,)))
+        codes_dtype = torch.int8 if self.minima is None else torch.uint8
+        if in_features % BLOCK_SIZE or self.codes.dtype is not codes_dtype:
+            raise ValueError(f"codes are {tuple(self.codes.shape)} of {self.codes.dtype}")
+        if any(tuple(part.shape) != blocks or part.dtype is not torch.float16 for part in parts):
+            raise ValueError(f"scales and minima must be fp16 {blocks}")
 
     def decode(self) -> Tensor:
         """[out, in] fp32."""

@@ -230,6 +230,12 @@ class Backend(Protocol):
         saved to and mapped from the weight cache (see `packed_layout`)."""
         ...
 
+    @property
+    def coded_layout(self) -> str:
+        """What `packed_layout` goes on with where matrices may be packed as codes, as `pack_coded` does;
+        empty if this backend never does."""
+        ...
+
     def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> Tensor | None:
         """As `pack_linear(weight.decode().to(dtype))`, results bit for bit the same, but kept as codes, and
         if it `expands` decoded beside them, where `CodedForm` allows; None if this backend has no such

@@ -53,6 +53,10 @@ class ReferenceBackend:
         values, scales = quantize_weight(weight, self.quantization)
         return torch.cat([values, scales[:, None].view(torch.int8)], dim=1)
 
+    @property
+    def coded_layout(self) -> str:
+        return ""
+
     def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> None:
         return None
 

@@ -108,6 +108,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _coded_bits(source: ModelSource) -> float | None:
+    if not source.is_gguf or "avx512_bf16" not in cpu_flags():
+        return None
+    from cluster.engine.gguf_codes import kept_bits  # loads torch
+
+    return kept_bits(source.path)
+
+
 def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]]:
     """
     Raises:
@@ -115,7 +123,6 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
     """
     source = resolve_model(options.model)
     found = (Path(directory) / name for directory in LIBRARY_DIRECTORIES for name in TCMALLOC)
-    flags = cpu_flags()
     places = Places(
         cache=options.cache.expanduser().resolve(),
         repository=REPOSITORY,
@@ -123,7 +130,7 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
         model=options.model if options.model == "demo" else str(source.path),
         gguf=source.path if source.is_gguf else None,
         tcmalloc=next((path for path in found if path.is_file()), None),
-        keeps_codes=source.is_gguf and "avx512_bf16" in flags and "amx_bf16" not in flags,
+        coded_bits=_coded_bits(source),
     )
     cores = tuple(sorted(os.sched_getaffinity(0)))
     is_text = options.prompts == TEXT

@@ -25,7 +25,9 @@ class Places:
     model: str  # as Baton's `--model` takes it
     gguf: Path | None  # the model's GGUF file, if it has one
     tcmalloc: Path | None  # the system's library, if it is installed
-    keeps_codes: bool = False  # whether Baton's 16-bit rows keep the GGUF's own codes here
+    coded_bits: float | None = (
+        None  # per weight, where Baton keeps the GGUF's own codes, in the mean; else None
+    )
 
     @property
     def model_name(self) -> str:
@@ -72,7 +74,7 @@ class Peer:
     name: str
     title: str
     precision: str  # weights and arithmetic, as the table tells
-    weight_bits: float  # as stored and read in every step
+    weight_bits: float  # as stored and read in a step of few rows
     settings: Mapping[str, str]  # every setting that was chosen, with its reason where it has one
     argv: tuple[str, ...]  # `{port}` stands for the port
     model: str  # as requests name it

@@ -6,16 +6,29 @@ of all others, K-quants with their scales of scales among them, there are only v
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader
 
 from kernels.coded import BLOCK_SIZE, CodedMatrix
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _BLOCK_BYTES = {Type.Q4_0: 18, Type.Q4_1: 20, Type.Q5_0: 22, Type.Q8_0: 34}  # of a block
+_PACKED_BITS = {Type.Q4_0: 5.0, Type.Q4_1: 5.0, Type.Q5_0: 8.5, Type.Q8_0: 8.5}  # scales and minima included
+
+
+def kept_bits(file: Path) -> float | None:
+    """Per weight of a file's matrices, in the mean, where kernels keep codes: other types become 16 bits.
+    None if no matrix has codes."""
+    matrices = [tensor for tensor in GGUFReader(file).tensors if len(tensor.shape) == 2]
+    if not any(tensor.tensor_type in _PACKED_BITS for tensor in matrices):
+        return None
+    bits = sum(_PACKED_BITS.get(one.tensor_type, 16.0) * int(one.n_elements) for one in matrices)
+    return bits / sum(int(one.n_elements) for one in matrices)
 
 
 def take_apart(data: _Bytes, kind: Type) -> CodedMatrix | None:
@@ -27,7 +40,8 @@ def take_apart(data: _Bytes, kind: Type) -> CodedMatrix | None:
     codes: np.ndarray[Any, Any]
     minima: np.ndarray[Any, Any] | None = None
     if kind is Type.Q4_0:  # (code - 8) · scale
-        codes, minima = _nibbles(blocks[..., 2:]), np.float16(-8) * scales
+        with np.errstate(over="ignore"):  # an infinite minimum is looked for later
+            codes, minima = _nibbles(blocks[..., 2:]), np.float16(-8) * scales
     elif kind is Type.Q4_1:
         codes, minima = _nibbles(blocks[..., 4:]), blocks[..., 2:4].copy().view(np.float16)[..., 0]
     elif kind is Type.Q5_0:  # the fifth bits of all codes come first

@@ -86,6 +86,8 @@ class GgufSource:
                 f"cannot be dequantized: {error}"
             ) from error
         values = np.array(values, dtype=np.float32, order="C").reshape(self._shapes[name])
+        if stored.tensor_type is gguf.GGMLQuantizationType.Q4_0:
+            values += 0.0  # no -0, so that its bits are those of code · scale + minimum (`gguf_codes`)
         return self._ordered(name, torch.from_numpy(values))
 
     def load_coded(self, name: str) -> CodedMatrix | None:

@@ -37,6 +37,7 @@ from cluster.engine.weights_file import DATA, write_weights
 from cluster.engine.weights_pack import packed_tensors
 from cluster.errors import BatonError, ModelError
 from cluster.progress import ConversionProgress
+from kernels.coded import requested_form
 from kernels.ops import Backend
 from kernels.quantization import Quantization
 
@@ -66,14 +67,15 @@ def prepare_model(
     root = cache_dir or default_cache_dir()
     quantization = backend.quantization.value
     numbers = dtype.value if quantization == "none" else f"{dtype.value}-{quantization}"
-    target = root / f"{source.name}-{numbers}-{_cache_key(source, dtype, backend)}"
+    layout = packed_layout(source, dtype, backend)
+    target = root / f"{source.name}-{numbers}-{_cache_key(source, dtype, backend.name, layout)}"
     runtime = numeric_runtime(backend)
     try:
         if not (target / MANIFEST).is_file():
             root.mkdir(parents=True, exist_ok=True)
             with file_lock(root / f".{target.name}.lock", lock_timeout_s):
                 if not (target / MANIFEST).is_file():
-                    _convert(source, dtype, backend, target, progress)
+                    _convert(source, dtype, backend, layout, target, progress)
     except TimeoutError as error:
         raise ModelError(
             f"{source.path}: another process has been converting this model for {lock_timeout_s:.0f} s; "
@@ -82,7 +84,8 @@ def prepare_model(
     except OSError as error:
         raise ModelError(f"cannot write the weight cache {root}: {error}") from error
     prepared = PreparedModel.open(target, runtime)
-    note_prepared(source, dtype.value, backend.name, target, quantization)
+    form = requested_form(os.environ).value
+    note_prepared(source, dtype.value, backend.name, target, quantization, form)
     return prepared
 
 
@@ -102,13 +105,21 @@ def numeric_runtime(backend: Backend) -> str:
     return f"torch {torch.__version__} on {unit}"
 
 
-def _cache_key(source: ModelSource, dtype: Dtype, backend: Backend) -> str:
+def packed_layout(source: ModelSource, dtype: Dtype, backend: Backend) -> str:
+    """Of this model's matrices: what a file keeps as codes may be packed as these."""
+    keeps_codes = source.is_gguf and dtype is Dtype.BF16
+    return backend.packed_layout + (backend.coded_layout if keeps_codes else "")
+
+
+def _cache_key(source: ModelSource, dtype: Dtype, backend: str, layout: str) -> str:
     identity = [str(source.path), source.identity()]
-    facts = [FORMAT_VERSION, identity, dtype.value, backend.name, backend.packed_layout]
+    facts = [FORMAT_VERSION, identity, dtype.value, backend, layout]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
-def _convert(source: ModelSource, dtype: Dtype, backend: Backend, target: Path, progress: Progress) -> None:
+def _convert(
+    source: ModelSource, dtype: Dtype, backend: Backend, layout: str, target: Path, progress: Progress
+) -> None:
     """Under the lock: whatever lies at the temporary name was left by a process that died."""
     temporary = target.parent / f".{target.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -128,7 +139,7 @@ def _convert(source: ModelSource, dtype: Dtype, backend: Backend, target: Path, 
             "source": str(source.path),
             "dtype": dtype.value,
             "backend": backend.name,
-            "layout": backend.packed_layout,
+            "layout": layout,
             "quantization": backend.quantization.value,
             "weights_digest": digest,
         }

@@ -109,10 +109,15 @@ def _same(tensor: Tensor) -> Tensor:
 def _pack_coded(
     part: _Part, source: WeightSource, dtype: Dtype, backend: Backend, expands: bool
 ) -> StoredTensor | None:
-    coded = [one for one in map(source.load_coded, part.sources) if one is not None]
-    if not coded or len(coded) < len(part.sources):
+    if not backend.coded_layout or dtype is not Dtype.BF16:
         return None
-    matrix = stack(coded)
+    coded = []
+    for name in part.sources:
+        one = source.load_coded(name)
+        if one is None:
+            return None
+        coded.append(one)
+    matrix = stack(coded) if coded else None
     packed = None if matrix is None else backend.pack_coded(matrix, TORCH_DTYPES[dtype], expands)
     return None if packed is None else StoredTensor(part.name, packed)
 

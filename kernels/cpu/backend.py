@@ -62,6 +62,10 @@ class CpuBackend:
     def pack_linear(self, weight: Tensor) -> Tensor:
         return self._kernels.pack_linear(weight)
 
+    @property
+    def coded_layout(self) -> str:
+        return self._kernels.coded_layout
+
     def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> Tensor | None:
         return self._kernels.pack_coded(weight, dtype, expands)
 

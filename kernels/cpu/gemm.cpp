@@ -184,9 +184,7 @@ int64_t baton_out_features(const void* packed, int64_t packed_bytes, int64_t in_
     case WeightKind::kAmxNibbles:
     case WeightKind::kAmxBytes:
         fits = (is_amx_coded(header.kind) ? amx_is_lent() : kHasDot) && header.panel == kWordPanel &&
-               in_features % kBlockSize == 0 &&
-               packed_bytes ==
-                   coded_packed_bytes(header.kind, header.out_features, in_features, header.expanded > 0);
+               in_features % kBlockSize == 0 && coded_fits(header, packed_bytes);
         break;
     }
     return fits ? header.out_features : -1;

@@ -165,6 +165,11 @@ void linear(const float* x, int64_t num_rows, const void* packed, const float* b
 
 }  // namespace
 
+char* decoded_words(const CodedWeight& weight) {
+    static thread_local Scratch memory;
+    return reinterpret_cast<char*>(memory.floats(weight.stream().words * kWordPanel));
+}
+
 void decode_panel(const CodedWeight& weight, const char* panel, char* words) {
     const auto decode_kind = is_nibbles(weight.kind) ? decode<WeightKind::kNibbles> : decode<WeightKind::kBytes>;
     decode_kind(panel, weight.num_blocks(), is_amx_coded(weight.kind), words);
@@ -205,6 +210,13 @@ int64_t codes_end(WeightKind kind, int64_t out_features, int64_t in_features) {
 }
 
 }  // namespace
+
+bool coded_fits(const PackedHeader& header, int64_t packed_bytes) {
+    const int64_t end = codes_end(header.kind, header.out_features, header.in_features);
+    return (header.expanded == 0 || header.expanded == end) &&
+           packed_bytes ==
+               coded_packed_bytes(header.kind, header.out_features, header.in_features, header.expanded != 0);
+}
 
 int64_t coded_packed_bytes(WeightKind kind, int64_t out_features, int64_t in_features, bool is_expanded) {
     return codes_end(kind, out_features, in_features) + (is_expanded ? dot_packed_bytes(out_features, in_features) : 0);

@@ -11,7 +11,7 @@
 //
 // Few rows are multiplied while weights are decoded, in registers. For more, which wait for arithmetic, decoding costs what
 // five of them do: a weight may have its decoded panels behind its codes, for these. Else a panel is decoded once into cache,
-// and tiles of `gemm_dot.h` pass over it.
+// and all tiles of rows pass over it, from whichever cache these are in: a tile's row is read at two bytes a cycle.
 //
 // The matrix unit (`gemm_amx.h`) has kinds of its own, whose codes are the same and are decoded to its tiles; its time is the
 // same for 1 row and for 16, and memory binds it further up, so more rows meet codes.
@@ -57,6 +57,9 @@ struct CodedWeight {
 // `num_rows` rows (at most kFusedRows) against a panel: sums[row * kWordPanel + column]. `x` as `LineRows::tile`.
 void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeight& weight, const char* panel, float* sums);
 
+// This thread's memory for a decoded panel.
+char* decoded_words(const CodedWeight& weight);
+
 // A panel as `dot_tile` reads it, to `words`, or as `amx_tiles` does.
 void decode_panel(const CodedWeight& weight, const char* panel, char* words);
 
@@ -65,6 +68,7 @@ template <typename Output>
 void gemm_coded(const LineRows& x, const CodedWeight& weight, int64_t begin, int64_t end, const Output& output,
                 const KvRide& ride = {}) {
     const RowCut& cut = x.cut;
+    if (cut.num_rows == 0) return;
     if (cut.num_rows > kFusedRows && weight.expanded != nullptr)
         return gemm_dot(x, weight.in_features, weight.expanded, begin, end, output, ride);
     alignas(64) float sums[kWordRowTile * kWordPanel];
@@ -76,11 +80,9 @@ void gemm_coded(const LineRows& x, const CodedWeight& weight, int64_t begin, int
         }
         return;
     }
-    static thread_local Scratch memory;
-    char* const words = reinterpret_cast<char*>(memory.floats(stream.words * kWordPanel));
-    int64_t decoded = -1;
-    walk_words(cut, 4 * stream.words, stream, begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
-        if (panel != decoded) decode_panel(weight, stream.panel(panel), words), decoded = panel;
+    char* const words = decoded_words(weight);
+    walk_words(cut, kOneBlock, stream, begin, end, ride, [&](int64_t tile, int64_t panel, Ahead ahead) {
+        if (tile == 0) decode_panel(weight, stream.panel(panel), words);
         dot_tile(cut.rows(tile), x.tile(tile), x.stride(), stream.words, words, ahead, sums);
         write_sums(cut, tile, panel, sums, output);
     });
@@ -92,8 +94,7 @@ public:
     explicit DecodedTiles(const CodedWeight& weight) : weight_(weight), stream_(weight.stream()) {}
 
     AmxPanel operator()(int64_t index) const {
-        static thread_local Scratch memory;
-        char* const tiles = reinterpret_cast<char*>(memory.floats(stream_.words * kWordPanel));
+        char* const tiles = decoded_words(weight_);
         const int64_t bytes = stream_.panel_bytes();
         decode_panel(weight_, stream_.panel(index), tiles);
         return {tiles, stream_.panel(index), bytes, CodedWeight::block_bytes(weight_.kind), bytes};
@@ -111,6 +112,9 @@ void amx_gemm_coded(const LineRows& rows, const CodedWeight& weight, int64_t beg
     else
         amx_gemm_bf16(rows, DecodedTiles(weight), begin, end, output);
 }
+
+// Whether a packed weight of these kinds has the size that its header says.
+bool coded_fits(const PackedHeader& header, int64_t packed_bytes);
 
 // `baton_packed_bytes`, `baton_linear` of these kinds.
 int64_t coded_packed_bytes(WeightKind kind, int64_t out_features, int64_t in_features, bool is_expanded);

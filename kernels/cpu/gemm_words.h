@@ -30,11 +30,14 @@ struct PanelStream {
     const char* panel(int64_t index) const { return data + index * panel_bytes(); }
 };
 
+constexpr int64_t kOneBlock = 0;  // as `row_bytes`: panels pass all rows at once
+
 // All tiles of `cut` x panels [begin, end); multiply(tile, panel, ahead) computes one, a panel's first one first.
 template <typename Multiply>
 void walk_words(const RowCut& cut, int64_t row_bytes, const PanelStream& stream, int64_t begin, int64_t end,
                 const KvRide& ride, const Multiply& multiply) {
-    const int64_t num_blocks = std::min(cut.num_tiles, ceil_div(cut.num_rows * row_bytes, kWordRowBlockBytes));
+    const int64_t wanted = std::max<int64_t>(1, ceil_div(cut.num_rows * row_bytes, kWordRowBlockBytes));
+    const int64_t num_blocks = std::min(cut.num_tiles, wanted);
     for (int64_t b = 0; b < num_blocks; ++b) {
         const int64_t first = cut.num_tiles * b / num_blocks, last = cut.num_tiles * (b + 1) / num_blocks;
         const int64_t passes = last - first;

@@ -153,10 +153,16 @@ class NativeKernels:
         library, unit = self._library, _UNITS[self._isa]
         attends = "-dots" if library.baton_dot_is_there() else ""  # by other sums, whatever weights are
         if self._quantization is Quantization.NONE:
-            codes = f"-codes-{self._coded_form.value}" if self._keeps_codes else ""
-            return f"panels{library.baton_panel_width()}-paired{unit}{codes}{attends}"
+            return f"panels{library.baton_panel_width()}-paired{unit}{attends}"
         unit = unit if self._isa is Isa.AMX else ""  # pairs of bf16 are no matter of int8
         return f"quads{library.baton_int8_panel_width()}-{self._quantization.value}{unit}{attends}"
+
+    @property
+    def coded_layout(self) -> str:
+        """Only products of pairs and of the matrix unit decode."""
+        wanted = self._coded_form is not CodedForm.EXPAND
+        keeps = wanted and self._isa is not Isa.SIMD and self._quantization is Quantization.NONE
+        return f"-codes-{self._coded_form.value}" if keeps else ""
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp` and `gemm_int8.h`."""
@@ -185,10 +191,13 @@ class NativeKernels:
 
     def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> Tensor | None:
         out_features, in_features = weight.codes.shape
-        if not (self._keeps_codes and dtype is torch.bfloat16 and weight.is_finite):
-            return None
         expands = expands and self._coded_form is CodedForm.AUTO
+        if not expands and self._isa is Isa.AMX and self._coded_form is CodedForm.AUTO:
+            return None  # a long prompt would wait for decoding rather than for the unit
+        if not (self.coded_layout and dtype is torch.bfloat16 and weight.is_finite):
+            return None
         kind = _CODED_KINDS[self._isa is Isa.AMX, weight.minima is None]
+        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
         packed = torch.empty(
             self._library.baton_coded_packed_bytes(kind, out_features, in_features, expands),
             dtype=torch.uint8,
@@ -196,8 +205,8 @@ class NativeKernels:
         minima = None if weight.minima is None else weight.minima.contiguous()
         self._library.baton_coded_pack(
             kind,
-            weight.codes.contiguous().data_ptr(),
-            weight.scales.contiguous().data_ptr(),
+            codes.data_ptr(),
+            scales.data_ptr(),
             None if minima is None else minima.data_ptr(),
             out_features,
             in_features,
@@ -206,20 +215,15 @@ class NativeKernels:
         )
         return packed
 
-    @property
-    def _keeps_codes(self) -> bool:
-        """Only products of pairs and of the matrix unit decode."""
-        wanted = self._coded_form is not CodedForm.EXPAND
-        return wanted and self._isa is not Isa.SIMD and self._quantization is Quantization.NONE
-
     def _pack_int8(self, values: Tensor, scales: Tensor) -> Tensor:
         out_features, in_features = values.shape
+        values = values.contiguous()
         packed = torch.empty(
             self._library.baton_int8_packed_bytes(out_features, in_features), dtype=torch.uint8
         )
         self._library.baton_int8_pack(
             self._int8_kind,
-            values.contiguous().data_ptr(),
+            values.data_ptr(),
             scales.data_ptr(),
             out_features,
             in_features,

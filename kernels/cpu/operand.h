@@ -1,7 +1,8 @@
 // The rows of a product in the form that its weights take, and the product itself, whatever the weights' kind.
 //
 // 1. A pass asks its `Operands` for an `Operand`: rows as they are for weights of the model's type and for widened
-//    ones; quantized for int8; rounded to bf16 for the matrix unit, for products of pairs and for coded weights; these in lines (`line_rows.h`).
+//    ones; quantized for int8; rounded to bf16 for the matrix unit, for products of pairs and for coded weights;
+//    these in lines (`line_rows.h`).
 // 2. Few rows are prepared by every rank for itself, sooner than ranks could meet; many by all ranks together, who
 //    meet once. Rows that are made for one product only are prepared one by one, while they are in cache.
 // 3. `multiply` takes any panels of the weight.

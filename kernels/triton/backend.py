@@ -67,6 +67,10 @@ class TritonBackend:
     def pack_linear(self, weight: Tensor) -> Tensor:
         return weight.contiguous()
 
+    @property
+    def coded_layout(self) -> str:
+        return ""
+
     def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> None:
         return None
 

@@ -21,9 +21,9 @@ VARIANTS = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
 @pytest.mark.parametrize(
     ("isa", "quantization", "layout"),
     [
-        ("amx", Quantization.NONE, "-paired-amx-codes-auto-dots"),
+        ("amx", Quantization.NONE, "-paired-amx-dots"),
         ("amx", Quantization.INT8, "-int8-amx-dots"),
-        ("avx512-bf16", Quantization.NONE, "-paired-dot-codes-auto-dots"),
+        ("avx512-bf16", Quantization.NONE, "-paired-dot-dots"),
     ],
 )
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -3,6 +3,8 @@ decoding and by the portable one, whatever the batch and whether decoded panels 
 
 from __future__ import annotations
 
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -63,7 +65,7 @@ def test_equals_the_product_of_decoded_weights(
     matrix = make_matrix(out_features, in_features, bits)
     native = kernels()
     decoded = native.pack_linear(matrix.decode().bfloat16())
-    forms = [native.pack_coded(matrix, torch.bfloat16, expands) for expands in (False, True)]
+    forms = [kernels(form=form).pack_coded(matrix, torch.bfloat16, True) for form in ("small", "auto")]
     assert forms[0].nbytes < forms[1].nbytes
     bias = torch.randn(out_features, generator=torch.Generator().manual_seed(5)).bfloat16()
     x = torch.randn(ROWS[-1], in_features, generator=torch.Generator().manual_seed(4)).bfloat16()
@@ -83,13 +85,42 @@ def test_rows_too_many_for_the_cache_and_any_number_of_threads(kernels: Any, bit
     decoded = native.pack_linear(matrix.decode().bfloat16())
     expected = native.linear_fp32(x, decoded)
     for num_threads in (1, 3):
-        coded = kernels(num_threads).pack_coded(matrix, torch.bfloat16, False)
+        coded = kernels(num_threads, "small").pack_coded(matrix, torch.bfloat16, False)
         assert_same_bits(kernels(num_threads).linear_fp32(x, coded), expected)
 
 
-def test_no_rows(kernels: Any) -> None:
-    coded = kernels().pack_coded(make_matrix(48, 64, 4), torch.bfloat16, False)
-    assert kernels().linear(torch.ones(0, 64).bfloat16(), coded).shape == (0, 48)
+@pytest.mark.parametrize("expands", [False, True])
+def test_no_rows(kernels: Any, expands: bool) -> None:
+    """On a thread of its own, whose memory for rows is not there yet."""
+    native = kernels(form="auto" if expands else "small")
+    coded = native.pack_coded(make_matrix(48, 64, 4), torch.bfloat16, expands)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(native.linear, torch.ones(0, 64).bfloat16(), coded).result(timeout=60)
+    assert result.shape == (0, 48)
+
+
+def test_views_are_packed_as_what_they_show(kernels: Any) -> None:
+    matrix = make_matrix(96, 96, 4)
+    assert matrix.minima is not None
+    strided = CodedMatrix(
+        *(part.t().contiguous().t() for part in (matrix.codes, matrix.scales, matrix.minima))
+    )
+    assert not strided.codes.is_contiguous()
+    packed = kernels().pack_coded(matrix, torch.bfloat16, True)
+    assert kernels().pack_coded(strided, torch.bfloat16, True).equal(packed)
+
+
+def test_matrices_that_kernels_could_not_trust_are_refused() -> None:
+    matrix = make_matrix(4, 64, 4)
+    for change in (
+        {"scales": matrix.scales[:, :1]},
+        {"scales": matrix.scales.float()},
+        {"codes": matrix.codes.to(torch.int8)},
+        {"codes": matrix.codes[:, :50]},
+        {"minima": None},
+    ):
+        with pytest.raises(ValueError, match=r"codes are|scales and minima"):
+            dataclasses.replace(matrix, **change)
 
 
 def test_kinds_and_sizes(kernels: Any, isa: str, dot_library: Any) -> None:
@@ -98,7 +129,7 @@ def test_kinds_and_sizes(kernels: Any, isa: str, dot_library: Any) -> None:
         (4, WeightKind.NIBBLES + of_unit, 20),
         (8, WeightKind.BYTES + of_unit, 34),
     ):
-        coded = kernels().pack_coded(make_matrix(1024, 1024, bits), torch.bfloat16, False)
+        coded = kernels(form="small").pack_coded(make_matrix(1024, 1024, bits), torch.bfloat16, False)
         assert dot_library.baton_weight_kind(coded.data_ptr()) == kind
         assert 0 <= coded.nbytes - 1024 * 1024 // BLOCK_SIZE * bytes_per_block < 5_000
 
@@ -114,28 +145,33 @@ def test_what_is_not_kept_as_codes(
         part[3, 1] = torch.inf
         assert kernels().pack_coded(matrix, torch.bfloat16, True) is None
         part[3, 1] = 1
+    if isa == "amx":  # of a large model
+        assert kernels().pack_coded(matrix, torch.bfloat16, False) is None
     small = kernels(form="small")
     assert small.pack_coded(matrix, torch.bfloat16, True).equal(
-        kernels().pack_coded(matrix, torch.bfloat16, False)
+        small.pack_coded(matrix, torch.bfloat16, False)
     )
     for other_isa, quantization in (("simd", Quantization.NONE), (isa, Quantization.INT8)):
         monkeypatch.setenv("BATON_CPU_ISA", other_isa)
         other = NativeKernels(dot_library, 1, quantization)
         assert other.pack_coded(matrix, torch.bfloat16, True) is None
-        assert "codes" not in other.packed_layout
+        assert other.coded_layout == ""
 
 
 def test_layouts_have_different_names(kernels: Any) -> None:
-    names = [kernels(form=form).packed_layout for form in CodedForm]
+    names = [kernels(form=form).coded_layout for form in CodedForm]
     assert len(set(names)) == len(names)
+    assert len({kernels(form=form).packed_layout for form in CodedForm}) == 1  # of what is no GGUF file
 
 
 @pytest.mark.parametrize("expands", [False, True])
 def test_damaged_weights_are_refused(kernels: Any, expands: bool) -> None:
-    native = kernels()
+    native = kernels(form="auto" if expands else "small")
     x = torch.ones(2, 64).bfloat16()
     packed = native.pack_coded(make_matrix(40, 64, 4), torch.bfloat16, expands)
-    for damaged in (packed[:-1], torch.cat([packed, packed[:1]])):
+    elsewhere = packed.clone()
+    elsewhere[48:56] = 64  # where decoded panels begin
+    for damaged in (packed[:-1], torch.cat([packed, packed[:1]]), elsewhere):
         with pytest.raises(ValueError, match="not a weight packed as panels"):
             native.linear(x, damaged)
     with pytest.raises(TypeError, match="`x` must be bf16 for a bf16 weight"):
@@ -151,7 +187,8 @@ def test_stacking() -> None:
 
 
 def test_forms_by_name() -> None:
-    assert requested_form({}) is CodedForm.AUTO
+    for unset in ({}, {"BATON_GGUF_WEIGHTS": ""}):
+        assert requested_form(unset) is CodedForm.AUTO
     assert requested_form({"BATON_GGUF_WEIGHTS": "small"}) is CodedForm.SMALL
     with pytest.raises(CodedFormError, match="`tiny`; use auto, small, expand"):
         requested_form({"BATON_GGUF_WEIGHTS": "tiny"})

@@ -14,7 +14,6 @@ from bench.peers.kinds.common import model_step
 from bench.peers.peer import PORT, Peer, Places
 
 CODED = "the GGUF's own codes, as bf16 weights give, bit for bit"
-CODED_BITS = 5.0  # of Q4_1, scales included; steps of many rows read 16
 
 
 def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[Peer]:
@@ -34,7 +33,7 @@ def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[
     ) -> Peer:
         serve = (places.python, "-m", "cluster.cli", "serve", "--launcher", "local")
         argv = (*serve, "--model", places.model, "--port", PORT, *guesses)
-        keeps_codes = places.keeps_codes and not is_int8 and not expands
+        keeps_codes = places.coded_bits is not None and not is_int8 and not expands
         formats: tuple[str, ...] = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
         formats += ("--gguf-weights", "expand") if expands else ()
         placement = ("--placement", "remote") if why_unusual is not None else ()
@@ -46,15 +45,15 @@ def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[
         precision, bits = ("bf16 weights", 16.0)
         if is_int8:
             precision, bits = ("int8 weights and activations, int8 KV", 8.0)
-        elif keeps_codes:
-            precision, bits = (CODED, CODED_BITS)
+        elif places.coded_bits is not None and keeps_codes:
+            precision, bits = (CODED, places.coded_bits)
         return Peer(
             name=name,
             title=title,
             precision=precision,
             weight_bits=bits,
             kv_bits=8 if is_int8 else 16,
-            arithmetic_bits=16 if keeps_codes else None,
+            arithmetic_bits=16.0 if keeps_codes else None,
             settings={
                 "workers": note,
                 **({"formats": " ".join(formats)} if formats else {}),
@@ -84,6 +83,6 @@ def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[
             why_unusual="only if named: every prompt on the prefill worker, to compare elastic with",
         ),
         peer("baton-colocated", "Baton, colocated", 0),
-        *(expanded if places.keeps_codes else []),
+        *(expanded if places.coded_bits is not None else []),
         peer("baton-colocated-int8", "Baton, colocated, int8", 0, is_int8=True),
     ]

@@ -93,12 +93,12 @@ def test_the_row_with_every_prompt_remote_is_measured_only_if_named() -> None:
 
 
 def test_where_baton_keeps_codes_one_row_more_has_16_bits_in_memory() -> None:
-    places = dataclasses.replace(PLACES, keeps_codes=True)
+    places = dataclasses.replace(PLACES, coded_bits=5.7)
     keeping = {peer.name: peer for peer in all_peers(places, [0, 1])}
     assert set(keeping) - set(PEERS) == {"baton-colocated-expanded"}
     default, expanded = keeping["baton-colocated"], keeping["baton-colocated-expanded"]
     assert default.argv == PEERS["baton-colocated"].argv
-    assert (default.weight_bits, default.arithmetic_bits) == (5, 16)
+    assert (default.weight_bits, default.arithmetic_bits) == (5.7, 16)
     assert {*expanded.argv} - {*default.argv} == {"--gguf-weights", "expand"}
     assert (expanded.weight_bits, expanded.precision) == (16, PEERS["baton-colocated"].precision)
     assert keeping["baton-colocated-int8"] == PEERS["baton-colocated-int8"]
