@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.coded import CodedForm, CodedMatrix, requested_form
+from kernels.coded import CodedMatrix, requested_form
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.core_board import CoreBoard, Seat, open_board
 from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
 from kernels.cpu.native_forward import STAGES, NativeForward
 from kernels.cpu.native_sampling import NativeSampler
+from kernels.cpu.packing import Packing
 from kernels.cpu.weight_kind import WeightKind
 from kernels.ops import MAXIMA_BLOCK, PARTITION_SIZE, AttentionMeta, DecoderShape, DecoderWeights
-from kernels.quantization import Quantization, quantize_weight
+from kernels.quantization import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +86,6 @@ SIGNATURES = {
     "baton_sample": "ppiiippppppippi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
-_CODED_KINDS = {  # by whether it is for the matrix unit, and whether codes have 8 bits
-    (False, False): WeightKind.NIBBLES,
-    (False, True): WeightKind.BYTES,
-    (True, False): WeightKind.AMX_NIBBLES,
-    (True, True): WeightKind.AMX_BYTES,
-}
-_UNITS = {Isa.SIMD: "", Isa.DOT: "-dot", Isa.AMX: "-amx"}  # in `packed_layout`
 
 
 def bind(library: ctypes.CDLL) -> Any:
@@ -132,7 +126,7 @@ class NativeKernels:
             BuildError: see `bind`.
             IsaError, CodedFormError: the user asks for instructions, or a form of weights, not to be had.
         """
-        self._num_threads, self._quantization, self._seat = num_threads, quantization, seat
+        self._num_threads, self._seat = num_threads, seat
         self._library = bind(library)
         choice = choose_isa(
             requested_isa(os.environ),
@@ -140,8 +134,7 @@ class NativeKernels:
             cpu_has_amx,
             lambda: bool(self._library.baton_dot_is_there()),
         )
-        self._isa = choice.isa
-        self._coded_form = requested_form(os.environ)
+        self._packing = Packing(self._library, choice.isa, quantization, requested_form(os.environ))
         if choice.is_lost:
             logger.warning("products use %s, several times slower: %s", choice.isa.value, choice.reason)
         elif choice.isa is not Isa.SIMD:
@@ -149,93 +142,18 @@ class NativeKernels:
 
     @property
     def packed_layout(self) -> str:
-        """What weights are packed for, and all else that results depend on in their last bits."""
-        library, unit = self._library, _UNITS[self._isa]
-        attends = "-dots" if library.baton_dot_is_there() else ""  # by other sums, whatever weights are
-        if self._quantization is Quantization.NONE:
-            return f"panels{library.baton_panel_width()}-paired{unit}{attends}"
-        unit = unit if self._isa is Isa.AMX else ""  # pairs of bf16 are no matter of int8
-        return f"quads{library.baton_int8_panel_width()}-{self._quantization.value}{unit}{attends}"
+        return self._packing.layout
 
     @property
     def coded_layout(self) -> str:
-        """Only products of pairs and of the matrix unit decode."""
-        wanted = self._coded_form is not CodedForm.EXPAND
-        keeps = wanted and self._isa is not Isa.SIMD and self._quantization is Quantization.NONE
-        return f"-codes-{self._coded_form.value}" if keeps else ""
+        return self._packing.coded_layout
 
     def pack_linear(self, weight: Tensor) -> Tensor:
-        """weight [out, in] → uint8 [bytes]: a header and panels, see `gemm.cpp` and `gemm_int8.h`."""
         check(weight, 2, "weight")
-        if self._quantization is not Quantization.NONE:
-            return self._pack_int8(*quantize_weight(weight, self._quantization))
-        weight = weight.contiguous()
-        out_features, in_features = weight.shape
-        if self._isa is not Isa.SIMD and weight.dtype is torch.bfloat16:
-            library = self._library
-            num_bytes, pack = (
-                (library.baton_amx_packed_bytes, library.baton_amx_pack)
-                if self._isa is Isa.AMX
-                else (library.baton_dot_packed_bytes, library.baton_dot_pack)
-            )
-            packed = torch.empty(num_bytes(out_features, in_features), dtype=torch.uint8)
-            pack(weight.data_ptr(), out_features, in_features, packed.data_ptr())
-            return packed
-        element_bytes = weight.element_size()
-        num_bytes = self._library.baton_packed_bytes(out_features, in_features, element_bytes)
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
-        self._library.baton_pack(
-            weight.data_ptr(), out_features, in_features, element_bytes, packed.data_ptr()
-        )
-        return packed
+        return self._packing.pack_linear(weight)
 
     def pack_coded(self, weight: CodedMatrix, dtype: torch.dtype, expands: bool) -> Tensor | None:
-        out_features, in_features = weight.codes.shape
-        expands = expands and self._coded_form is CodedForm.AUTO
-        if not expands and self._isa is Isa.AMX and self._coded_form is CodedForm.AUTO:
-            return None  # a long prompt would wait for decoding rather than for the unit
-        if not (self.coded_layout and dtype is torch.bfloat16 and weight.is_finite):
-            return None
-        kind = _CODED_KINDS[self._isa is Isa.AMX, weight.minima is None]
-        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-        packed = torch.empty(
-            self._library.baton_coded_packed_bytes(kind, out_features, in_features, expands),
-            dtype=torch.uint8,
-        )
-        minima = None if weight.minima is None else weight.minima.contiguous()
-        self._library.baton_coded_pack(
-            kind,
-            codes.data_ptr(),
-            scales.data_ptr(),
-            None if minima is None else minima.data_ptr(),
-            out_features,
-            in_features,
-            expands,
-            packed.data_ptr(),
-        )
-        return packed
-
-    def _pack_int8(self, values: Tensor, scales: Tensor) -> Tensor:
-        out_features, in_features = values.shape
-        values = values.contiguous()
-        packed = torch.empty(
-            self._library.baton_int8_packed_bytes(out_features, in_features), dtype=torch.uint8
-        )
-        self._library.baton_int8_pack(
-            self._int8_kind,
-            values.data_ptr(),
-            scales.data_ptr(),
-            out_features,
-            in_features,
-            packed.data_ptr(),
-        )
-        return packed
-
-    @property
-    def _int8_kind(self) -> WeightKind:
-        if self._quantization is Quantization.INT8_WEIGHTS:
-            return WeightKind.INT8_WEIGHTS
-        return WeightKind.AMX_INT8 if self._isa is Isa.AMX else WeightKind.INT8
+        return self._packing.pack_coded(weight, dtype, expands)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._linear(x, packed, bias, x.dtype)
