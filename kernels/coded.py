@@ -21,7 +21,7 @@ FORM_VARIABLE: Final = "BATON_GGUF_WEIGHTS"
 class CodedForm(enum.StrEnum):
     """What becomes of matrices that a file keeps as codes."""
 
-    AUTO = "auto"  # codes; in a small model decoded ones too, for steps of many rows; see `Packing.pack_coded`
+    AUTO = "auto"  # codes; in a small model decoded ones too, for steps of many rows (`Packing.pack_coded`)
     SMALL = "small"  # codes alone
     EXPAND = "expand"  # decoded ones alone
 
