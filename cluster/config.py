@@ -119,7 +119,7 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
         GgufWeightsName,
         Meta(
             description="matrices of GGUF files (Q4_0, Q4_1, Q5_0, Q8_0), with the same results: small: as "
-            "codes of 5 or 8.5 bits; expand: as bf16; auto: codes, of small models both (on AVX-512 BF16 or AMX)"
+            "codes of 5 or 8.5 bits; expand: as bf16; auto: codes, of small models both (AVX-512 BF16, AMX)"
         ),
     ] = "auto"
     block_size: Annotated[
