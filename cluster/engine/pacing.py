@@ -3,8 +3,8 @@
 1. A prompt waits as a `WaitingPrompt` in `Pacer.prompts`, an `SloScheduler`.
 2. The role's scheduler plans a step with it and says `begin(work, now)`.
 3. `end(compute_s, now)`: what the step took, as streams felt it, goes to the model; when the model has
-   changed, the next plan uses it, and aims as far below the targets as the model errs
-   (`cluster.step_margin`). `drop` forgets a step that failed.
+   changed, the next plan uses it, and aims as far below the targets as the model errs, unless prompts
+   are late (`cluster.step_margin`). `drop` forgets a step that failed.
 4. `gauges` is what routers get to know of all this.
 
 Both roles share it; it decides nothing of its own.
@@ -90,7 +90,7 @@ class Pacer:
     """Owns the step model and the waiting prompts of one worker."""
 
     def __init__(self, targets: Targets, max_chunk_tokens: int) -> None:
-        self._plain = live_settings(targets, max_chunk_tokens)
+        self._plain = self._roomy = live_settings(targets, max_chunk_tokens)  # roomy: with margins
         self.steps = LiveStepModel()
         self.prompts: SloScheduler[WaitingPrompt] = SloScheduler(self.steps.model, targets, self._plain)
         self._step: tuple[StepWork, float] | None = None  # in flight, and when it began
@@ -127,10 +127,12 @@ class Pacer:
             self._late_rate = kept * self._late_rate + (1 - kept) * self._late_s / (now - began_s)
             self._late_weight = kept * self._late_weight + (1 - kept)
         if is_typical and self.steps.observe(work, max(compute_s, now - began_s)):
-            steps, prompts = self.steps, self.prompts
-            prompts.model = steps.model
+            steps = self.steps
+            self.prompts.model = steps.model
             if steps.num_observed >= _MEASURED:
-                prompts.settings = with_margins(self._plain, steps.bias, steps.spread)
+                self._roomy = with_margins(self._plain, steps.bias, steps.spread)
+        # A margin comes out of what is left to prompts: while some are late, there is nothing to spare.
+        self.prompts.settings = self._plain if self.prompts.num_late else self._roomy
 
     def drop(self) -> None:
         """The step failed: it says nothing."""
