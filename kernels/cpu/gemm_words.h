@@ -36,6 +36,7 @@ constexpr int64_t kOneBlock = 0;  // as `row_bytes`: panels pass all rows at onc
 template <typename Multiply>
 void walk_words(const RowCut& cut, int64_t row_bytes, const PanelStream& stream, int64_t begin, int64_t end,
                 const KvRide& ride, const Multiply& multiply) {
+    if (cut.num_rows == 0) return;  // a tile has a row
     const int64_t wanted = std::max<int64_t>(1, ceil_div(cut.num_rows * row_bytes, kWordRowBlockBytes));
     const int64_t num_blocks = std::min(cut.num_tiles, wanted);
     for (int64_t b = 0; b < num_blocks; ++b) {
