@@ -213,13 +213,11 @@ void baton_linear(const void* x, int64_t x_bf16, int64_t num_rows, const void* p
     const char* panels = static_cast<const char*>(packed) + sizeof header;
     const bf16* half = reinterpret_cast<const bf16*>(panels);
     const float* full = reinterpret_cast<const float*>(panels);
-    if (header.element_bytes == 2 && y_bf16)
-        linear(rows, num_rows, header, half, wide_bias, static_cast<bf16*>(y), num_threads);
-    else if (header.element_bytes == 2)
-        linear(rows, num_rows, header, half, wide_bias, static_cast<float*>(y), num_threads);
-    else if (y_bf16)
-        linear(rows, num_rows, header, full, wide_bias, static_cast<bf16*>(y), num_threads);
-    else
-        linear(rows, num_rows, header, full, wide_bias, static_cast<float*>(y), num_threads);
+    with_type(y, y_bf16, [&](auto* out) {
+        if (header.element_bytes == 2)
+            linear(rows, num_rows, header, half, wide_bias, out, num_threads);
+        else
+            linear(rows, num_rows, header, full, wide_bias, out, num_threads);
+    });
 }
 }

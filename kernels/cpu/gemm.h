@@ -110,6 +110,15 @@ struct Store {
     }
 };
 
+// call(y) for results of their own type.
+template <typename Call>
+void with_type(void* y, bool is_bf16, const Call& call) {
+    if (is_bf16)
+        call(static_cast<bf16*>(y));
+    else
+        call(static_cast<float*>(y));
+}
+
 // x += (sum + bias rounded to X): a residual. Each element has one writer.
 template <typename X>
 struct AddTo {

@@ -137,10 +137,7 @@ void linear(const float* x, int64_t num_rows, const void* packed, const float* b
 
 void amx_linear(const float* x, int64_t num_rows, const void* packed, const float* bias, void* y, bool y_bf16,
                 int64_t num_threads) {
-    if (y_bf16)
-        linear(x, num_rows, packed, bias, static_cast<bf16*>(y), num_threads);
-    else
-        linear(x, num_rows, packed, bias, static_cast<float*>(y), num_threads);
+    with_type(y, y_bf16, [&](auto* out) { linear(x, num_rows, packed, bias, out, num_threads); });
 }
 
 #endif  // BATON_AMX
