@@ -19,7 +19,7 @@ from cluster.errors import BatonError
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 300.0  # a busy machine
 STOP_TIMEOUT_S = 60.0
-HEARTBEATS_S = 1.2  # two of them: by then every worker has told of its last step
+QUIET_POLL_S = 0.1
 
 
 class ServedCluster:
@@ -57,9 +57,18 @@ class ServedCluster:
         with urllib.request.urlopen(self.url + path, timeout=5) as response:
             return json.load(response)
 
-    def settle(self) -> None:
-        """Until what workers have done is told; nothing says when it is, so as long as that takes at most."""
-        time.sleep(HEARTBEATS_S)
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Until every worker has told that it has nothing to do and holds no blocks, so of its last step,
+        too; False: not in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            workers = self.get("/cluster")["workers"]
+            if all(
+                w["running"] == w["waiting"] == w["leases"] == w["kv_blocks"]["used"] == 0 for w in workers
+            ):
+                return True
+            time.sleep(QUIET_POLL_S)
+        return False
 
     def memory_mib(self) -> dict[str, dict[str, int]]:
         """Resident and proportional memory by process: the router and every worker."""

@@ -136,7 +136,7 @@ def run_chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosOutco
                     say("rolling restart of all workers")
                     outcome.rolling_s = restart_workers(cluster.url, ROLLING_TIMEOUT_S, say)
             outcome.duration_s = time.monotonic() - started
-            outcome.is_quiet = _wait_quiet(cluster)
+            outcome.is_quiet = cluster.wait_quiet(QUIET_TIMEOUT_S)
             outcome.stale_messages = cluster.get("/cluster")["stale_messages"]
         for event in read_events(Path(logs) / "router-0.log"):
             match event:
@@ -194,13 +194,3 @@ def _disturb(
             f"{len(outcome.faults):3} {fault.kind.value} {fault.worker} epoch {fault.epoch} "
             f"({outcome.num_streams} streams ended, {outcome.num_equal} equal)"
         )
-
-
-def _wait_quiet(cluster: ServedCluster) -> bool:
-    deadline = time.monotonic() + QUIET_TIMEOUT_S
-    while time.monotonic() < deadline:
-        workers = cluster.get("/cluster")["workers"]
-        if all(w["running"] == w["waiting"] == w["leases"] == w["kv_blocks"]["used"] == 0 for w in workers):
-            return True
-        time.sleep(0.1)
-    return False

@@ -25,6 +25,7 @@ from bench.speculation.texts import chat_body, ids_body
 from cluster.errors import BatonError
 
 OUTPUT_TOKENS: Final = 128
+QUIET_TIMEOUT_S: Final = 20.0
 KINDS: Final[dict[str, tuple[str, Callable[[int], dict[str, Any]]]]] = {
     "chat": ("/v1/chat/completions", chat_body),
     "ids": ("/v1/completions", ids_body),
@@ -96,7 +97,8 @@ def compare(
             rates[name].append(rate)
         if texts["off"] != texts["auto"]:
             raise BatonError(f"{kind}, {in_flight} in flight: an answer differs with speculation")
-    auto.settle()
+    if not auto.wait_quiet(QUIET_TIMEOUT_S):
+        raise BatonError(f"workers were not idle {QUIET_TIMEOUT_S:.0f} s after the last answer")
     drafted, right = (after - was for after, was in zip(counters(auto), before, strict=True))
     ratios = [auto_rate / off_rate for off_rate, auto_rate in zip(rates["off"], rates["auto"], strict=True)]
     return {

@@ -14,13 +14,14 @@ from cluster.errors import BatonError
 class Server:
     def __init__(self, name: str, rate: float, offers: list[tuple[str, list[dict[str, Any]]]]) -> None:
         self.name, self.rate, self.offers = name, rate, offers
-        self.num_settled = 0
+        self.num_waits, self.ends = 0, True
 
     def get(self, path: str) -> Any:
         return {"data": [{"id": "m"}]}
 
-    def settle(self) -> None:
-        self.num_settled += 1
+    def wait_quiet(self, timeout_s: float) -> bool:
+        self.num_waits += 1
+        return self.ends
 
 
 @pytest.fixture
@@ -52,7 +53,16 @@ def test_both_are_asked_the_same_in_turn(offers: list[tuple[str, list[dict[str, 
     assert offers[0][1] != offers[2][1]
     assert [len(bodies) for _, bodies in offers] == [4] * 4
     assert (row["ratio"], row["drafted"], row["right"]) == (1.5, 40, 24)
-    assert auto.num_settled == 1  # else drafts of the last steps are missing
+    assert auto.num_waits == 1  # else drafts of the last steps are missing
+
+
+def test_a_server_that_does_not_come_to_rest_is_an_error(
+    offers: list[tuple[str, list[dict[str, Any]]]],
+) -> None:
+    off, auto = Server("off", 100.0, offers), Server("auto", 150.0, offers)
+    auto.ends = False
+    with pytest.raises(BatonError, match="workers were not idle"):
+        command.compare(off, auto, "chat", 0.7, 4, 2, 3)  # type: ignore[arg-type]
 
 
 def test_an_answer_that_differs_is_an_error(offers: list[tuple[str, list[dict[str, Any]]]]) -> None:

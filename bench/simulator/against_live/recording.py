@@ -28,6 +28,7 @@ from cluster.errors import BatonError
 from cluster.step_model import StepModel
 
 WATCH_EVERY_S: Final = 0.5
+QUIET_TIMEOUT_S: Final = 20.0
 _WATCH_ENDS_S: Final = 10.0
 
 
@@ -126,7 +127,8 @@ def record_phase(cluster: ServedCluster, model: str, max_model_len: int | None, 
     requests = [_served(record) for record in answered]
     if not requests:
         raise BatonError(f"the cluster served none of the {len(run.records)} requests of `{load.name}`")
-    cluster.settle()
+    if not cluster.wait_quiet(QUIET_TIMEOUT_S):
+        raise BatonError(f"workers were not idle {QUIET_TIMEOUT_S:.0f} s after load `{load.name}` had ended")
     return Phase(
         load=load,
         moments=watch.moments(run.start_ns / 1e9),
