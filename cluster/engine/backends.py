@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from cluster.core_board import CoreShare, describe_share
 from cluster.errors import ConfigError
-from kernels.coded import CodedFormError
+from kernels.coded import CodedFormError, requested_form
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import library_path
 from kernels.cpu.core_board import LentCore, Seat
@@ -62,11 +63,12 @@ def make_backend(
     if name not in QUANTIZATIONS:
         raise ConfigError(f"unknown backend `{name}`; use {' or '.join(NAMES)}")
     chosen = find_quantization(name, quantization)
-    if name == "reference":
-        return ReferenceBackend("cpu", chosen)
-    if name == "triton":
-        return _triton_backend()
     try:
+        requested_form(os.environ)  # whoever reads it later finds it right, whatever the backend
+        if name == "reference":
+            return ReferenceBackend("cpu", chosen)
+        if name == "triton":
+            return _triton_backend()
         if share is None:
             return CpuBackend(num_threads, chosen)
         return _sharing_backend(num_threads, chosen, share)

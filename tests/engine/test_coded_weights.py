@@ -13,12 +13,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from cluster.engine import weights_pack
+from cluster.engine import backends, weights_pack
 from cluster.engine.gguf_codes import kept_bits, take_apart
 from cluster.engine.gguf_source import GgufSource
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.packed_batch import pack
 from cluster.engine.weights_file import DATA, map_weights
+from cluster.errors import ConfigError
 from kernels.coded import CodedMatrix
 from kernels.cpu import backend as cpu_backend
 from kernels.cpu.backend import CpuBackend
@@ -179,6 +180,15 @@ def test_progress_counts_every_tensor_once(
     ]
     assert len(names) == len(set(names))
     assert sum(read) == source.total_bytes
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_form_that_there_is_not_is_refused_in_a_sentence(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_GGUF_WEIGHTS", "tiny")
+    with pytest.raises(ConfigError, match="`tiny`; use auto, small, expand"):
+        backends.make_backend(name, 1)
 
 
 def test_a_matrix_of_unlike_parts_is_decoded(
