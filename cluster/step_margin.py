@@ -24,7 +24,7 @@ against those helps how quickly a lag is made up for (`slo_budget.step_budget_s`
 all the time. So s is never below `_LEAST`.
 
 A margin comes out of what rows leave to prompts, so whoever uses it leaves it out while prompts are late
-(`Pacer.end`): those that are overdue have a share of that, and would wait a fifth longer.
+(`Pacer.end`): those that are overdue have a share of that, and would wait longer.
 
 A gap limit holds for every step: one in a hundred may miss it. Of normal noise that is 1.8 times as far from
 the mean as one in ten.
