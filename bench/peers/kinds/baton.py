@@ -33,7 +33,7 @@ def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[
     ) -> Peer:
         serve = (places.python, "-m", "cluster.cli", "serve", "--launcher", "local")
         argv = (*serve, "--model", places.model, "--port", PORT, *guesses)
-        keeps_codes = places.coded_bits is not None and not is_int8 and not expands
+        coded_bits = None if is_int8 or expands else places.coded_bits
         formats: tuple[str, ...] = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
         formats += ("--gguf-weights", "expand") if expands else ()
         placement = ("--placement", "remote") if why_unusual is not None else ()
@@ -42,18 +42,18 @@ def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[
             if num_prefill
             else f"1 worker for both phases, {len(cores)} cores"
         )
-        precision, bits = ("bf16 weights", 16.0)
+        precision, bits = "bf16 weights", 16.0
         if is_int8:
-            precision, bits = ("int8 weights and activations, int8 KV", 8.0)
-        elif places.coded_bits is not None and keeps_codes:
-            precision, bits = (CODED, places.coded_bits)
+            precision, bits = "int8 weights and activations, int8 KV", 8.0
+        elif coded_bits is not None:
+            precision, bits = CODED, coded_bits
         return Peer(
             name=name,
             title=title,
             precision=precision,
             weight_bits=bits,
             kv_bits=8 if is_int8 else 16,
-            arithmetic_bits=16.0 if keeps_codes else None,
+            arithmetic_bits=None if coded_bits is None else 16.0,
             settings={
                 "workers": note,
                 **({"formats": " ".join(formats)} if formats else {}),
