@@ -101,8 +101,8 @@ async def test_a_prefill_worker_that_dies_or_stops_under_a_posted_receive_ends_i
     receiver = await receiver_from(victim, EdgeKind.GLOO, target, edge_name("p", 1), **PATIENT)
     beside = await receiver_from(steady, EdgeKind.GLOO, target, edge_name("q", 1), **PATIENT)
     piece = piece_of(0, 6)
+    await receiver.post(piece, 6 * LAYOUT.bytes_per_block)  # finds a peer that is gone
     victim.signal(how)
-    await receiver.post(piece, 6 * LAYOUT.bytes_per_block)
     message = await fails_long_before_its_deadline(receiver.wait(piece))
     assert "prefill worker" in message
     await receiver.close()
