@@ -1,7 +1,8 @@
 """How long a worker's next step may take, for the sake of the streams in it.
 
 1. `step_budget_s`: by one stream's slack. The tightest stream decides.
-2. `lent_budget_s`: where a step with decode rows and chunks costs more than both (`StepModel.mixed_s`).
+2. `lent_budget_s`: where a step with decode rows and chunks costs more than both (`StepModel.mixed_s`). All
+   streams but a few decide (`bearable_s`).
 
 Pure and without a clock.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.slo_classes import DecodeBatch, Targets
@@ -35,8 +37,8 @@ class SloSettings:
     lag_share: float = 1.0  # ... and so that it is gone within this share of the tokens still expected
     short_slack: float = 0.0  # share of others' slack that a shorter prompt may use to go first
     price_from: float = 0.05  # of a TPOT: what a mixed step costs more than its parts, if less, is ignored
-    lent: float = 0.15  # of what streams gain in their life, by how quickly they do, lent to one step ...
-    most_lent: float = 20.0  # ... and how many prices of a mixed step
+    may_lag: float = 0.1  # share of the streams that a step which pays it may leave behind ...
+    worth: float = 2.0  # ... for chunks worth so many times the price
     max_pause_s: float = math.inf  # of those that are not on time, the oldest prompt and the rows that yield
     max_chunk_tokens: int = sys.maxsize  # prompt tokens in a step, at most, whatever the budget
     max_looked_at: int = 256
@@ -89,16 +91,23 @@ def lent_budget_s(
 ) -> float:
     """The budget of a step, `budget_s` otherwise, where a step with both rows and chunks has a price.
 
-    Many short chunks would pay it many times, and leave nothing for tokens. So one step may be longer: a
-    stream whose steps are quicker than its target gains time until it ends, and lends some of that. If even
-    so there is no room for a chunk worth the price (or for all that waits, `work_s`), the step has none, and
-    the streams gain by it.
+    Many short chunks would pay it many times, and leave nothing for tokens. So one step may be longer, at
+    the expense of all streams but a few: those that began lately have no lead yet, but time to make up for
+    it, and what counts is how many end behind, no more than are behind at any time. If even so there is no
+    room for chunks worth the price (or for all that waits, `work_s`), the step has none, and the streams
+    gain by it.
     """
     price_s = model.mixed_s
     alone_s = model.step_s(StepWork(decode.num_rows, decode.context))
-    gain = max(0.0, 1 - alone_s / tpot_s)  # of the time of a step without chunks
-    gained_s = 0.0 if math.isinf(decode.life_s) else decode.life_s * gain
-    lent_s = tpot_s + decode.lead_s + min(settings.lent * gain * gained_s, settings.most_lent * price_s)
-    lent_s = max(budget_s, min(lent_s, decode.longest_s, settings.longest * tpot_s))
-    has_room = lent_s >= alone_s + price_s + min(price_s, work_s)
+    lent_s = max(budget_s, min(decode.bearable_s, decode.longest_s, settings.longest * tpot_s))
+    has_room = lent_s >= alone_s + price_s + min(settings.worth * price_s, work_s)
     return lent_s if has_room else min(budget_s, alone_s)
+
+
+def bearable_s(slacks_s: Iterable[float], settings: SloSettings) -> float:
+    """How long a step may take that leaves no more than `may_lag` of the streams behind.
+
+    `slacks_s`: from now until each is due. 0 without any.
+    """
+    ordered = sorted(slacks_s)
+    return ordered[int(settings.may_lag * len(ordered))] if ordered else 0.0

@@ -62,7 +62,7 @@ class DecodeBatch(msgspec.Struct, frozen=True):
 
     `budget_s`: how long the next step may take, the least `step_budget_s` of the streams; None without one.
     `target_s`: the time per step to aim at for those streams; None: as the scheduler's targets say.
-    `lead_s`: of the stream that decides the budget, before what it is due (a lag is below 0).
+    `bearable_s`: how long a step may take after which all streams but a few are still in time.
     `longest_s`: of a step, for the sake of gaps between tokens.
     """
 
@@ -75,7 +75,7 @@ class DecodeBatch(msgspec.Struct, frozen=True):
     paused_s: float = 0.0  # since the row that yields longest was in a step
     life_s: float = math.inf  # mean time a row decodes here
     longest_s: float = math.inf
-    lead_s: float = 0.0
+    bearable_s: float = 0.0
 
 
 def prefill_s(model: StepModel, num_tokens: int, num_computed: int) -> float:

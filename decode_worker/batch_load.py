@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from cluster.engine.sequence import Sequence
-from cluster.slo_budget import SloSettings, aim_s
+from cluster.slo_budget import SloSettings, aim_s, bearable_s
 from cluster.slo_classes import DecodeBatch
 from cluster.step_model import StepModel
 
@@ -33,7 +33,8 @@ def decode_batch(
     whose target this machine could not meet for it alone: nothing would be won by sparing it."""
     num_rows = context = num_yielding = yielding_context = 0
     budget_s = target_s = longest_s = math.inf
-    paused_s = lead_s = 0.0
+    paused_s = 0.0
+    slacks_s: list[float] = []  # of the streams that have a say
     alone_s = model.fixed_s + max(model.floor_s, model.per_token_s)
     for sequence in rows:
         pace = sequence.pace
@@ -49,9 +50,9 @@ def decode_batch(
             continue
         num_generated = sequence.num_generated
         own_s = pace.budget_s(num_generated, sequence.most_left, now, settings, mean_output)
-        if own_s < budget_s:
-            budget_s, lead_s = own_s, pace.slack_s(num_generated, now) - pace.targets.tpot_s
+        budget_s = min(budget_s, own_s)
         if own_s < math.inf:
+            slacks_s.append(pace.slack_s(num_generated, now))
             target_s = min(target_s, aim_s(pace.targets, settings))
             longest_s = min(longest_s, pace.longest_s(now, settings))
     has_target = budget_s < math.inf
@@ -65,7 +66,7 @@ def decode_batch(
         paused_s,
         life_s,
         longest_s,
-        lead_s,
+        bearable_s(slacks_s, settings),
     )
 
 

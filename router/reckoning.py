@@ -34,7 +34,7 @@ class ElasticSettings:
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
     price_from: float = 0.05  # of a step: what it costs that anybody decodes at a worker, if less, is ignored
-    gather_fill: float = 0.8  # share of a step up to which rows gather where mixed steps have a price
+    gather_fill: float = 0.95  # share of a step up to which rows gather where mixed steps have a price
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 

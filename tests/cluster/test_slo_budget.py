@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
-from cluster.slo_budget import SloSettings, aim_s, lent_budget_s, step_budget_s
+from cluster.slo_budget import SloSettings, aim_s, bearable_s, lent_budget_s, step_budget_s
 from cluster.slo_classes import DecodeBatch, Targets
 from cluster.step_model import StepModel, StepWork
 
@@ -18,28 +17,32 @@ ALONE_S = MODEL.step_s(StepWork(20, 16_000))  # 33.2 ms
 
 
 def lent_s(budget_s: float, work_s: float = 1.0, settings: SloSettings = SETTINGS, **given: float) -> float:
-    decode = DecodeBatch(20, 16_000, budget_s, **({"life_s": 10.0} | given))  # type: ignore[arg-type]
+    decode = DecodeBatch(20, 16_000, budget_s, **given)  # type: ignore[arg-type]
     return lent_budget_s(MODEL, decode, budget_s, TPOT_S, work_s, settings)
 
 
-def test_streams_lend_a_share_of_what_they_gain_until_they_end() -> None:
-    gain = 1 - ALONE_S / TPOT_S  # of a step
-    assert lent_s(TPOT_S, settings=replace(SETTINGS, lent=0.05)) == pytest.approx(TPOT_S + 0.5 * gain**2)
-    assert lent_s(TPOT_S, life_s=50.0) == pytest.approx(TPOT_S + 20 * 20e-3)  # at most so many prices
-    assert lent_s(TPOT_S, longest_s=0.1) == 0.1  # a gap
-    assert lent_s(TPOT_S, settings=replace(SETTINGS, longest=2.0)) == 2 * TPOT_S
+def test_a_step_that_pays_the_price_takes_as_long_as_all_streams_but_a_few_bear() -> None:
+    behind_s = TPOT_S - SETTINGS.catch_up * 0.1  # for the tightest stream's sake
+    assert lent_s(behind_s, bearable_s=0.3) == 0.3
+    assert lent_s(0.35, bearable_s=0.3) == 0.35  # never less than any other step
+    assert lent_s(TPOT_S, bearable_s=0.3, longest_s=0.2) == 0.2  # a gap
+    assert lent_s(TPOT_S, settings=replace(SETTINGS, longest=2.0), bearable_s=0.3) == 2 * TPOT_S
 
 
-def test_a_step_without_room_for_a_chunk_worth_the_price_has_none() -> None:
-    assert lent_s(TPOT_S, life_s=math.inf) == ALONE_S  # nothing to lend: 6.8 ms for chunks are left
-    assert lent_s(TPOT_S, work_s=5e-3, life_s=math.inf) == TPOT_S  # but that is all that waits
-    behind_s = TPOT_S - SETTINGS.catch_up * 0.4  # a stream lags by 0.4 s, more than could be lent
-    assert lent_s(behind_s, lead_s=-0.4) == min(behind_s, ALONE_S)
+def test_a_step_without_room_for_chunks_worth_the_price_has_none() -> None:
+    least_s = ALONE_S + 20e-3 * (1 + SETTINGS.worth)
+    assert lent_s(TPOT_S, bearable_s=least_s - 1e-6) == ALONE_S
+    assert lent_s(TPOT_S, bearable_s=least_s + 1e-6) == least_s + 1e-6
+    assert lent_s(TPOT_S, work_s=5e-3) == TPOT_S  # 6.8 ms for chunks are left: enough for all that waits
+    assert lent_s(ALONE_S / 2) == ALONE_S / 2  # it could not be kept anyway
 
 
-def test_a_lead_is_spent_on_a_chunk() -> None:
-    ahead_s = TPOT_S + SETTINGS.bank_use * 0.08
-    assert lent_s(ahead_s, life_s=math.inf, lead_s=0.08) == pytest.approx(TPOT_S + 0.08)
+def test_few_streams_may_be_left_behind() -> None:
+    slacks_s = [0.01 * one for one in range(40, 0, -1)]
+    assert bearable_s(slacks_s, SETTINGS) == pytest.approx(0.05)  # four of forty are due before
+    assert bearable_s(slacks_s[:9], SETTINGS) == pytest.approx(0.32)  # of nine not one may be
+    assert bearable_s(slacks_s, replace(SETTINGS, may_lag=0.0)) == pytest.approx(0.01)
+    assert bearable_s([], SETTINGS) == 0.0
 
 
 def test_a_gap_limit_has_a_margin_of_its_own() -> None:

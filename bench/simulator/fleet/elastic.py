@@ -5,7 +5,6 @@ It keeps what the router would know (the columns of its `Fleet`) and hands decis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from bench.simulator.fleet.idle import idle_worker
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Plan
 from bench.simulator.fleet.worker import BLOCK_TOKENS, Worker, leading_blocks
-from cluster.slo_budget import step_budget_s
+from cluster.slo_budget import bearable_s, step_budget_s
 from cluster.slo_classes import DecodeBatch, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings
 from cluster.wire.messages import Role
@@ -190,7 +189,7 @@ class ElasticPolicy:
             yielding_context=yielding.context,
             life_s=self._life_s,
             longest_s=self._targets.gap_s * self._scheduling.gap_safety,
-            lead_s=0.0 if math.isinf(slack_s) else slack_s - self._targets.tpot_s,
+            bearable_s=self._bearable_s(worker, now),
         )
         reserve = round(LATE_RESERVE * worker.hardware.kv_tokens)
         room = worker.kv_room - self._growth * worker.rows if worker.kv_used else worker.kv_room
@@ -200,6 +199,11 @@ class ElasticPolicy:
             self._unpromise(request)
         self._report(worker.index)
         return Plan(step.chunks, step.num_yielding > 0)
+
+    def _bearable_s(self, worker: Worker, now: float) -> float:
+        if not worker.model.mixed_s:
+            return 0.0  # nobody asks
+        return bearable_s(worker.slacks_s(now, self._targets.tpot_s), self._scheduling)
 
     def is_waiting(self, worker: Worker) -> bool:
         return self._num_queued[worker.index] > 0

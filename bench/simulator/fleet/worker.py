@@ -200,6 +200,13 @@ class Worker:
             heapq.heappop(due)
         return due[0][0] + (self.batch.steps + 1) * tpot_s - now if due else math.inf
 
+    def slacks_s(self, now: float, tpot_s: float) -> list[float]:
+        """From now until each stream is due."""
+        from_s = (self.batch.steps + 1) * tpot_s - now
+        return [
+            due_s + from_s for due_s, _, one in self.due if one.finish_s is None and not one.num_preemptions
+        ]
+
     def run_s(self, num_steps: int) -> float:
         """Seconds of the first `num_steps` of a run of decode steps; contexts grow by a row each."""
         return num_steps * self.run_base_s + self.run_growth_s * num_steps * (num_steps - 1) / 2
