@@ -145,8 +145,11 @@ class _Decision:
         pool, of, settings, preferred = self._pool, self._of, self._settings, self._ask.near_prefill
         in_time = pool.map(of.is_in_time, waits)
         if not pool.any(in_time):
-            near = pool.near(ttft_s, settings.tie, able)
-            return pool.oldest_of(near, ttft_s, settings.tie, preferred)
+            on_time = pool.map(of.is_on_time, waits)
+            able = on_time if pool.any(on_time) else able
+            all_s = pool.map(of.crowded_s, pool.workers, able, waits)
+            near = pool.near(all_s, settings.tie, able)
+            return pool.oldest_of(near, all_s, settings.tie, preferred)
         if not pool.all(pool.map(_CAN_SEND, pool.workers)):  # some decode what they compute
             good = pool.map(of.is_good, pool.workers, in_time, self._step_of_each())
             in_time = good if pool.any(good) else in_time
@@ -190,7 +193,7 @@ class _Decision:
         """No other worker is cheaper by more than `near`, and this one has room within the target: what the
         whole comparison would say too, at the price of a few numbers (in a pool of equals, nearly always)."""
         num_tokens, settings = self._ask.num_tokens, self._settings
-        if at.mixed_s + at.haste * self._of.limit_s > settings.price_from * self._of.limit_s:
+        if at.mixed_s + at.haste * self._of.limit_s > self._of.least_price_s:
             return False  # rows gather elsewhere, maybe
         reading, worth = self._fleet.least()
         least = (1 + reading * num_tokens) * worth

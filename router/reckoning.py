@@ -33,7 +33,10 @@ class ElasticSettings:
     prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
-    price_from: float = 0.05  # of a step: what it costs that anybody decodes at a worker, if less, is ignored
+    price_from: float = (
+        0.05  # of a step: what it costs that anybody decodes at a worker is ignored if less ...
+    )
+    lag_over: float = 0.25  # ... or less than half a step spread over this share of an answer
     gather_fill: float = 0.95  # share of a step up to which rows gather where mixed steps have a price
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
@@ -82,6 +85,8 @@ class Formulas:
         self.settings = settings
         self.limit_s = min(targets.tpot_s, targets.gap_s) * settings.safety  # of a step
         self.num_tokens = pool.number(ask.num_tokens)
+        begin_s = self.limit_s / 2 / max(1.0, settings.lag_over * ask.expected_output)
+        self.least_price_s = max(settings.price_from * self.limit_s, begin_s)
 
     def may_compute(self, worker: Figure, able: Figure, decodes: Figure) -> Figure:
         """For somebody: it hands over, or goes on itself."""
@@ -219,9 +224,23 @@ class Formulas:
         seconds += worker.per_token_s
         return seconds
 
+    def is_on_time(self, waits: Figure) -> Figure:
+        return waits.ttft_s <= self.targets.ttft_s
+
     def is_in_time(self, waits: Figure) -> Figure:
         in_time = waits.ttft_s <= self.settings.early * self.targets.ttft_s
         return in_time if waits.lacks_kv is False else in_time & (waits.lacks_kv ^ True)
+
+    def crowded_s(self, worker: Figure, able: Figure, waits: Figure) -> Figure:
+        """Seconds until all would be computed that waits there, on time or not: of workers that all are full,
+        the one that is not keeps its prompts on time by making others late."""
+        pool = self.pool
+        if pool.is_out(able):
+            return math.inf
+        more = worker.late_s / pool.at_least(waits.mine_s + waits.mixed_s, 1e-9)
+        more += pool.one  # never 0: the first token may be infinitely far
+        seconds = (waits.ttft_s - waits.start_s) * more + waits.start_s
+        return pool.unless(seconds, able, math.inf)
 
     def is_good(self, worker: Figure, in_time: Figure, step_s: Figure) -> Figure:
         """It may decode what it computes, or need not."""
@@ -246,8 +265,9 @@ class Formulas:
         return can & (step_s + moving_s <= self.targets.gap_s * self.settings.safety)
 
     def spread_s(self, step_s: Figure, moving_s: Figure) -> Figure:
-        """A step, with the hand-off spread over the answer."""
-        return step_s + (moving_s + self.limit_s) / max(1.0, 0.5 * self.ask.expected_output)
+        """A step, with the hand-off spread over the answer: the transfer, and the rest of a step in flight,
+        half of one in the mean."""
+        return step_s + (moving_s + self.limit_s / 2) / max(1.0, self.ask.expected_output)
 
     def has_room(self, can: Figure, spread_s: Figure) -> Figure:
         """For a row computed elsewhere, within the target."""
@@ -260,8 +280,9 @@ class Formulas:
 
     def _price_s(self, worker: Figure, spread_s: Figure) -> Figure:
         """A row's share of what it costs that anybody decodes there: the price of mixed steps, and prompts
-        that are in time only if nobody does. So rows gather, and prompts elsewhere have all of a step."""
-        pool, least_s = self.pool, self.settings.price_from * self.limit_s
+        that are in time only if nobody does. So rows gather, and prompts elsewhere have all of a step. But
+        rows computed elsewhere begin late, by half a step, and where answers are short that costs more."""
+        pool, least_s = self.pool, self.least_price_s
         if pool.most(worker.mixed_s) <= least_s and pool.most(worker.haste) <= 0:
             return 0.0
         price_s = worker.haste * self.limit_s

@@ -44,13 +44,10 @@ def live_settings(targets: Targets, max_chunk_tokens: int) -> SloSettings:
     rows and prompts take all that the others leave: no time is kept from them while a worker could compute.
     Prompts come first there, and one that has waited four times its target goes before those on time too,
     in a share that leaves them some: whoever is late waits a few times as long as others, not ten times.
-    A lag is gone within a sixteenth of an answer: seven in ten of the streams that missed their TPOT on a
-    full pair had waited for the step in flight, and ended before they had caught up.
     """
     return SloSettings(
         max_idle_step_s=targets.ttft_s / 20,
         longest=2.0,
-        lag_share=1 / 16,
         aged_share=AGED_SHARE,
         late_share=LATE_SHARE,
         overdue_s=3 * targets.ttft_s,

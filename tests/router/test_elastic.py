@@ -112,12 +112,47 @@ def test_where_mixed_steps_have_a_price_rows_gather_and_prompts_go_elsewhere() -
     decision = placed(pool, 1_000)
     assert decision.prefill != 1
     assert decision.decode == 1
-    pool.rows[1], pool.context[1] = 230, 300_000  # a step of 19 ms of 25: whoever has fewer
+    pool.rows[1], pool.context[1] = 230, 375_000  # a step of 23.5 ms of 25: whoever has fewer
     assert placed(pool, 1_000).decode != 1
     free = fleet([H100] * 3)
     free.rows[1], free.context[1] = 40, 40_000
     decision = placed(free, 1_000)
     assert decision.prefill == decision.decode != 1
+
+
+def test_rows_gather_where_steps_are_mostly_what_each_step_takes() -> None:
+    """Of 8 ms, reading the weights takes 6: there is room for 30 rows, and none for prompts beside them."""
+    pool = fleet([msgspec.structs.replace(H100, mixed_s=10e-3)] * 3)
+    pool.rows[1], pool.context[1] = 12, 6_000
+    ask, targets = Ask(500, 28.0), Targets(0.5, 0.008)
+    gathered = place(pool, ask, targets, SETTINGS)
+    assert isinstance(gathered, Place)
+    assert gathered.prefill != 1
+    assert gathered.decode == 1
+    pool.context[1] = 40_000  # it is full
+    elsewhere = place(pool, ask, targets, SETTINGS)
+    assert isinstance(elsewhere, Place)
+    assert elsewhere.decode != 1
+
+
+def test_short_answers_do_not_gather() -> None:
+    """They would begin half a step late, and end before that is made up for."""
+    pool = fleet([msgspec.structs.replace(H100, mixed_s=5e-3)] * 3)
+    pool.rows[1], pool.context[1] = 30, 45_000
+    targets = Targets(5.0, 0.09)
+    decode = [place(pool, Ask(1_500, answer), targets, SETTINGS).decode for answer in (200.0, 12.0)]  # type: ignore[union-attr]
+    assert decode[0] == 1
+    assert decode[1] != 1
+
+
+def test_of_workers_that_all_are_full_the_one_takes_a_prompt_that_makes_nobody_late() -> None:
+    pool = fleet([H100] * 2)
+    pool.work_s[:] = [0.40, 0.42]
+    assert placed(pool, 200).prefill == 0
+    pool.late_s[0] = 0.1
+    assert placed(pool, 200).prefill == 1
+    pool.work_s[1] = 0.6  # it would be late itself
+    assert placed(pool, 200).prefill == 0
 
 
 def test_rows_gather_where_prompts_are_in_time_only_if_nobody_decodes() -> None:
