@@ -9,10 +9,11 @@ The live router (`router.policy`) and the simulated pool (`bench.simulator.fleet
 
 Algorithm:
   1. *P*: of the workers well in time for the TTFT target and with room for the prompt's KV, the one whose
-     seconds are worth least as decode; of equal ones, or if none is in time, the one with the soonest first
-     token. Its queue (work of prompts expected in time) and this prompt's uncached tokens are divided by the
-     share of a step that decode leaves there once all that is queued, or on its way there, decodes; KV it
-     lacks is waited for. So a loaded decode worker is slow, and one that is full, of work or of KV, is never
+     seconds are worth least as decode; of equal ones the one with the soonest first token. If none is well
+     in time, the one that has computed soonest all that waits there, late prompts too. Its queue (work of
+     prompts expected in time) and this prompt's uncached tokens are divided by the share of a step that
+     decode leaves there once all that is queued, or on its way there, decodes; KV it lacks is waited for. So
+     a loaded decode worker is slow, and one that is full, of work or of KV, is never
      chosen. Nor is one whose rows hold so much of its KV that they had better leave soon: chunks would
      lengthen their steps, and others would have to decode elsewhere.
   2. *D*: of the workers whose predicted step, with all that is on its way there, stays within the TPOT (and
@@ -21,7 +22,8 @@ Algorithm:
      prompts that it would have in time if it were idle). So of unequal kinds each does what it is
      comparatively good at, and decode leaves those that alone are quick enough for first tokens. Where it
      costs that anybody decodes at a worker at all, since mixed steps have a price or long prompts would be
-     late beside decode, rows share that cost: they gather on few workers. Among equal ones P itself, which
+     late beside decode, rows share that cost: they gather on few workers, unless answers are so short that
+     they would end before the hand-off is made up for. Among equal ones P itself, which
      needs no transfer; else the one whose steps, with the hand-off spread over the answer and the KV newly
      taken, are shortest: what a D has cached need neither move nor be held twice. With a gap limit, the
      exposed transfer must fit into it.
@@ -176,13 +178,15 @@ class _Decision:
         if decodes[prefill]:  # it has the prompt's KV already
             can[prefill] = step_s[prefill] <= gap_s
             good[prefill] = can[prefill] and step_s[prefill] <= of.limit_s * settings.local_bonus
+            spread_s[prefill] = step_s[prefill]
         if not pool.any(good):
             can = can if pool.any(can) else decodes
             near = pool.near(step_s, settings.tie, can)
             best = pool.oldest_of(near, step_s, settings.tie, ask.near_decode)
             is_near = can[prefill] and step_s[prefill] <= step_s[best] * settings.local_bonus
             return prefill if is_near else best
-        cost = pool.map(of.decode_cost, pool.workers, self._decode_of_each(), spread_s)
+        miss_s = pool.same(of.miss_s(pool.worker(prefill)))
+        cost = pool.map(of.decode_cost, pool.workers, self._decode_of_each(), step_s, spread_s, miss_s)
         near = pool.near(cost, settings.near, good)
         if decodes[prefill] and prefill in near:
             return prefill

@@ -15,7 +15,7 @@ import msgspec
 
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
 from router.choosing import NONE, Figure, Pool
-from router.fleet import Column, Flags
+from router.fleet import Column, Flags, Worker
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
 
@@ -38,6 +38,7 @@ class ElasticSettings:
     )
     lag_over: float = 0.25  # ... or less than half a step spread over this share of an answer
     gather_fill: float = 0.95  # share of a step up to which rows gather where mixed steps have a price
+    may_miss: float = 0.1  # share of requests
     kv_worth: float = 0.5  # of a whole pool of KV newly taken, against a step as long as the target
 
 
@@ -273,15 +274,26 @@ class Formulas:
         """For a row computed elsewhere, within the target."""
         return can & (spread_s <= self.settings.far_fill * self.limit_s)
 
-    def decode_cost(self, worker: Figure, decode_s: Figure, spread_s: Figure) -> Figure:
-        cost = (decode_s + self._price_s(worker, spread_s)) / worker.per_token_s
+    def decode_cost(
+        self, worker: Figure, decode_s: Figure, step_s: Figure, spread_s: Figure, miss_s: Figure
+    ) -> Figure:
+        cost = (decode_s + self._price_s(worker, step_s, spread_s, miss_s)) / worker.per_token_s
         cost *= worker.worth
         return cost
 
-    def _price_s(self, worker: Figure, spread_s: Figure) -> Figure:
+    def miss_s(self, computed_at: Worker) -> float:
+        """What it costs, per token, if the answer misses its target: the work of a request in vain, and of as
+        many as must be served for each that may miss."""
+        num_tokens, answer = self.ask.num_tokens, self.ask.expected_output
+        work_s = num_tokens * (computed_at.per_token_s + computed_at.per_attention_s * num_tokens / 2)
+        work_s += answer * (computed_at.per_token_s + computed_at.per_context_s * num_tokens)
+        return work_s / (self.settings.may_miss * max(1.0, answer))
+
+    def _price_s(self, worker: Figure, step_s: Figure, spread_s: Figure, miss_s: Figure) -> Figure:
         """A row's share of what it costs that anybody decodes there: the price of mixed steps, and prompts
         that are in time only if nobody does. So rows gather, and prompts elsewhere have all of a step. But
-        rows computed elsewhere begin late, by half a step, and where answers are short that costs more."""
+        rows computed elsewhere begin late, by half a step, and where answers are short that costs more: the
+        share of answers that end before it is made up for misses the target."""
         pool, least_s = self.pool, self.least_price_s
         if pool.most(worker.mixed_s) <= least_s and pool.most(worker.haste) <= 0:
             return 0.0
@@ -289,6 +301,8 @@ class Formulas:
         price_s += worker.mixed_s
         shared_s = price_s / (worker.rows + worker.coming_rows + 1)
         shared_s = pool.instead(shared_s, spread_s > self.settings.gather_fill * self.limit_s, price_s)
+        left_s = pool.at_least(self.limit_s - step_s, 1e-9)
+        shared_s += pool.at_most((spread_s - step_s) / left_s, 1.0) * miss_s
         return pool.unless(shared_s, price_s > least_s, 0.0)
 
     def with_kv_taken(self, worker: Figure, spread_s: Figure, moving: Figure) -> Figure:
