@@ -9,11 +9,10 @@ The live router (`router.policy`) and the simulated pool (`bench.simulator.fleet
 
 Algorithm:
   1. *P*: of the workers well in time for the TTFT target and with room for the prompt's KV, the one whose
-     seconds are worth least as decode; of equal ones the one with the soonest first token. If none is well
-     in time, the one that has computed soonest all that waits there, late prompts too. Its queue (work of
-     prompts expected in time) and this prompt's uncached tokens are divided by the share of a step that
-     decode leaves there once all that is queued, or on its way there, decodes; KV it lacks is waited for. So
-     a loaded decode worker is slow, and one that is full, of work or of KV, is never
+     seconds are worth least as decode; of equal ones, or if none is in time, the one with the soonest first
+     token. Its queue (work of prompts expected in time) and this prompt's uncached tokens are divided by the
+     share of a step that decode leaves there once all that is queued, or on its way there, decodes; KV it
+     lacks is waited for. So a loaded decode worker is slow, and one that is full, of work or of KV, is never
      chosen. Nor is one whose rows hold so much of its KV that they had better leave soon: chunks would
      lengthen their steps, and others would have to decode elsewhere.
   2. *D*: of the workers whose predicted step, with all that is on its way there, stays within the TPOT (and
@@ -147,11 +146,8 @@ class _Decision:
         pool, of, settings, preferred = self._pool, self._of, self._settings, self._ask.near_prefill
         in_time = pool.map(of.is_in_time, waits)
         if not pool.any(in_time):
-            on_time = pool.map(of.is_on_time, waits)
-            able = on_time if pool.any(on_time) else able
-            all_s = pool.map(of.crowded_s, pool.workers, able, waits)
-            near = pool.near(all_s, settings.tie, able)
-            return pool.oldest_of(near, all_s, settings.tie, preferred)
+            near = pool.near(ttft_s, settings.tie, able)
+            return pool.oldest_of(near, ttft_s, settings.tie, preferred)
         if not pool.all(pool.map(_CAN_SEND, pool.workers)):  # some decode what they compute
             good = pool.map(of.is_good, pool.workers, in_time, self._step_of_each())
             in_time = good if pool.any(good) else in_time

@@ -225,23 +225,9 @@ class Formulas:
         seconds += worker.per_token_s
         return seconds
 
-    def is_on_time(self, waits: Figure) -> Figure:
-        return waits.ttft_s <= self.targets.ttft_s
-
     def is_in_time(self, waits: Figure) -> Figure:
         in_time = waits.ttft_s <= self.settings.early * self.targets.ttft_s
         return in_time if waits.lacks_kv is False else in_time & (waits.lacks_kv ^ True)
-
-    def crowded_s(self, worker: Figure, able: Figure, waits: Figure) -> Figure:
-        """Seconds until all would be computed that waits there, on time or not: of workers that all are full,
-        the one that is not keeps its prompts on time by making others late."""
-        pool = self.pool
-        if pool.is_out(able):
-            return math.inf
-        more = worker.late_s / pool.at_least(waits.mine_s + waits.mixed_s, 1e-9)
-        more += pool.one  # never 0: the first token may be infinitely far
-        seconds = (waits.ttft_s - waits.start_s) * more + waits.start_s
-        return pool.unless(seconds, able, math.inf)
 
     def is_good(self, worker: Figure, in_time: Figure, step_s: Figure) -> Figure:
         """It may decode what it computes, or need not."""

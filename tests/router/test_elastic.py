@@ -155,16 +155,6 @@ def test_an_answer_that_would_end_before_it_has_caught_up_stays_where_it_is_comp
     assert decode[1] != 1
 
 
-def test_of_workers_that_all_are_full_the_one_takes_a_prompt_that_makes_nobody_late() -> None:
-    pool = fleet([H100] * 2)
-    pool.work_s[:] = [0.40, 0.42]
-    assert placed(pool, 200).prefill == 0
-    pool.late_s[0] = 0.1
-    assert placed(pool, 200).prefill == 1
-    pool.work_s[1] = 0.6  # it would be late itself
-    assert placed(pool, 200).prefill == 0
-
-
 def test_rows_gather_where_prompts_are_in_time_only_if_nobody_decodes() -> None:
     model = StepModel(21e-3, 1e-3, 100e-6, 0.7e-6, 0.0)  # 900 tokens take 90 ms
     pool, targets, ask = fleet([model] * 3), Targets(0.2, 0.1), Ask(900, 200.0)

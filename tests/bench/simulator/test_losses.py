@@ -17,7 +17,7 @@ PATHS = {"conv": Path("conv.csv")}
 
 @pytest.fixture(autouse=True)
 def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_rows", lambda path: (TraceRow(0.0, 100, 7), TraceRow(1.0, 1, 1)))
+    monkeypatch.setattr(losses, "_rows", lambda path: (TraceRow(0.0, 4_000, 250), TraceRow(1.0, 1, 1)))
 
 
 def test_a_draw_is_the_same_every_time_and_a_longer_one_begins_with_it() -> None:
@@ -28,7 +28,7 @@ def test_a_draw_is_the_same_every_time_and_a_longer_one_begins_with_it() -> None
 
 def test_a_cell_says_what_steps_cost_and_how_long_its_lengths_are() -> None:
     setup = setup_of(CELL, PATHS, None)
-    assert [(row.input_tokens, row.output_tokens) for row in setup.rows] == [(50, 14), (1, 2)]
+    assert [(row.input_tokens, row.output_tokens) for row in setup.rows] == [(2_000, 500), (1, 2)]
     assert [one.model.mixed_s for one in setup.pool] == [5e-3] * 3
     assert setup.pool[0] is setup.pool[1]
     free = pool_of(Cell(f"{H100}:2", 0.0, "conv", (1.0, 1.0), CELL.slo))
