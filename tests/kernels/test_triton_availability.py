@@ -45,6 +45,21 @@ def test_capability(installed, monkeypatch, capability, fits):
     assert why_unavailable() == expected
 
 
+def test_without_what_launchers_are_compiled_with(installed, monkeypatch, tmp_path):
+    """Triton itself would say so when the first kernel is started."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(availability.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    reason = why_unavailable()
+    assert reason is not None
+    assert reason.endswith(f"no Python.h in {tmp_path}: install python3-dev")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(availability.shutil, "which", lambda name: None)
+    reason = why_unavailable()
+    assert reason is not None
+    assert reason.endswith("install gcc, or set `CC` to a compiler")
+
+
 def test_the_interpreter_needs_no_device(installed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
