@@ -13,7 +13,7 @@ from cluster.engine.gpu_memory import (
     DeviceMemory,
     check_weights_fit,
     free_of_part,
-    largest_steps,
+    largest_step,
     size_pool,
 )
 from cluster.errors import ConfigError
@@ -99,7 +99,7 @@ def test_refusals_name_what_is_needed_what_is_free_and_the_way_out() -> None:
 
 
 def test_the_largest_steps_are_as_wide_and_long_as_a_worker_can_be_given() -> None:
-    mixed, decode = largest_steps(512, 3, 100, 32)
+    mixed, decode = (largest_step(chunk_tokens, 3, 100, 32) for chunk_tokens in (512, 0))
     assert [len(row.token_ids) for row in mixed.rows] == [100, 1, 1]
     assert [len(row.token_ids) for row in decode.rows] == [1, 1, 1]
 
@@ -108,4 +108,4 @@ def test_the_largest_steps_are_as_wide_and_long_as_a_worker_can_be_given() -> No
         return end == 100 and len(row.block_ids) == 4 and set(row.block_ids) == {0} and row.sample is not None
 
     assert all(map(covered, (*mixed.rows, *decode.rows)))
-    assert largest_steps(64, 1, 100, 32)[0].num_tokens == 64
+    assert largest_step(64, 1, 100, 32).num_tokens == 64
