@@ -33,8 +33,8 @@ from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 
 NOTICED_S = 3.0  # the watchdog's second, an abort, and a busy machine
-# Over sockets of this machine, whatever else it has; what looks like another host is one.
-AS_TWO_HOSTS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+# Over sockets of this machine, whatever else it has, plugins too; what looks like another host is one.
+AS_TWO_HOSTS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def run(
         }
         row_counts = sorted({case.num_seqs for case in sizes.cases if case.num_queries == 1})
         served = {
-            mode: graph_runner(runner, pool, backends[mode], row_counts) for mode, runner in runners.items()
+            mode: graph_runner(runner, pool, backends[mode], row_counts)[0]
+            for mode, runner in runners.items()
         }
         rates = Rates(ceilings.copy_bytes_per_s, ceilings.product_flops_per_s / 2)
         line = roofline(spec, Formats(dtype), rates, Formats(dtype).weight_bytes)
