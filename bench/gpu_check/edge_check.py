@@ -1,4 +1,4 @@
-"""Part (e): the edge between hosts, between two processes that look like two hosts. No rate is measured.
+"""Part (d): the edge between hosts, between two processes that look like two hosts. No rate is measured.
 
 NCCL takes two ranks on one GPU only if they seem to be on two hosts (`NCCL_HOSTID`); their bytes then go
 through sockets, as between hosts. Two processes on one GPU take turns, so nothing here says how fast it is.

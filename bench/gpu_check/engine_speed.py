@@ -1,4 +1,4 @@
-"""Part (c), the engine: decode steps and prefill of models of named shapes, end to end through the runner.
+"""Part (e), the engine: decode steps and prefill of models of named shapes, end to end through the runner.
 
 A step is timed by the wall from the plan to the tokens on the host: packing, the forward pass, sampling.
 Beside it stands what the device alone needs for the forward pass, replayed from a graph: what lies between

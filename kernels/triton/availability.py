@@ -39,10 +39,10 @@ def why_unavailable() -> str | None:
 def _why_no_launchers() -> str | None:
     """Triton compiles a few lines of C for each kind of launch, with what it finds where it looks here."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "the triton backend starts kernels through C: install gcc, or set `CC` to a compiler"
+        return "the triton backend needs a C compiler to start kernels: install gcc, or set `CC`"
     scheme = sysconfig.get_default_scheme()
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     headers = sysconfig.get_paths(scheme=scheme)["include"]
     if not Path(headers, "Python.h").exists():
-        return f"the triton backend starts kernels through C: no Python.h in {headers}: install python3-dev"
+        return f"the triton backend needs Python.h to start kernels, not in {headers}: install python3-dev"
     return None
