@@ -87,21 +87,21 @@ def size_pool(
 
 
 def largest_step(chunk_tokens: int, num_rows: int, max_model_len: int, block_size: int) -> StepPlan:
-    """Decode rows as long as can be; with `chunk_tokens`, the first is a chunk. Every row has block 0 alone,
+    """A chunk of so many tokens beside decode rows, all as long as can be; without a chunk, decode rows that
+    have room for as much: what memory attention takes follows from the room. Every row has block 0 alone,
     again and again: what is computed is of no use."""
-    num_tokens = [1] * num_rows
-    if chunk_tokens:
-        num_tokens[0] = min(chunk_tokens, max_model_len)
-    return StepPlan(tuple(_row(count, max_model_len, block_size) for count in num_tokens))
+    chunk, end = min(chunk_tokens, max_model_len), max_model_len if chunk_tokens else 1
+    lengths = [chunk or 1, *[1] * (num_rows - 1)]
+    return StepPlan(tuple(_row(length, end, -(-max_model_len // block_size)) for length in lengths))
 
 
-def _row(num_tokens: int, end: int, block_size: int) -> Row:
+def _row(num_tokens: int, end: int, num_blocks: int) -> Row:
     return Row(
         request=RequestId("profile"),
         attempt=Attempt(1),
         token_ids=[0] * num_tokens,
         start=end - num_tokens,
-        block_ids=[BlockId(0)] * -(-end // block_size),
+        block_ids=[BlockId(0)] * num_blocks,
         sample=SampleSpec(_PARAMS, (0,), ()),
     )
 
