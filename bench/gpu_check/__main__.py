@@ -1,10 +1,10 @@
 """`python -m bench.gpu_check`: is the GPU path right on this machine, and how fast?
 
-1. Each part runs in a process of its own, within what is left of `--seconds`: (a) every kernel against the
-   reference, (b) invariance, (c) rates of kernels and of the engine, (d) prefill and decode in two processes
-   over `cuda_ipc`, (e) an `nccl` edge. A part that fails or dies is told with what it had found, and the next
-   one begins.
-2. A text table is printed, and with `--out` everything is written as JSON.
+1. Each part runs in a process of its own, within what is left of `--seconds`, what is right or wrong first:
+   (a) every kernel against the reference, (b) invariance, (c) prefill and decode in two processes over
+   `cuda_ipc`, (d) an `nccl` edge, (e) rates of kernels and of the engine. A part that fails or dies is told
+   with what it had found, and the next one begins.
+2. A text table is printed, and with `--out` everything is written as JSON, again after each part.
 
 `--interpret` runs the same flow on a CPU, in Triton's interpreter, on tiny shapes, with `shm` and `gloo` in
 place of the edges between GPUs. Exit status 1 if something asserted does not hold.
@@ -26,7 +26,7 @@ import msgspec
 
 from bench.gpu_check.report import Head, Line, Part, Report, render, render_lines
 
-PART_NAMES = ("correctness", "invariance", "kernels", "engine", "handover", "edge")
+PART_NAMES = ("correctness", "invariance", "handover", "edge", "kernels", "engine")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,15 +47,14 @@ def main() -> None:
         return
     device = _device_or_exit()
     deadline_s = time.monotonic() + arguments.seconds
-    parts = []
+    report = Report(device=device, interpreted=arguments.interpret, versions=_versions(), parts=())
     for name in PART_NAMES:
         if arguments.only is None or name in arguments.only:
             part = _run_in_process(name, deadline_s, interpret=arguments.interpret)
             print("\n".join([f"\n{part.title}", *render_lines(part.lines), part.error or ""]), flush=True)
-            parts.append(part)
-    report = Report(device=device, interpreted=arguments.interpret, versions=_versions(), parts=tuple(parts))
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+            report = msgspec.structs.replace(report, parts=(*report.parts, part))
+            if arguments.out is not None:  # whoever stops this finds what there is
+                arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     print("\n" + "=" * 100 + "\n" + render(report))
     sys.exit(0 if report.holds else 1)
 

@@ -1,4 +1,4 @@
-"""Part (e): the edge between hosts, between two processes that look like two hosts. No rate is measured.
+"""Part (d): the edge between hosts, between two processes that look like two hosts. No rate is measured.
 
 NCCL takes two ranks on one GPU only if they seem to be on two hosts (`NCCL_HOSTID`); their bytes then go
 through sockets, as between hosts. Two processes on one GPU take turns, so nothing here says how fast it is.
@@ -33,8 +33,8 @@ from cluster.kv.layout import KVLayout
 from cluster.kv.pool import KVPool
 
 NOTICED_S = 3.0  # the watchdog's second, an abort, and a busy machine
-# Over sockets of this machine, whatever else it has; what looks like another host is one.
-AS_TWO_HOSTS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+# Over sockets of this machine, whatever else it has, plugins too; what looks like another host is one.
+AS_TWO_HOSTS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Part (c), the engine: decode steps and prefill of models of named shapes, end to end through the runner.
+"""Part (e), the engine: decode steps and prefill of models of named shapes, end to end through the runner.
 
 A step is timed by the wall from the plan to the tokens on the host: packing, the forward pass, sampling.
 Beside it stands what the device alone needs for the forward pass, replayed from a graph: what lies between
@@ -72,7 +72,8 @@ def run(
         }
         row_counts = sorted({case.num_seqs for case in sizes.cases if case.num_queries == 1})
         served = {
-            mode: graph_runner(runner, pool, backends[mode], row_counts) for mode, runner in runners.items()
+            mode: graph_runner(runner, pool, backends[mode], row_counts)[0]
+            for mode, runner in runners.items()
         }
         rates = Rates(ceilings.copy_bytes_per_s, ceilings.product_flops_per_s / 2)
         line = roofline(spec, Formats(dtype), rates, Formats(dtype).weight_bytes)

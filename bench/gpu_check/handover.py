@@ -1,4 +1,4 @@
-"""Part (d): prefill in one process, decode in another, on one GPU: the same tokens as in one.
+"""Part (c): prefill in one process, decode in another, on one GPU: the same tokens as in one.
 
 1. Here everything is computed over one pool, the prompts in chunks of one size: what is expected.
 2. Another process computes the prompts in chunks of another size, into other blocks of its own pool, and

@@ -18,6 +18,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams
+from kernels.draw_kind import DrawKind
 from kernels.ops import PARTITION_SIZE
 from kernels.triton import attention, gemm
 from kernels.triton.backend import TritonBackend
@@ -163,7 +164,12 @@ def _engine(backend: TritonBackend, dtype: Dtype, sizes: Sizes) -> Iterator[Line
     ]
     alone = generate(runner(), prompts[:1], sizes.num_tokens, None, per_request)[0]
     pool = fresh_pool()
-    captured = graph_runner(runner(pool), pool, backend, (sizes.graph_rows,))
+    captured, num_captured = graph_runner(runner(pool), pool, backend, (sizes.graph_rows,))
+    yield Line(
+        f"decode steps of {sizes.model} captured",
+        {"expected": len(DrawKind), "found": num_captured},
+        holds=num_captured == len(DrawKind),
+    )
     kinds = {
         "in chunks": generate(
             runner(), prompts[:1], sizes.num_tokens, max(2, sizes.prompt // 3), per_request

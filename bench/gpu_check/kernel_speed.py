@@ -1,4 +1,4 @@
-"""Part (c), kernels: rates against this device's ceilings in this run, and against torch's own operations.
+"""Part (e), kernels: rates against this device's ceilings in this run, and against torch's own operations.
 
 Bytes are those an operation cannot do without, read and written; operations count a multiply-add as two. A
 decode row's KV is read once per KV head. `torch` times what torch offers for the same result: SDPA over

@@ -127,8 +127,8 @@ def _describe(ceilings: Ceilings) -> str:
 PARTS: dict[str, tuple[str, Callable[[], tuple[str, Iterator[Line]]]]] = {
     "correctness": ("(a) kernels against the reference", _correctness),
     "invariance": ("(b) a row's bits are its own", _invariance),
-    "kernels": ("(c) kernels against the device's ceilings and torch", _kernel_speed),
-    "engine": ("(c) the engine end to end", _engine_speed),
-    "handover": ("(d) prefill and decode in two processes", _handover),
-    "edge": ("(e) an edge between two hosts", _edge),
+    "handover": ("(c) prefill and decode in two processes", _handover),
+    "edge": ("(d) an edge between two hosts", _edge),
+    "kernels": ("(e) kernels against the device's ceilings and torch", _kernel_speed),
+    "engine": ("(e) the engine end to end", _engine_speed),
 }

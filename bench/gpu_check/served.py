@@ -37,8 +37,11 @@ class Served:
     step_s: float  # median by the wall, without the first
 
 
-def graph_runner(runner: ModelRunner, pool: Tensor, backend: Backend, sizes: Sequence[int]) -> GpuRunner:
-    """`pool` is that of `runner`; its last block is for padding. `sizes`: numbers of rows, ascending."""
+def graph_runner(
+    runner: ModelRunner, pool: Tensor, backend: Backend, sizes: Sequence[int]
+) -> tuple[GpuRunner, int]:
+    """And how many steps were captured: `DrawKind`s for each of `sizes`, numbers of rows, ascending, unless
+    one could not be. `pool` is that of `runner`; its last block is for padding."""
     device = backend.device
     with torch.inference_mode():
         sampler = backend.make_device_sampler(sizes[-1], runner.decoder.spec.vocab_size)
@@ -46,8 +49,8 @@ def graph_runner(runner: ModelRunner, pool: Tensor, backend: Backend, sizes: Seq
         scratch = BlockId(pool.shape[0] - 1)
         inputs = DecodeInputs(sizes[-1], runner.max_model_len, pool.shape[3], scratch, device)
         graphs = DecodeGraphs(runner.decoder, pool, sampler, inputs, sizes)
-        graphs.capture(CudaCapture(device) if device.type == "cuda" else eager)
-    return GpuRunner(runner, graphs, device)
+        num_captured = graphs.capture(CudaCapture(device) if device.type == "cuda" else eager)
+    return GpuRunner(runner, graphs, device), num_captured
 
 
 def decode_on(runner: Runner, case: Case, num_blocks: int, vocab_size: int, num_steps: int) -> Served:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.load.figures.slo import Slo
 from bench.peers.kinds.baton import baton_peers
 from bench.peers.kinds.hf_transformers import transformers_peers
 from bench.peers.kinds.llamacpp import llamacpp_peers
@@ -23,10 +24,12 @@ SPECULATION = (
 )
 
 
-def all_peers(places: Places, cores: Sequence[int], *, is_text: bool = False) -> list[Peer]:
-    """Baton first."""
+def all_peers(
+    places: Places, cores: Sequence[int], *, is_text: bool = False, slos: Sequence[Slo] = ()
+) -> list[Peer]:
+    """Baton first. `slos`: what a search asks for; empty without one."""
     return [
-        *baton_peers(places, cores, is_text=is_text),
+        *baton_peers(places, cores, is_text=is_text, slos=slos),
         *openvino_peers(places, len(cores)),
         *vllm_peers(places, cores, is_text=is_text),
         *llamacpp_peers(places, len(cores)),

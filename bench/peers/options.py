@@ -134,7 +134,8 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
     )
     cores = tuple(sorted(os.sched_getaffinity(0)))
     is_text = options.prompts == TEXT
-    peers = all_peers(places, cores, is_text=is_text)
+    trace = trace_load(options)
+    peers = all_peers(places, cores, is_text=is_text, slos=() if trace is None else trace.slos)
     chosen = _chosen("--peers", options.peers, peers)
     goodput_names = frozenset[str]()
     if options.goodput_peers is not None:
@@ -145,7 +146,6 @@ def comparison_from(options: argparse.Namespace) -> tuple[Comparison, list[Peer]
             raise ConfigError(
                 f"--goodput-peers: {', '.join(strange)} would not be measured; add it to --peers"
             )
-    trace = trace_load(options)
     if options.rounds < 1 and not (options.rounds == 0 and options.resume and trace):
         raise ConfigError(f"--rounds {options.rounds}: give 1 or more, or 0 with --resume and --trace")
     if options.together and options.rounds < 1:

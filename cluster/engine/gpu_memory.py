@@ -6,8 +6,8 @@
 Workers that share a GPU have equal parts of it, and what is free to one is what its part has left
 (`free_of_part`): whoever of them starts first finds no more than the last.
 
-1. `largest_steps` are plans that take as much memory as any that a worker can be given; running them once
-   says how much that is.
+1. `largest_step` is a plan that takes as much memory as any of so many rows; running it once says how much
+   that is. More rows do not always take more: attention over few is spread, with results to be put together.
 2. `size_pool` gives KV what is left, or refuses in one line with both numbers.
 """
 
@@ -86,25 +86,22 @@ def size_pool(
     return num_blocks
 
 
-def largest_steps(
-    max_chunk_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
-) -> tuple[StepPlan, StepPlan]:
-    """A chunk beside decode rows, and decode rows alone, all as long as can be. Every row has block 0 alone,
+def largest_step(chunk_tokens: int, num_rows: int, max_model_len: int, block_size: int) -> StepPlan:
+    """A chunk of so many tokens beside decode rows, all as long as can be; without a chunk, decode rows that
+    have room for as much: what memory attention takes follows from the room. Every row has block 0 alone,
     again and again: what is computed is of no use."""
-    chunk = min(max_chunk_tokens, max_model_len)
-    mixed = [_row(chunk, max_model_len, block_size)]
-    mixed += [_row(1, max_model_len, block_size) for _ in range(max_num_seqs - 1)]
-    decode = [_row(1, max_model_len, block_size) for _ in range(max_num_seqs)]
-    return StepPlan(tuple(mixed)), StepPlan(tuple(decode))
+    chunk, end = min(chunk_tokens, max_model_len), max_model_len if chunk_tokens else 1
+    lengths = [chunk or 1, *[1] * (num_rows - 1)]
+    return StepPlan(tuple(_row(length, end, -(-max_model_len // block_size)) for length in lengths))
 
 
-def _row(num_tokens: int, end: int, block_size: int) -> Row:
+def _row(num_tokens: int, end: int, num_blocks: int) -> Row:
     return Row(
         request=RequestId("profile"),
         attempt=Attempt(1),
         token_ids=[0] * num_tokens,
         start=end - num_tokens,
-        block_ids=[BlockId(0)] * -(-end // block_size),
+        block_ids=[BlockId(0)] * num_blocks,
         sample=SampleSpec(_PARAMS, (0,), ()),
     )
 

@@ -31,7 +31,7 @@ from cluster.engine.gpu_memory import (
     check_weights_fit,
     free_of_part,
     gib,
-    largest_steps,
+    largest_step,
     size_pool,
 )
 from cluster.engine.gpu_runner import GpuRunner
@@ -196,16 +196,19 @@ def _measure_steps(
     max_model_len, vocab_size = decoder.max_model_len, prepared.spec.vocab_size
     pool = torch.zeros(1, *layout.shape[1:], dtype=TORCH_DTYPES[layout.dtype], device=backend.device)
     runner = ModelRunner(prepared, pool, backend, max_model_len, decoder=decoder)
-    mixed, decode = largest_steps(
-        config.max_chunk_tokens, config.max_num_seqs, max_model_len, config.block_size
-    )
-    largest = _peak_bytes(lambda: runner.run(mixed), backend.device)
+
+    def peak(chunk_tokens: int, num_rows: int) -> int:
+        plan = largest_step(chunk_tokens, num_rows, max_model_len, config.block_size)
+        return _peak_bytes(lambda: runner.run(plan), backend.device)
+
+    alone = {num_rows: peak(0, num_rows) for num_rows in bucket_sizes(config.max_num_seqs)}
+    largest_alone = max(alone.values())
+    counts = {config.max_num_seqs, max(alone, key=alone.__getitem__)}
+    largest = max(largest_alone, *(peak(config.max_chunk_tokens, num_rows) for num_rows in counts))
     if config.role is not Role.DECODE:
         return largest
-    alone = _peak_bytes(lambda: runner.run(decode), backend.device)
-    most_rows = bucket_sizes(config.max_num_seqs)[-1]
-    kept = most_rows * (4 * vocab_size + 4 * -(-max_model_len // config.block_size))
-    return max(largest, alone) + alone + kept
+    kept = max(alone) * (4 * vocab_size + 4 * -(-max_model_len // config.block_size))
+    return largest + largest_alone + kept
 
 
 def _peak_bytes(work: Callable[[], object], device: torch.device) -> int:

@@ -168,8 +168,12 @@ def why_no_nccl(environment: Mapping[str, str]) -> str | None:
 
 def settle_nccl(environment: MutableMapping[str, str], connect_timeout_s: float) -> None:
     """What NCCL's process groups read from the environment when they are made: errors are ours to handle,
-    and a peer that does not come is waited for no longer than `connect_timeout_s`. What the user has set
-    stays."""
+    at once, and a peer that does not come is waited for no longer than `connect_timeout_s`. What the user
+    has set stays."""
     environment.setdefault(_ERROR_HANDLING, _KEEPS_PROCESS[0])
     environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # the same, when an abort takes long
+    # After an error a group's own thread would wait for a minute, and that of the process's first group for
+    # eight, so that somebody may write down what happened: as long, a lost edge could not be closed.
+    environment.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
+    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     environment.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(connect_timeout_s)))

@@ -26,6 +26,7 @@
 #include "attention_pages.h"
 #include "attention_pairs.h"
 #include "attention_tiles.h"
+#include "attention_weights.h"
 #include "simd.h"
 #include "threads.h"
 

@@ -17,6 +17,7 @@
 #include "attention_pairs.h"
 #include "attention_quarters.h"
 #include "attention_tiles.h"
+#include "attention_weights.h"
 
 namespace baton {
 
@@ -149,25 +150,26 @@ struct IntegerWeights {
     static float take(float* scores, int64_t visible, const float* value_scales, bool as_bytes, float& running_max,
                       float& running_sum) {
         const float new_max = mask_scores(scores, visible, running_max);
-        Vec weights[kPartition / kWidth], largest = {}, total = {}, check = {};
-#pragma GCC unroll 16
-        for (int i = 0; i < kPartition / kWidth; ++i) {
-            const Vec weight = exp_of_negative(load(scores + i * kWidth) - new_max);
+        const int64_t end = num_weighed(visible);
+        alignas(64) float weights[kPartition];
+        Vec largest = {}, total = {}, check = {};
+        for (int64_t j = 0; j < end; j += kWidth) {
+            const Vec weight = weight_of<void>(load(scores + j) - new_max);
             total += weight;
-            weights[i] = weight * load(value_scales + i * kWidth);
-            if (!AllNumbers) weights[i] = weight == 0.0f ? Vec{} : weights[i], check += weights[i];
-            largest = max(weights[i], largest);
+            Vec scaled = weight * load(value_scales + j);
+            if (!AllNumbers) scaled = weight == 0.0f ? Vec{} : scaled, check += scaled;
+            largest = max(scaled, largest);
+            store(weights + j, scaled);
         }
         const float sum = sum_lanes(AllNumbers ? total : check), most = std::max(max_lanes(largest), 1e-33f);
         const bool is_number = sum == sum;
         const Vec inverse = splat(32640.0f / most), magic = splat(kMagic);
         const IntegerWeights target(scores);
-#pragma GCC unroll 16
-        for (int i = 0; i < kPartition / kWidth; ++i)
-            store_integers<false>(IntVec(fma(weights[i], inverse, magic)), target.n, i * kWidth, kPartition, as_bytes);
-        if (!is_number) std::memset(target.n, 0, size_t(2 * kPartition));
+        std::memset(target.n, 0, size_t(2 * kPartition));
+        for (int64_t j = 0; is_number && j < end; j += kWidth)
+            store_integers<false>(IntVec(fma(load(weights + j), inverse, magic)), target.n, j, kPartition, as_bytes);
         *target.scale = is_number ? most * (1.0f / 32640.0f) : std::numeric_limits<float>::quiet_NaN();
-        return extend(total, new_max, running_max, running_sum);
+        return extend<void>(total, new_max, running_max, running_sum);
     }
 };
 

@@ -211,7 +211,8 @@ private:
     template <typename Output>
     void product(int64_t rank, const Operand& rows, const void* packed, const Output& output) {
         const Share panels(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
-        model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels,
+        const int64_t unit = panels_at_once(rows.kind);
+        model_.team.divide(rank, panels.begin, panels.end, unit, unit,
                            [&](int64_t begin, int64_t end) { multiply<T>(rows, packed, begin, end, output); });
     }
 
@@ -236,7 +237,8 @@ private:
     void gate_panels(int64_t rank, const Operand& rows, const Layer& layer, const Inner& inner) {
         const int64_t panel = header_of(layer.gate_up).panel, first_up = s_.inner / panel;
         const Share panels(first_up, rank, size_);
-        model_.team.divide(rank, panels.begin, panels.end, kTilePanels, kTilePanels, [&](int64_t begin, int64_t end) {
+        const int64_t unit = panels_at_once(rows.kind);
+        model_.team.divide(rank, panels.begin, panels.end, unit, unit, [&](int64_t begin, int64_t end) {
             static thread_local Scratch memory;
             const int64_t first = begin * panel, width = (end - begin) * panel;
             T* gates = typed(memory, rows.num_rows * width);
@@ -332,7 +334,6 @@ private:
     static constexpr int64_t kFewestRidden = 16, kMostRidden = 256;  // rows, while products ask for keys and values
     static constexpr int64_t kFewestRowBytes = 8 * 1024;  // of a layer
     static_assert(kFewestRidden > kRowTile);  // in several tiles a panel
-    static constexpr int64_t kTilePanels = 4;  // the most that a tile takes at once
 
     Model& model_;
     const Sizes& s_;

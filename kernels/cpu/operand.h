@@ -41,6 +41,8 @@ inline bool reads_floats(WeightKind kind) { return kind == WeightKind::kFloat ||
 inline bool reads_bf16(WeightKind kind) {
     return kind == WeightKind::kAmxBf16 || kind == WeightKind::kDotBf16 || is_coded(kind);
 }
+// The most that a tile takes.
+inline int64_t panels_at_once(WeightKind kind) { return kind == WeightKind::kFloat ? 4 : 1; }
 
 struct Operand {
     WeightKind kind;

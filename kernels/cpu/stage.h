@@ -28,14 +28,23 @@ inline void relax() {
 #endif
 }
 
+// The length of pieces with which `num_threads` of one speed share `length` most evenly: `shortest`, or up to twice that.
+inline int64_t even_piece(int64_t length, int64_t shortest, int64_t num_threads) {
+    const auto longest_share = [&](int64_t piece) { return ceil_div(ceil_div(length, piece), num_threads) * piece; };
+    int64_t best = shortest;
+    for (int64_t piece = shortest + 1; piece <= 2 * shortest; ++piece)
+        if (longest_share(piece) < longest_share(best)) best = piece;
+    return best;
+}
+
 class alignas(64) Stage {
 public:
-    // body(begin, end) for all pieces of [begin, end), each a multiple of `unit` long but the last. The body must live
-    // until `settle` returns.
+    static constexpr int64_t kMostPieces = 0xffff;
+
+    // body(begin, end) for all pieces of [begin, end), each `piece` long but the last; kMostPieces of them at most. The
+    // body must live until `settle` returns.
     template <typename Body>
-    void offer(int64_t begin, int64_t end, int64_t unit, int64_t num_pieces, const Body& body) {
-        const int64_t num_units = ceil_div(end - begin, unit);
-        const int64_t piece = ceil_div(num_units, std::min(num_pieces, kMostPieces)) * unit;
+    void offer(int64_t begin, int64_t end, int64_t piece, const Body& body) {
         begin_.store(begin, std::memory_order_relaxed);
         end_.store(end, std::memory_order_relaxed);
         piece_.store(piece, std::memory_order_relaxed);
@@ -76,8 +85,6 @@ public:
     }
 
 private:
-    static constexpr int64_t kMostPieces = 0xffff;
-
     static uint64_t pack(uint32_t offer, uint64_t first, uint64_t end) {
         return uint64_t(offer) << 32 | first << 16 | end;
     }

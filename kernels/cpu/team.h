@@ -99,7 +99,7 @@ public:
     }
 
     // body(begin, end) for pieces of [begin, end), this rank's share of a stage, each a multiple of `unit` long but the
-    // last. Others take pieces from it when they have nothing to do; about `pieces` for each thread there is, and none
+    // last. Others take pieces from it when they have nothing to do; at most `pieces` for each thread there is, and none
     // shorter than `least`. What a piece writes is seen by this rank after the call, by others after a barrier.
     template <typename Body>
     void divide(int64_t rank, int64_t begin, int64_t end, int64_t unit, int64_t least, const Body& body,
@@ -111,7 +111,10 @@ public:
         }
         places_->note(rank);
         Stage& stage = stages_[size_t(rank)];
-        stage.offer(begin, end, unit, std::min(pieces * num_threads / size_, (end - begin) / least), body);
+        const int64_t num_units = ceil_div(end - begin, unit);
+        const int64_t most = std::min(pieces * num_threads / size_, Stage::kMostPieces);
+        const int64_t shortest = std::max(ceil_div(num_units, most), ceil_div(least, unit));
+        stage.offer(begin, end, unit * even_piece(num_units, shortest, ceil_div(num_threads, size_)), body);
         if (guests_) guests_->news();
         stage.work();
         for (int64_t other = 1; other < size_; ++other)

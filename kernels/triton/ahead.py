@@ -11,11 +11,13 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.ops import DecoderShape
 from kernels.triton import attention, gemm
+from kernels.triton.sampling_edits import penalize
 from kernels.triton.selection import Choice, draw
 from kernels.triton.tiles import Mode, Tiles
 
@@ -54,7 +56,8 @@ def compile_products(products: Iterable[tuple[Tensor, Tensor | None, torch.dtype
 
 
 def compile_sampling(vocab_size: int, device: torch.device) -> None:
-    """Top-k and top-p, each, both and neither."""
+    """Top-k and top-p, each, both and neither; penalties."""
     scores = torch.zeros(1, vocab_size, device=device)
+    penalize(scores, np.zeros((3, 1), np.int32), np.ones((3, 1), np.float32))
     for top_k, top_p in itertools.product((0, 1), (1.0, 0.5)):
         draw(scores, [Choice(0, 0, 0.0, 1.0, top_k, top_p, 0.0, 0, 0)])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -30,4 +33,16 @@ def why_unavailable() -> str | None:
         name = torch.cuda.get_device_name()
         needed, found = (f"{major}.{minor}" for major, minor in (MIN_CAPABILITY, capability))
         return f"the triton backend needs compute capability {needed} or more: {name} has {found}"
+    return _why_no_launchers()
+
+
+def _why_no_launchers() -> str | None:
+    """Triton compiles a few lines of C for each kind of launch, with what it finds where it looks here."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "the triton backend needs a C compiler to start kernels: install gcc, or set `CC`"
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    headers = sysconfig.get_paths(scheme=scheme)["include"]
+    if not Path(headers, "Python.h").exists():
+        return f"the triton backend needs Python.h to start kernels, not in {headers}: install python3-dev"
     return None

@@ -50,8 +50,9 @@ class TritonBackend:
         self.quantization = Quantization.NONE
         self.device = torch.device(device or ("cpu" if interpreting() else "cuda"))
         if self.device.type == "cuda":
+            index = self.device.index  # torch's own calls refuse a device without one
+            self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
             torch.cuda.set_device(self.device)
-            self.device = torch.device("cuda", torch.cuda.current_device())
             self.tiles = tiles or tiles_for(torch.cuda.get_device_capability(self.device))
         else:
             self.tiles = tiles or INTERPRETER

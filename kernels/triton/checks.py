@@ -6,7 +6,11 @@ right but no kernel here takes it; then the reference computes it.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.ops import pool_head_dim
@@ -59,6 +63,15 @@ def aligned(tensor: Tensor) -> Tensor:
     of its sums, must not follow from where a row happens to lie."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def rows_on_device(rows: NDArray[Any], device: torch.device) -> Tensor:
+    """[k, n] of the host → `device`, each row at an address kernels are compiled for, whatever n is: else
+    the first batch of another size would wait for a compiler."""
+    count, step = rows.shape[1], ALIGNMENT // rows.itemsize
+    padded = np.zeros((len(rows), -(-count // step) * step), rows.dtype)
+    padded[:, :count] = rows
+    return torch.from_numpy(padded).to(device)[:, :count]
 
 
 def head_rows(tensor: Tensor) -> Tensor:

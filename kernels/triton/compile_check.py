@@ -86,6 +86,8 @@ def cases(capability: int, *, quick: bool) -> Iterator[Case]:
         for mode, pick, keep in (
             (Mode.EXACT, "long", "all"),
             (Mode.EXACT, "token", "each"),
+            (Mode.EXACT, "token", "all"),
+            (Mode.EXACT, "single", "each"),
             (Mode.EXACT, "single", "all"),
             (Mode.FAST, "token", "fold"),
         ):

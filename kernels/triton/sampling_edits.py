@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.ops import SamplingParameters, SamplingRequest
+from kernels.triton.checks import rows_on_device
 from kernels.triton.jit.sampling import penalize_kernel
 from kernels.triton.launch import cdiv, launch
 
@@ -108,9 +109,7 @@ def _penalize(scores: Tensor, requests: Sequence[SamplingRequest], seen: Sequenc
             counts += own_counts
     if not ids:
         return
-    device = scores.device
     entries = np.stack([np.concatenate(rows), np.array(ids, np.int32), np.array(counts, np.int32)])
-    on_device = torch.from_numpy(entries).to(device)
     with np.errstate(over="ignore"):
         penalties = np.array(
             [
@@ -119,10 +118,16 @@ def _penalize(scores: Tensor, requests: Sequence[SamplingRequest], seen: Sequenc
             ],
             np.float64,
         ).astype(np.float32)
-    columns = torch.from_numpy(np.ascontiguousarray(penalties.T)).to(device)
+    penalize(scores, entries, penalties.T)
+
+
+def penalize(scores: Tensor, entries: NDArray[np.int32], penalties: NDArray[np.float32]) -> None:
+    """`entries` [3, n]: row, id, how often it was generated; `penalties` [3, rows]: repetition, frequency,
+    presence."""
+    num_entries = entries.shape[1]
     launch(
-        penalize_kernel, (cdiv(len(ids), _BLOCK),), scores, *on_device, *columns, len(ids), scores.stride(0),
-        BLOCK=_BLOCK,
+        penalize_kernel, (cdiv(num_entries, _BLOCK),), scores, *rows_on_device(entries, scores.device),
+        *rows_on_device(penalties, scores.device), num_entries, scores.stride(0), BLOCK=_BLOCK,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.triton.checks import rows_on_device
 from kernels.triton.jit.sampling import draw_kernel, select_kernel, sum_parts_kernel
 from kernels.triton.launch import cdiv, launch, next_power_of_2
 
@@ -108,10 +109,10 @@ def _rows_of(scores: Tensor, choices: Sequence[Choice]) -> Rows:
         ],
         np.int64,
     )
-    places, on_device, seeds, positions = torch.from_numpy(integers).to(device)
+    places, on_device, seeds, positions = rows_on_device(integers, device)
     inverses = inverse_temperatures([choice.temperature for choice in choices])
     floats = np.array([[c.peak for c in choices], inverses, [c.min_p for c in choices]], np.float32)
-    peaks, inverse, least = torch.from_numpy(floats).to(device)
+    peaks, inverse, least = rows_on_device(floats, device)
     shares = torch.tensor([kept_share(choice.top_p) for choice in choices], dtype=torch.float64).to(device)
     return Rows(
         scores=scores,

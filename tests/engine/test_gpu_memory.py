@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine.batch import Row
 from cluster.engine.gpu_memory import (
     GIB,
     NUM_SCRATCH_BLOCKS,
     DeviceMemory,
     check_weights_fit,
     free_of_part,
-    largest_steps,
+    largest_step,
     size_pool,
 )
 from cluster.errors import ConfigError
@@ -99,13 +98,10 @@ def test_refusals_name_what_is_needed_what_is_free_and_the_way_out() -> None:
 
 
 def test_the_largest_steps_are_as_wide_and_long_as_a_worker_can_be_given() -> None:
-    mixed, decode = largest_steps(512, 3, 100, 32)
+    mixed, decode = (largest_step(chunk_tokens, 3, 100, 32) for chunk_tokens in (512, 0))
     assert [len(row.token_ids) for row in mixed.rows] == [100, 1, 1]
     assert [len(row.token_ids) for row in decode.rows] == [1, 1, 1]
-
-    def covered(row: Row) -> bool:
-        end = row.start + len(row.token_ids)
-        return end == 100 and len(row.block_ids) == 4 and set(row.block_ids) == {0} and row.sample is not None
-
-    assert all(map(covered, (*mixed.rows, *decode.rows)))
-    assert largest_steps(64, 1, 100, 32)[0].num_tokens == 64
+    for plan, end in ((mixed, 100), (decode, 1)):
+        assert {row.start + len(row.token_ids) for row in plan.rows} == {end}
+        assert all(list(row.block_ids) == [0] * 4 and row.sample is not None for row in plan.rows)
+    assert largest_step(64, 1, 100, 32).num_tokens == 64

@@ -45,6 +45,19 @@ def test_capability(installed, monkeypatch, capability, fits):
     assert why_unavailable() == expected
 
 
+def test_without_what_launchers_are_compiled_with(installed, monkeypatch, tmp_path):
+    """Triton itself would say so when the first kernel is started."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(availability.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    needs = "the triton backend needs"
+    missing = f"{needs} Python.h to start kernels, not in {tmp_path}: install python3-dev"
+    assert why_unavailable() == missing
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(availability.shutil, "which", lambda name: None)
+    assert why_unavailable() == f"{needs} a C compiler to start kernels: install gcc, or set `CC`"
+
+
 def test_the_interpreter_needs_no_device(installed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

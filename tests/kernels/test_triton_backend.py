@@ -125,3 +125,20 @@ def test_what_is_compiled_ahead_runs_and_writes_nothing():
     assert torch.equal(pool, before)
     ahead.compile_products([(random(8, 200), random(8), torch.float32)], tiles.INTERPRETER)
     ahead.compile_sampling(9, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("asked", "index"), [(None, 1), ("cuda", 1), ("cuda:0", 0)])
+def test_a_device_without_a_number_is_the_current_one(asked, index, monkeypatch):
+    """torch refuses it as it is; what it says here needs no GPU."""
+    with pytest.raises(ValueError, match="specified index"):
+        torch.cuda.set_device(torch.device("cuda"))
+    made_current = []
+    monkeypatch.setattr(backend_module, "why_unavailable", lambda: None)
+    monkeypatch.setattr(backend_module, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
+    backend = TritonBackend(device=asked)
+    assert backend.device == torch.device("cuda", index)
+    assert backend.tiles.name == "sm90"
+    assert made_current == [index]

@@ -37,6 +37,8 @@ NCCL_SETTINGS = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
 )
 
 
@@ -46,6 +48,8 @@ def test_nccl_is_told_not_to_end_the_process_and_how_long_to_wait() -> None:
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "10"
+    assert environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"  # else a lost edge closes a minute later
+    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
 def test_what_the_user_has_set_stays() -> None:

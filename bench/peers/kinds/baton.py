@@ -10,17 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.load.figures.slo import Slo, SloMetric
 from bench.peers.kinds.common import model_step
 from bench.peers.peer import PORT, Peer, Places
 
+PROMISES = {SloMetric.TTFT: "--slo-ttft-ms", SloMetric.TPOT: "--slo-tpot-ms", SloMetric.GAP: "--slo-gap-ms"}
 CODED = "the GGUF's own codes, as bf16 weights give, bit for bit"
 
 
-def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[Peer]:
+def baton_peers(
+    places: Places, cores: Sequence[int], *, is_text: bool, slos: Sequence[Slo] = ()
+) -> list[Peer]:
+    """`slos`: of the search. Baton schedules by what it promises, so it is told, as an operator would tell it."""
     guesses: tuple[str, ...] = ("--speculation", "off")
     why = "off: answers to random ids repeat themselves, so guesses gain too much"
     if is_text:
         guesses, why = (), "on, its default: guesses from the request's own prompt and answer"
+    promises = [
+        word
+        for slo in slos
+        if slo.metric in PROMISES
+        for word in (PROMISES[slo.metric], f"{slo.bound_s * 1e3:g}")
+    ]
 
     def peer(
         name: str,
@@ -32,7 +43,7 @@ def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[
         why_unusual: str | None = None,
     ) -> Peer:
         serve = (places.python, "-m", "cluster.cli", "serve", "--launcher", "local")
-        argv = (*serve, "--model", places.model, "--port", PORT, *guesses)
+        argv = (*serve, "--model", places.model, "--port", PORT, *guesses, *promises)
         coded_bits = None if is_int8 or expands else places.coded_bits
         formats: tuple[str, ...] = ("--quantization", "int8", "--kv-dtype", "int8") if is_int8 else ()
         formats += ("--gguf-weights", "expand") if expands else ()
@@ -58,6 +69,7 @@ def baton_peers(places: Places, cores: Sequence[int], *, is_text: bool) -> list[
                 "workers": note,
                 **({"formats": " ".join(formats)} if formats else {}),
                 **({"placement": "--placement remote (default: elastic)"} if placement else {}),
+                **({"targets": f"{' '.join(promises)}: those of the search"} if promises else {}),
                 "launcher": "--launcher local: no request passes Ray, and it would take some of a core",
                 "speculation": why,
                 "everything else": "defaults of `baton serve`",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.load.figures.slo import parse_slos
 from bench.peers.catalogue import all_peers
 from bench.peers.options import closed_loops
 from bench.peers.peer import Peer, Places, why_not
@@ -80,6 +81,16 @@ def test_on_text_everyone_guesses_and_reuses_as_it_does_by_default() -> None:
         assert {*peer.argv} <= {*PEERS[name].argv}, name
         assert any("default" in peer.settings.get(key, "") for key in ("speculation", "prompt lookup")), name
     assert not any(peer.makes_guesses for peer in PEERS.values())
+
+
+def test_baton_is_told_what_a_search_asks_for_and_promises_that() -> None:
+    slos = parse_slos("ttft=0.5s,tpot=50ms,gap=0.2s,e2e=9s")
+    told = {peer.name: peer for peer in all_peers(PLACES, [0, 1], slos=slos)}
+    promises = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50", "--slo-gap-ms", "200")
+    for name, peer in PEERS.items():
+        extra = [word for word in told[name].argv if word not in peer.argv]
+        assert tuple(extra) == (promises if peer.is_baton else ()), name
+        assert ("targets" in told[name].settings) == peer.is_baton, name
 
 
 def test_the_row_with_every_prompt_remote_is_measured_only_if_named() -> None:

@@ -1,0 +1,116 @@
+// A row's scores of one partition to weights of its values, and what the row keeps of it: a running maximum and sum.
+//
+// Where weights are fp32, so is what `exp` computes. Where they end as bf16 or as 15-bit integers (`attention_bytes.h`), a
+// power of two with a shorter polynomial does, to 4e-6. No more vectors are computed than hold keys that the row sees;
+// weights after them are 0.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "attention.h"
+#include "simd.h"
+#include "threads.h"
+
+namespace baton {
+
+// e^x for x <= 0, as `exp` of simd.h computes it, and 0 from where 2^n is no normal number; a NaN stays one.
+inline Vec exp_of_negative(Vec x) {
+    const Vec magic = splat(kMagic);
+    const Vec clamped = max(splat(-88.0f), x);       // in this order a NaN passes
+    const Vec shifted = fma(clamped, splat(1.44269504088896341f), magic);
+    const Vec n = shifted - magic;
+    Vec r = fma(n, splat(-0.693359375f), clamped);
+    r = fma(n, splat(2.12194440e-4f), r);
+    Vec p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+    return p * Vec((IntVec(shifted) - IntVec(magic - 127.0f)) << 23);  // 2^n, n >= -126, or 0
+}
+
+// 2^t * p(t - floor(t)), p being 2^f on [0, 1] to 4e-6, with p(0) = 1.
+inline Vec power_of_two(Vec t) {
+#if defined(BATON_AVX512)
+    const Vec f = Vec(_mm512_reduce_ps(__m512(t), 0x09));  // 0 of an infinity
+#else
+    Vec f;
+    for (int64_t l = 0; l < kWidth; ++l) f[l] = std::isinf(t[l]) ? 0.0f : t[l] - std::floor(t[l]);
+#endif
+    Vec p = splat(0.013555747456848621f);
+    p = fma(p, f, splat(0.05203237012028694f));
+    p = fma(p, f, splat(0.2413797676563263f));
+    p = fma(p, f, splat(0.6930321455001831f));
+    p = fma(p, f, splat(1.0f));
+#if defined(BATON_AVX512)
+    return Vec(_mm512_scalef_ps(__m512(p), __m512(t)));
+#else
+    for (int64_t l = 0; l < kWidth; ++l)
+        p[l] = t[l] == t[l] ? std::ldexp(p[l], int(std::max(std::floor(t[l]), -300.0f))) : t[l];
+    return p;
+#endif
+}
+
+// e^x for x <= 0, as near as weights of type W need it: of bf16, and of integers (void).
+template <typename W>
+inline Vec weight_of(Vec x) {
+    if constexpr (std::is_same_v<W, float>)
+        return exp_of_negative(x);
+    else
+        return power_of_two(x * 1.44269504088896341f);
+}
+
+// Rounded as by `store`, subnormals perhaps to zero.
+inline void store_fast(float* target, Vec value) { store(target, value); }
+inline void store_fast(bf16* target, Vec value) {
+#if defined(BATON_AVX512) && defined(__AVX512BF16__)
+    const __m256bh narrow = _mm512_cvtneps_pbh(value);
+    std::memcpy(target, &narrow, sizeof narrow);
+#else
+    store(target, value);
+#endif
+}
+
+// Keys of a partition whose weights are computed: whole vectors of them.
+inline int64_t num_weighed(int64_t visible) { return ceil_div(visible, kWidth) * kWidth; }
+
+// A row's scores past `visible` that are weighed become -inf; returns the running maximum with them.
+inline float mask_scores(float* scores, int64_t visible, float running_max) {
+    const int64_t end = num_weighed(visible);
+    for (int64_t j = visible; j < end; ++j) scores[j] = -kInfinity;
+    Vec highest = load(scores);
+    for (int64_t j = kWidth; j < end; j += kWidth) highest = max(highest, load(scores + j));
+    return std::max(running_max, max_lanes(highest));
+}
+
+// The running pair with a partition's weights; returns the factor for what was accumulated before.
+template <typename W>
+inline float extend(Vec total, float new_max, float& running_max, float& running_sum) {
+    const float rescale = weight_of<W>(splat(running_max - new_max))[0];
+    running_max = new_max;
+    running_sum = running_sum * rescale + sum_lanes(total);
+    return rescale;
+}
+
+// Scores [kPartition] of one row to weights exp(score - max), in place, as W from the row's start; rescales and extends
+// the running pair. Returns the factor for what was accumulated before.
+template <typename W>
+inline float softmax_row(float* scores, int64_t visible, float& running_max, float& running_sum) {
+    const float new_max = mask_scores(scores, visible, running_max);
+    const int64_t end = num_weighed(visible);
+    W* const weights = reinterpret_cast<W*>(scores);  // written no further than scores are read
+    Vec total = {};
+    for (int64_t j = 0; j < end; j += kWidth) {
+        const Vec some = weight_of<W>(load(scores + j) - new_max);
+        store_fast(weights + j, some);
+        total += some;
+    }
+    std::memset(static_cast<void*>(weights + end), 0, size_t(kPartition - end) * sizeof(W));
+    return extend<W>(total, new_max, running_max, running_sum);
+}
+
+}  // namespace baton
