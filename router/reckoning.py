@@ -288,7 +288,9 @@ class Formulas:
         shared_s = price_s / (worker.rows + worker.coming_rows + 1)
         shared_s = pool.instead(shared_s, spread_s > self.settings.gather_fill * self.limit_s, price_s)
         left_s = pool.at_least(self.limit_s - step_s, 1e-9)
-        shared_s += pool.at_most((spread_s - step_s) / left_s, 1.0) * miss_s
+        missing = (spread_s - step_s) / left_s
+        missing -= 0.5 / max(1.0, self.ask.expected_output)  # it waits for half a step without chunks
+        shared_s += pool.at_most(pool.at_least(missing, 0.0), 1.0) * miss_s
         return pool.unless(shared_s, price_s > least_s, 0.0)
 
     def with_kv_taken(self, worker: Figure, spread_s: Figure, moving: Figure) -> Figure:
