@@ -1,4 +1,4 @@
-// The arithmetic of attention on a few query rows at a time; `attention.cpp` says what orders it keeps.
+// The arithmetic of attention on a few query rows at a time; `attention_item.h` says what orders it keeps.
 //
 // Rows are fp32, `dim` floats apart; scores and weights are kPartition floats apart. Keys and values come in the panels
 // of `attention_panels.h`.

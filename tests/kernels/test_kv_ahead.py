@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kernels.cpu import build
+from tests.support.compiled_source import compiled
 
 LINE = 64
 NUM_LAYERS, BLOCK_SIZE = 3, 16
@@ -23,13 +22,8 @@ NUM_PANELS, TILES = 40, 3
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("kv_ahead") / "list.so"
     source = Path(__file__).with_name("kv_ahead_list.cpp")
-    flags = [flag for flag in build.FLAGS if flag != "-O3"]
-    command = [build._compiler(), *flags, "-O0", "-Wall", "-Wextra", "-Werror", "-shared"]
-    command += ["-I", str(build.SOURCE_DIR), str(source), "-o", str(path)]
-    subprocess.run(command, check=True, timeout=300)
-    library = ctypes.CDLL(str(path))
+    library = compiled(source, tmp_path_factory.mktemp("kv_ahead"))
     library.list_asked.restype = library.list_most_bytes.restype = ctypes.c_int64
     return library
 

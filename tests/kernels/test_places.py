@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kernels.cpu import build
+from tests.support.compiled_source import compiled
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores that it may choose"
@@ -22,12 +21,8 @@ MOST = 15  # of the tries: the kernel may move a thread at any time
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("places") / "places.so"
     source = Path(__file__).with_name("places_moves.cpp")
-    command = [build._compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-pthread"]
-    command += ["-shared", "-I", str(build.SOURCE_DIR), str(source), "-o", str(path)]
-    subprocess.run(command, check=True, timeout=300)
-    library = ctypes.CDLL(str(path))
+    library = compiled(source, tmp_path_factory.mktemp("places"))
     library.places_core_after_waking.restype = ctypes.c_int64
     return library
 

@@ -21,7 +21,7 @@ CODED = "the GGUF's own codes, as bf16 weights give, bit for bit"
 def baton_peers(
     places: Places, cores: Sequence[int], *, is_text: bool, slos: Sequence[Slo] = ()
 ) -> list[Peer]:
-    """`slos`: of the search. Baton schedules by what it promises, so it is told, as an operator would tell it."""
+    """`slos`: of the search. Baton schedules by what it promises, so it is told, as by an operator."""
     guesses: tuple[str, ...] = ("--speculation", "off")
     why = "off: answers to random ids repeat themselves, so guesses gain too much"
     if is_text:
