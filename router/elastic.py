@@ -170,7 +170,7 @@ class _Decision:
         moving_s = pool.column(self._fleet.exposed_s(prefill, num_bytes, settings.handoff_s))
         can = pool.map(of.can_decode, pool.workers, decodes, step_s, moving_s)
         spread_s = pool.map(of.spread_s, step_s, moving_s)
-        good = pool.map(of.has_room, can, spread_s)
+        good = pool.map(of.has_room, pool.workers, can, step_s, spread_s)
         if decodes[prefill]:  # it has the prompt's KV already
             can[prefill] = step_s[prefill] <= gap_s
             good[prefill] = can[prefill] and step_s[prefill] <= of.limit_s * settings.local_bonus
@@ -181,8 +181,8 @@ class _Decision:
             best = pool.oldest_of(near, step_s, settings.tie, ask.near_decode)
             is_near = can[prefill] and step_s[prefill] <= step_s[best] * settings.local_bonus
             return prefill if is_near else best
-        miss_s = pool.same(of.miss_s(pool.worker(prefill)))
-        cost = pool.map(of.decode_cost, pool.workers, self._decode_of_each(), step_s, spread_s, miss_s)
+        miss = pool.same(of.miss_cost(pool.worker(prefill)))
+        cost = pool.map(of.decode_cost, pool.workers, self._decode_of_each(), step_s, spread_s, miss)
         near = pool.near(cost, settings.near, good)
         if decodes[prefill] and prefill in near:
             return prefill

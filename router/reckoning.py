@@ -256,33 +256,38 @@ class Formulas:
         half of one in the mean."""
         return step_s + (moving_s + self.limit_s / 2) / max(1.0, self.ask.expected_output)
 
-    def has_room(self, can: Figure, spread_s: Figure) -> Figure:
-        """For a row computed elsewhere, within the target."""
-        return can & (spread_s <= self.settings.far_fill * self.limit_s)
+    def has_room(self, worker: Figure, can: Figure, step_s: Figure, spread_s: Figure) -> Figure:
+        """For a row computed elsewhere, within the target: if it has to wait for a step with chunks and its
+        answer is half as long as is expected, too. Where rows gather, what that costs is weighed."""
+        strict_s = step_s + 2 * (spread_s - step_s) + self.limit_s / max(1.0, self.ask.expected_output)
+        gathers = worker.haste * self.limit_s + worker.mixed_s > self.least_price_s
+        return can & (self.pool.instead(strict_s, gathers, spread_s) <= self.settings.far_fill * self.limit_s)
 
     def decode_cost(
-        self, worker: Figure, decode_s: Figure, step_s: Figure, spread_s: Figure, miss_s: Figure
+        self, worker: Figure, decode_s: Figure, step_s: Figure, spread_s: Figure, miss: Figure
     ) -> Figure:
-        cost = (decode_s + self._price_s(worker, step_s, spread_s, miss_s)) / worker.per_token_s
+        price_s, missing = self._price(worker, step_s, spread_s)
+        cost = (decode_s + price_s) / worker.per_token_s
         cost *= worker.worth
-        return cost
+        return cost + missing * miss
 
-    def miss_s(self, computed_at: Worker) -> float:
+    def miss_cost(self, computed_at: Worker) -> float:
         """What it costs, per token, if the answer misses its target: the work of a request in vain, and of as
-        many as must be served for each that may miss."""
+        many as must be served for each that may miss. As other costs, in tokens computed there."""
         num_tokens, answer = self.ask.num_tokens, self.ask.expected_output
         work_s = num_tokens * (computed_at.per_token_s + computed_at.per_attention_s * num_tokens / 2)
         work_s += answer * (computed_at.per_token_s + computed_at.per_context_s * num_tokens)
+        work_s *= computed_at.worth / computed_at.per_token_s
         return work_s / (self.settings.may_miss * max(1.0, answer))
 
-    def _price_s(self, worker: Figure, step_s: Figure, spread_s: Figure, miss_s: Figure) -> Figure:
+    def _price(self, worker: Figure, step_s: Figure, spread_s: Figure) -> tuple[Figure, Figure]:
         """A row's share of what it costs that anybody decodes there: the price of mixed steps, and prompts
         that are in time only if nobody does. So rows gather, and prompts elsewhere have all of a step. But
         rows computed elsewhere begin late, by half a step, and where answers are short that costs more: the
         share of answers that end before it is made up for misses the target."""
         pool, least_s = self.pool, self.least_price_s
         if pool.most(worker.mixed_s) <= least_s and pool.most(worker.haste) <= 0:
-            return 0.0
+            return 0.0, 0.0
         price_s = worker.haste * self.limit_s
         price_s += worker.mixed_s
         shared_s = price_s / (worker.rows + worker.coming_rows + 1)
@@ -290,8 +295,9 @@ class Formulas:
         left_s = pool.at_least(self.limit_s - step_s, 1e-9)
         missing = (spread_s - step_s) / left_s
         missing -= 0.5 / max(1.0, self.ask.expected_output)  # it waits for half a step without chunks
-        shared_s += pool.at_most(pool.at_least(missing, 0.0), 1.0) * miss_s
-        return pool.unless(shared_s, price_s > least_s, 0.0)
+        missing = pool.at_most(pool.at_least(missing, 0.0), 1.0)
+        has_price = price_s > least_s
+        return pool.unless(shared_s, has_price, 0.0), pool.unless(missing, has_price, 0.0)
 
     def with_kv_taken(self, worker: Figure, spread_s: Figure, moving: Figure) -> Figure:
         moving = self.ask.num_tokens if moving is None else moving
