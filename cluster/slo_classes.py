@@ -135,8 +135,8 @@ def classify(
             share = 0.0
         share = max(share * shared, min_share)
         wait_s = (work_s + mixed_s) / share
-        if decode.num_rows and wait_s > tpot_s:
-            wait_s += tpot_s / 2  # a first token comes when its step ends
+        if decode.num_rows and num_kept > 1 and wait_s > tpot_s:
+            wait_s += tpot_s / 2  # a first token comes when its step ends, with those of others
         own_s.append(cost_s / share)
         if now + wait_s > prompt.deadline_s:
             _, index, cost_s, extra_s, victim = heapq.heappop(kept)

@@ -111,13 +111,13 @@ def test_overload_demotes_the_costliest_and_keeps_the_order_of_the_rest() -> Non
 
 def test_a_prompt_that_takes_several_steps_is_on_time_if_the_last_one_ends_in_time() -> None:
     step_s, decode = 0.1, beside(1, 1)
-    for num_tokens, half_s in ((8_000, step_s / 2), (3_000, 0.0)):  # one step ends when its prompt is due
-        prompt = waiting(num_tokens)
-        left = 1 - (MODEL.fixed_s + MODEL.per_token_s + MODEL.per_context_s + prompt.load_s) / step_s
-        takes_s = prefill_s(MODEL, num_tokens, 0) / left
+    for num_tokens, half_s in ((8_000, step_s / 2), (2_000, 0.0)):  # one step ends when its prompt is due
+        other, prompt = waiting(500), waiting(num_tokens)
+        left = 1 - (MODEL.fixed_s + MODEL.per_token_s + MODEL.per_context_s + 2 * prompt.load_s) / step_s
+        takes_s = (prefill_s(MODEL, 500, 0) + prefill_s(MODEL, num_tokens, 0)) / left
         for more_s, num_demoted in ((-1e-3, 1), (1e-3, 0)):
             prompt.deadline_s = takes_s + half_s + more_s
-            assert len(classify([prompt], 0.0, MODEL, decode, step_s, 0.03).demoted) == num_demoted
+            assert len(classify([other, prompt], 0.0, MODEL, decode, step_s, 0.03).demoted) == num_demoted
 
 
 def test_expected_decode_counts_as_cost() -> None:
