@@ -33,9 +33,7 @@ class ElasticSettings:
     prefill_only_worth: float = 0.25  # of a second of a worker that cannot decode, against one that can
     handoff_s: float = 0.002
     kv_headroom: float = 0.05  # of the pool, for growth
-    price_from: float = (
-        0.05  # of a step: what it costs that anybody decodes at a worker is ignored if less ...
-    )
+    price_from: float = 0.05  # of a step: what it costs that anybody decodes there is ignored if less ...
     lag_over: float = 0.25  # ... or less than half a step spread over this share of an answer
     gather_fill: float = 0.95  # share of a step up to which rows gather where mixed steps have a price
     may_miss: float = 0.1  # share of requests
@@ -260,8 +258,13 @@ class Formulas:
         """For a row computed elsewhere, within the target: if it has to wait for a step with chunks and its
         answer is half as long as is expected, too. Where rows gather, what that costs is weighed."""
         strict_s = step_s + 2 * (spread_s - step_s) + self.limit_s / max(1.0, self.ask.expected_output)
-        gathers = worker.haste * self.limit_s + worker.mixed_s > self.least_price_s
-        return can & (self.pool.instead(strict_s, gathers, spread_s) <= self.settings.far_fill * self.limit_s)
+        if not self._none_gathers(worker):
+            gathers = worker.haste * self.limit_s + worker.mixed_s > self.least_price_s
+            strict_s = self.pool.instead(strict_s, gathers, spread_s)
+        return can & (strict_s <= self.settings.far_fill * self.limit_s)
+
+    def _none_gathers(self, worker: Figure) -> bool:
+        return self.pool.most(worker.mixed_s) <= self.least_price_s and self.pool.most(worker.haste) <= 0
 
     def decode_cost(
         self, worker: Figure, decode_s: Figure, step_s: Figure, spread_s: Figure, miss: Figure
@@ -286,7 +289,7 @@ class Formulas:
         rows computed elsewhere begin late, by half a step, and where answers are short that costs more: the
         share of answers that end before it is made up for misses the target."""
         pool, least_s = self.pool, self.least_price_s
-        if pool.most(worker.mixed_s) <= least_s and pool.most(worker.haste) <= 0:
+        if self._none_gathers(worker):
             return 0.0, 0.0
         price_s = worker.haste * self.limit_s
         price_s += worker.mixed_s

@@ -194,15 +194,25 @@ def main() -> None:
     parser.add_argument("--length", type=float, help="seconds of arrivals (default: as `baton simulate`)")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="keep cells that the output already has")
-    parser.add_argument("--keep-fixed", action="store_true", help="of the output; only elastic again")
+    parser.add_argument(
+        "--keep-fixed", action="store_true", help="only elastic again, of the cells in the output"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench/results/simulated-losses.json"))
     given = parser.parse_args()
     paths = {name: Path(path) for name, _, path in (text.partition("=") for text in given.trace)}
     kept: dict[str, dict[str, Any]] = {}
+    how = {"seeds": given.seeds, "length_s": given.length}
     if given.out.exists():
-        kept = {one["cell"]: one for one in json.loads(given.out.read_text())["cells"]}
+        there = json.loads(given.out.read_text())
+        if {key: there.get(key) for key in how} != how:
+            parser.error(
+                f"{given.out} was made with other --seeds or --length: give the same, or another --out"
+            )
+        kept = {one["cell"]: one for one in there["cells"]}
     wanted = [cell for cell in cells(tuple(paths), given.num) if given.only in cell.name]
-    if given.resume:
+    if given.keep_fixed:
+        wanted = [cell for cell in wanted if cell.name in kept]
+    elif given.resume:
         wanted = [cell for cell in wanted if cell.name not in kept]
     known = kept if given.keep_fixed else {}
     work = partial(measure, paths=paths, num_seeds=given.seeds, length_s=given.length, known=known)
@@ -212,12 +222,17 @@ def main() -> None:
                 continue
             kept[result["cell"]] = result
             sys.stderr.write(f"{result['over_best']:.2f} {result['cell']}\n")
-            content = {"seeds": given.seeds, "cells": list(kept.values())}
+            content = {**how, "cells": list(kept.values())}
             write_atomically(given.out, [json.dumps(json_safe(content), indent=1).encode(), b"\n"])
+    if not kept:
+        parser.error("nobody meets the targets in any of these cells: draw more (--num)")
+    length = "" if given.length is None else f" --length {given.length:g}"
     head = (
         f"python -m bench.simulator.losses {' '.join(f'--trace {name}=FILE' for name in paths)} "
-        f"--num {given.num} --seeds {given.seeds}\n"
-        f"Requests per second with 90 % in the SLO, mean of {given.seeds} seeds\n\n"
+        f"--num {given.num} --seeds {given.seeds}{length}\n"
+        f"Requests per second with 90 % in the SLO, {given.seeds} seeds. xA/xB: prompts A and answers B\n"
+        "times as long; +Nms: a mixed step takes that much more than its parts. Cells whose targets nobody\n"
+        "meets are left out.\n\n"
     )
     table = text_table(list(kept.values()))
     write_atomically(given.out.with_suffix(".txt"), [(head + table).encode()])

@@ -55,11 +55,13 @@ class CudaCapture:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         try:
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                work()
-                with _asking_nothing():
+            try:
+                with torch.cuda.stream(self._stream):
                     work()
-            current.wait_stream(self._stream)
+                    with _asking_nothing():
+                        work()
+            finally:
+                current.wait_stream(self._stream)
             # Other threads of the process may use the device meanwhile.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"

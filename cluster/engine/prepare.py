@@ -38,7 +38,7 @@ from cluster.engine.weights_pack import packed_tensors
 from cluster.errors import BatonError, ModelError
 from cluster.progress import ConversionProgress
 from kernels.coded import requested_form
-from kernels.ops import Backend
+from kernels.ops import NUMERICS, Backend
 from kernels.quantization import Quantization
 
 Progress = Callable[[str, int, int], None]  # phase ("": it ended), bytes done, bytes in all (0: not known)
@@ -102,7 +102,7 @@ def numeric_runtime(backend: Backend) -> str:
         unit = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     else:
         unit = torch.cuda.get_device_name(backend.device)
-    return f"torch {torch.__version__} on {unit}"
+    return f"torch {torch.__version__} on {unit}, kernels {NUMERICS}"
 
 
 def packed_layout(source: ModelSource, dtype: Dtype, backend: Backend) -> str:

@@ -20,7 +20,8 @@ class PreparedModel:
     """`directory` holds config.json, generation_config.json, the tokenizer's files and the packed weights.
 
     Equal fingerprints give equal bits: it covers the weights' content, the spec, dtype, backend, packed
-    layout (which names the quantization), and the numeric runtime (torch version and instruction set).
+    layout (which names the quantization), and the numeric runtime (torch version, instruction set, and the
+    kernels' `NUMERICS`).
     """
 
     directory: Path

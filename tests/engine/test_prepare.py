@@ -110,6 +110,15 @@ def test_fingerprint_follows_content_not_place(checkpoint: Any, prepare: Any, tm
     assert len({p.fingerprint for p in [original, *others]}) == 4
 
 
+def test_fingerprint_follows_the_arithmetic(checkpoint: Any, prepare: Any, monkeypatch: Any) -> None:
+    source = checkpoint("llama").directory
+    before = prepare(source)
+    monkeypatch.setattr("cluster.engine.prepare.NUMERICS", 0)
+    after = prepare(source)
+    assert after.directory == before.directory, "nothing is converted anew"
+    assert after.fingerprint != before.fingerprint
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_quantizations_of_one_model_live_side_by_side(
     backend: str, checkpoint: Any, prepare: Any, caplog: pytest.LogCaptureFixture
