@@ -25,7 +25,7 @@ Algorithm:
      they would end before the hand-off is made up for. Among equal ones P itself, which
      needs no transfer; else the one whose steps, with the hand-off spread over the answer and the KV newly
      taken, are shortest: what a D has cached need neither move nor be held twice. With a gap limit, the
-     exposed transfer must fit into it.
+     exposed transfer must fit into it, with the rest of a step in flight.
   3. When D has no room within the target anywhere, the request decodes where it adds least above the target.
 
 Load is that of the moment when the prefill will have ended: rows leave at the rate at which rows end, and all

@@ -51,6 +51,18 @@ def test_unequal_kinds_do_what_they_are_comparatively_good_at() -> None:
     assert decision.prefill < 2 <= decision.decode
 
 
+def test_with_a_gap_limit_nobody_is_handed_to_a_step_with_chunks_that_it_would_wait_for() -> None:
+    pool, targets = fleet([H100, H20]), msgspec.structs.replace(TARGETS, gap_s=0.03)
+    decision = place(pool, Ask(1_000, 200.0), targets, SETTINGS)
+    assert isinstance(decision, Place)
+    assert (decision.prefill, decision.decode) == (0, 1)
+    pool.work_s[1] = 0.05  # its step in flight may be as long as the target
+    decision = place(pool, Ask(1_000, 200.0), targets, SETTINGS)
+    assert isinstance(decision, Place)
+    assert (decision.prefill, decision.decode) == (0, 0)
+    assert placed(pool, 1_000).decode == 1, "without the limit it may wait"
+
+
 def test_decode_stays_where_the_others_are_full() -> None:
     pool = fleet([H100, H20])
     pool.rows[1], pool.context[1] = 200, 200_000
