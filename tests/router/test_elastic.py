@@ -147,22 +147,19 @@ def test_rows_gather_where_steps_are_mostly_what_each_step_takes() -> None:
     assert elsewhere.decode != 1
 
 
-def test_short_answers_do_not_gather() -> None:
-    """They would begin half a step late, and end before that is made up for."""
+@pytest.mark.parametrize(
+    ("num_tokens", "rows", "context", "targets", "long", "short"),
+    [
+        pytest.param(1_500, 30, 45_000, Targets(5.0, 0.09), 200.0, 12.0, id="begins half a step late"),
+        pytest.param(2_000, 4, 8_000, Targets(0.5, 0.008), 100.0, 7.0, id="steps of 6.3 ms gain 1.6 each"),
+    ],
+)
+def test_answers_that_would_end_before_they_have_caught_up_do_not_gather(
+    num_tokens: int, rows: int, context: int, targets: Targets, long: float, short: float
+) -> None:
     pool = fleet([msgspec.structs.replace(H100, mixed_s=5e-3)] * 3)
-    pool.rows[1], pool.context[1] = 30, 45_000
-    targets = Targets(5.0, 0.09)
-    decode = [place(pool, Ask(1_500, answer), targets, SETTINGS).decode for answer in (200.0, 12.0)]  # type: ignore[union-attr]
-    assert decode[0] == 1
-    assert decode[1] != 1
-
-
-def test_an_answer_that_would_end_before_it_has_caught_up_stays_where_it_is_computed() -> None:
-    """Steps of 6.3 ms gain 1.6 ms each: it takes four tokens until a hand-off is made up for."""
-    pool = fleet([msgspec.structs.replace(H100, mixed_s=5e-3)] * 3)
-    pool.rows[1], pool.context[1] = 4, 8_000
-    targets = Targets(0.5, 0.008)
-    decode = [place(pool, Ask(2_000, answer), targets, SETTINGS).decode for answer in (100.0, 7.0)]  # type: ignore[union-attr]
+    pool.rows[1], pool.context[1] = rows, context
+    decode = [place(pool, Ask(num_tokens, answer), targets, SETTINGS).decode for answer in (long, short)]  # type: ignore[union-attr]
     assert decode[0] == 1
     assert decode[1] != 1
 
