@@ -6,10 +6,13 @@
 3. `Planner.decide` changes what is only if the gain has been above `gain` for `patience` decisions in a row.
 
 Algorithm: a worker has `step - fixed` seconds of each step for tokens. One that decodes may not spend more on
-reading KV than its target leaves beside the weights; one that does both pays `mixed_s` per step. A rate is
-feasible if decode fits into the workers that may decode, taken in order of comparative advantage (decode
-seconds over prefill seconds, least first), and prefill into what is left of those that may prefill. The rate
-is found by bisection.
+reading KV than its target leaves beside the weights. One that does both pays `mixed_s` per step, or has few
+steps with chunks, worth that several times (`SloSettings.worth`), and reads its weights for rows alone in all
+others. Rows whose prompts were computed elsewhere begin late: steps must be so much shorter that few answers
+end before that is made up for (`handoff_margin_s`); where no step is short enough, nothing is handed over.
+Rows come and go at random, so one that only decodes has fewer than fit. A rate is feasible if decode fits
+into the workers that may decode, taken in order of comparative advantage (decode seconds over prefill
+seconds, least first), and prefill into what is left of those that may prefill. It is found by bisection.
 
 Order: among equal predictions the split with the most workers that do both.
 
@@ -20,10 +23,12 @@ Bounds: O(splits x kinds x 40); pure, no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from cluster.slo_budget import SloSettings
 from cluster.slo_classes import Targets
 from cluster.step_model import StepModel, chunk_attention
 
@@ -52,6 +57,9 @@ class KindWork:
     prefill_s: float
     decode_s: float
     reading_s: float  # the part of decode that reads KV
+    num_tokens: float  # of an answer
+    spread: float  # of the keys that rows read: mean of the squares over square of the mean
+    margin_s: float  # see `handoff_margin_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +69,35 @@ class RolePlan:
 
 
 SHARE_SERVED = 0.9
+MAY_MISS = 0.07  # share of answers whose prompts were computed elsewhere
+HANDOFF_S = 0.002
+_WORTH = SloSettings().worth
 NO_RATE = 1e-6  # requests per second: none, for who searches by bisection
 
 
-def work_of(requests: Sequence[tuple[int, int]], kinds: Sequence[Kind]) -> tuple[KindWork, ...]:
-    """Per kind; the costliest tenth (on the first kind) left out, and all counted."""
+def work_of(
+    requests: Sequence[tuple[int, int]],
+    kinds: Sequence[Kind],
+    targets: Targets,
+    share_served: float = SHARE_SERVED,
+) -> tuple[KindWork, ...]:
+    """Per kind; the costliest (on the first kind) are left out, and all counted."""
     first = kinds[0].model
     ordered = sorted(requests, key=lambda one: sum(_costs(first, *one)[:2]))
-    served = ordered[: max(1, int(SHARE_SERVED * len(ordered)))]
+    served = ordered[: max(1, int(share_served * len(ordered)))]
+    answers = [num_output for _, num_output in ordered]
+    num_tokens = sum(answers) / len(answers)
+    rows = [(answer, num_prompt + answer / 2) for num_prompt, answer in ordered]  # steps, keys
+    num_keys = sum(steps * keys for steps, keys in rows)
+    spread = sum(answers) * sum(steps * keys * keys for steps, keys in rows) / num_keys**2
     works = []
     for kind in kinds:
         sums = [
             sum(parts) / len(ordered)
             for parts in zip(*(_costs(kind.model, *one) for one in served), strict=True)
         ]
-        works.append(KindWork(*sums))
+        margin_s = handoff_margin_s(answers, kind.model, targets.tpot_s)
+        works.append(KindWork(sums[0], sums[1], sums[2], num_tokens, spread, margin_s))
     return tuple(works)
 
 
@@ -83,6 +105,27 @@ def _costs(model: StepModel, num_prompt: int, num_output: int) -> tuple[float, f
     reading_s = num_output * model.per_context_s * (num_prompt + num_output / 2)
     prefill_s = model.per_token_s * num_prompt + model.per_attention_s * chunk_attention(0, num_prompt)
     return prefill_s, num_output * model.per_token_s + reading_s, reading_s
+
+
+def handoff_margin_s(answers: Sequence[int], model: StepModel, tpot_s: float) -> float:
+    """By how much steps must be shorter than the target, so that no more than `MAY_MISS` of the answers miss
+    it for beginning late: by the hand-off, and a part of a step in flight, any as likely. Infinite if an
+    empty worker's steps are too long for that."""
+    step_s = model.fixed_s + model.floor_s
+    most_s = tpot_s - step_s
+    num_gaps = [answer - 1 for answer in answers if answer > 1]
+
+    def missing(margin_s: float) -> float:
+        in_time = sum(min(1.0, max(0.0, (margin_s * gaps - HANDOFF_S) / step_s)) for gaps in num_gaps)
+        return (len(num_gaps) - in_time) / len(answers)
+
+    if most_s <= 0 or missing(most_s) > MAY_MISS:
+        return math.inf
+    low_s, high_s = 0.0, most_s
+    for _ in range(20):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (middle_s, high_s) if missing(middle_s) > MAY_MISS else (low_s, middle_s)
+    return high_s
 
 
 def predicted_rate(
@@ -104,6 +147,22 @@ def predicted_rate(
 def _is_feasible(
     rate: float, kinds: Sequence[Kind], roles: Sequence[Roles], works: Sequence[KindWork], targets: Targets
 ) -> bool:
+    """With the workers that only prefill, or without them: answers may be too short for a hand-off."""
+    with_them = sum(role.num_prefill for role in roles) > 0
+    return any(
+        _serves(rate, kinds, roles, works, targets, far) for far in ((True, False) if with_them else (False,))
+    )
+
+
+def _serves(
+    rate: float,
+    kinds: Sequence[Kind],
+    roles: Sequence[Roles],
+    works: Sequence[KindWork],
+    targets: Targets,
+    far: bool,
+) -> bool:
+    """`far`: prompts are computed by workers that only prefill, too."""
     step_s = min(targets.tpot_s, targets.gap_s)
     places: list[tuple[float, int, bool]] = []  # (decode seconds per prefill second, kind, both)
     for at, (kind, role) in enumerate(zip(kinds, roles, strict=True)):
@@ -113,23 +172,50 @@ def _is_feasible(
         places += [(ratio - 1e9, at, False)] if role.num_decode else []  # nothing else to do there
         places += [(ratio, at, True)] if role.num_both else []
     undone = rate  # requests per second still to be decoded
-    prefill = sum(
-        role.num_prefill * max(0.0, 1 - kind.model.fixed_s / max(targets.ttft_s / 4, step_s)) / work.prefill_s
-        for kind, role, work in zip(kinds, roles, works, strict=True)
-    )
+    prefill = 0.0
+    for kind, role, work in zip(kinds, roles, works, strict=True):
+        busy = max(0.0, 1 - kind.model.fixed_s / max(targets.ttft_s / 4, step_s))
+        prefill += role.num_prefill * busy / work.prefill_s if far else 0.0
     for _, at, is_both in sorted(places):
-        kind, role, work = kinds[at], roles[at], works[at]
-        count = role.num_both if is_both else role.num_decode
-        left_s = step_s - kind.model.fixed_s - (kind.mixed_s if is_both else 0.0)
-        limit = (
-            count * (step_s - kind.model.fixed_s - kind.model.floor_s) / step_s / max(work.reading_s, 1e-12)
-        )
-        limit = min(limit, count * max(0.0, left_s) / step_s / work.decode_s)
-        done = min(undone, limit)
-        undone -= done
         if is_both:
-            prefill += max(0.0, count * left_s / step_s - done * work.decode_s) / work.prefill_s
+            count = roles[at].num_both
+            done, computed = _both(kinds[at], works[at], undone / count, step_s, far)
+            undone -= done * count
+            prefill += computed * count
+        else:
+            undone -= min(undone, roles[at].num_decode * _decodes(kinds[at], works[at], step_s))
     return undone <= 1e-9 * rate and prefill >= rate
+
+
+def _decodes(kind: Kind, work: KindWork, step_s: float) -> float:
+    """Requests per second of a worker that only decodes."""
+    model = kind.model
+    weights_s = model.fixed_s + model.floor_s
+    left_s = step_s - weights_s - work.margin_s
+    if left_s <= 0:
+        return 0.0
+    row_s = max(work.reading_s / work.num_tokens, 1e-12)
+    most = left_s / row_s
+    half = work.spread / 2
+    rows = most + half - math.sqrt(2 * half * most + half * half)  # a standard deviation more still fits
+    within = (step_s - work.margin_s - model.fixed_s) / step_s / work.decode_s
+    return min(rows / (work.num_tokens * (weights_s + rows * row_s)), within)
+
+
+def _both(kind: Kind, work: KindWork, wanted: float, step_s: float, far: bool) -> tuple[float, float]:
+    """Of a worker that does both: requests per second decoded, of so many `wanted`, and prompts computed."""
+    model = kind.model
+    most_s = max(0.0, step_s - work.margin_s if far else step_s)
+    room = max(0.0, most_s - model.fixed_s - model.floor_s) / step_s
+    mixed = max(0.0, most_s - model.fixed_s - kind.mixed_s) / step_s  # all steps have chunks
+    limit = max(room / max(work.reading_s, 1e-12), _decodes(kind, work, step_s))
+    done = min(wanted, limit, mixed / work.decode_s)
+    ways = [(done, max(0.0, mixed - done * work.decode_s) / work.prefill_s)]
+    if kind.mixed_s:  # few have
+        done = min(wanted, limit)
+        left = max(0.0, room - done * work.reading_s)
+        ways.append((done, left * _WORTH / (_WORTH + 1) / work.prefill_s))
+    return max(ways)
 
 
 def best_roles(
@@ -140,7 +226,7 @@ def best_roles(
     may_only_decode: bool = True,
 ) -> tuple[RolePlan, RolePlan]:
     """(the best, all doing both)."""
-    works = work_of(requests, kinds)
+    works = work_of(requests, kinds, targets)
     both = tuple(Roles(0, 0, kind.count) for kind in kinds)
     found = plain = RolePlan(both, predicted_rate(kinds, both, works, targets))
     for roles in product(*(_splits(kind.count, may_only_decode) for kind in kinds)):
@@ -181,7 +267,7 @@ class Planner:
     ) -> PlannerState:
         """The next state; its roles differ from the present ones only after `patience` decisions."""
         best, _ = best_roles(kinds, requests, targets, may_only_decode=self.may_only_decode)
-        now = predicted_rate(kinds, state.roles, work_of(requests, kinds), targets)
+        now = predicted_rate(kinds, state.roles, work_of(requests, kinds, targets), targets)
         if best.roles == state.roles or best.rate < max(NO_RATE, now * (1 + self.gain)):
             return PlannerState(state.roles)
         since = state.since + 1 if state.candidate == best.roles else 1

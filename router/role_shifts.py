@@ -101,7 +101,7 @@ class Question:
         return Answer(PlannerState(self.state.roles), self._step_to(state.roles))
 
     def _step_to(self, wanted: tuple[Roles, ...]) -> Shift | None:
-        works = work_of(self.requests, self.kinds)
+        works = work_of(self.requests, self.kinds, self.targets)
         present = self.state.roles
 
         def rate(roles: tuple[Roles, ...]) -> float:

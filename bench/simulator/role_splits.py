@@ -64,7 +64,7 @@ def compare(
     kinds, targets = kinds_of(pool), setup.targets
     requests = [(row.input_tokens, row.output_tokens) for row in rows[::SAMPLE]]
     best, _ = best_roles(kinds, requests, targets, may_only_decode=False)
-    works = work_of(requests, kinds)
+    works = work_of(requests, kinds, targets)
     for numbers in product(*(range(kind.count + 1) for kind in kinds)):
         split = tuple(
             Roles(number, 0, kind.count - number) for number, kind in zip(numbers, kinds, strict=True)

@@ -15,22 +15,10 @@
 
 namespace baton {
 
-// e^x for x <= 0, as `exp` of simd.h computes it, and 0 from where 2^n is no normal number; a NaN stays one.
+// e^x for x <= 0, as `exp` of simd.h computes it, and 0 from where 2^power is no normal number; a NaN stays one.
 inline Vec exp_of_negative(Vec x) {
-    const Vec magic = splat(kMagic);
-    const Vec clamped = max(splat(-88.0f), x);       // in this order a NaN passes
-    const Vec shifted = fma(clamped, splat(1.44269504088896341f), magic);
-    const Vec n = shifted - magic;
-    Vec r = fma(n, splat(-0.693359375f), clamped);
-    r = fma(n, splat(2.12194440e-4f), r);
-    Vec p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r) + 1.0f;
-    return p * Vec((IntVec(shifted) - IntVec(magic - 127.0f)) << 23);  // 2^n, n >= -126, or 0
+    const ExpParts parts = exp_parts(max(splat(-88.0f), x));  // in this order a NaN passes
+    return parts.rest * Vec((parts.power + 127) << 23);       // 2^power, power >= -127, or 0
 }
 
 // 2^t * p(t - floor(t)) for t <= 0, p being 2^f on [0, 1] to 4e-6, with p(0) = 1; a NaN stays one.

@@ -274,16 +274,16 @@ inline float max_lanes(Vec value) {
     return low > high ? low : high;
 }
 
-// e^x by range reduction to |r| <= ln2/2 and a degree-6 polynomial (Cephes); within 2 ulp.
-// Below -87.3 the result is exactly 0, above 88.3 infinity; a NaN stays a NaN.
-inline Vec exp(Vec x) {
-    const Vec smallest = splat(-87.3f), largest = splat(88.3f);
-    Vec clamped = max(x, smallest);
-    clamped = clamped < largest ? clamped : largest;
+// e^x = 2^power * rest, by range reduction to |r| <= ln2/2 and a degree-6 polynomial of e^r (Cephes).
+struct ExpParts {
+    IntVec power;
+    Vec rest;
+};
+inline ExpParts exp_parts(Vec x) {
     const Vec magic = splat(kMagic);
-    Vec shifted = fma(clamped, splat(1.44269504088896341f), magic);
-    Vec n = shifted - magic;
-    Vec r = fma(n, splat(-0.693359375f), clamped);
+    const Vec shifted = fma(x, splat(1.44269504088896341f), magic);
+    const Vec n = shifted - magic;
+    Vec r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
     Vec p = splat(1.9875691500e-4f);
     p = fma(p, r, splat(1.3981999507e-3f));
@@ -291,9 +291,16 @@ inline Vec exp(Vec x) {
     p = fma(p, r, splat(4.1665795894e-2f));
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r) + 1.0f;
-    IntVec exponent = (IntVec(shifted) - IntVec(magic)) << 23;
-    Vec result = Vec(IntVec(p) + exponent);
+    return {IntVec(shifted) - IntVec(magic), fma(p, r * r, r) + 1.0f};
+}
+
+// e^x within 2 ulp. Below -87.3 the result is exactly 0, above 88.3 infinity; a NaN stays a NaN.
+inline Vec exp(Vec x) {
+    const Vec smallest = splat(-87.3f), largest = splat(88.3f);
+    Vec clamped = max(x, smallest);
+    clamped = clamped < largest ? clamped : largest;
+    const ExpParts parts = exp_parts(clamped);
+    Vec result = Vec(IntVec(parts.rest) + (parts.power << 23));
     result = x < smallest ? Vec{} : result;
     result = x > largest ? splat(kInfinity) : result;
     return x != x ? x : result;

@@ -352,5 +352,5 @@ def test_roles_change_only_for_a_lasting_gain() -> None:
     assert seen[:2] == [Roles(0, 0, 8)] * 2
     assert seen[2] != Roles(0, 0, 8)
     assert planner.decide(state, kinds, AZURE_LIKE, TARGETS).roles == state.roles
-    works = work_of(AZURE_LIKE, kinds)
+    works = work_of(AZURE_LIKE, kinds, TARGETS)
     assert predicted_rate(kinds, state.roles, works, TARGETS) > 0

@@ -18,9 +18,11 @@ from cluster.slo_budget import bearable_s, step_budget_s
 from cluster.slo_classes import DecodeBatch, Targets
 from cluster.slo_schedule import SloScheduler, SloSettings
 from cluster.wire.messages import Role
+from router.dedication import Dedication, assigned
 from router.elastic import Ask, ElasticSettings, Place, choose_decode, place
 from router.fleet import Fleet
 from router.output_lengths import OutputLengths
+from router.planner import Kind
 from router.prompt_lengths import PromptLengths
 
 LATE_RESERVE = 0.15  # of the KV, left to requests that are on time
@@ -45,12 +47,15 @@ class ElasticPolicy:
         self._scheduling = scheduling or SloSettings()
         self._lengths = OutputLengths()
         self._prompts = PromptLengths()
+        self._prefilling: list[bool] | None = (
+            None  # by worker: it only prefills, else only decodes; None: both
+        )
         self._caches = use_prefix_cache
         self._workers: Sequence[Worker] = ()
         self._schedulers: list[SloScheduler[Request]] = []
         self._num_queued: list[int] = []  # by worker: prompts in its scheduler
         self._fleet = Fleet([], [], [])
-        self._are_equal = False  # the workers
+        self._dedication: Dedication | None = None  # of a pool of equals
         self._num_placed = 0
         self.num_local = self.num_moved = 0
 
@@ -63,7 +68,10 @@ class ElasticPolicy:
             [one.hardware.kv_tokens for one in workers],
             [one.hardware.link_bytes_s for one in workers],
         )
-        self._are_equal = self._roles is None and len({id(one.hardware) for one in workers}) == 1
+        if self._roles is None and len({id(one.hardware) for one in workers}) == 1:
+            hardware = workers[0].hardware
+            kind = Kind(hardware.name, len(workers), hardware.model, hardware.model.mixed_s)
+            self._dedication = Dedication(kind, self._targets)
         if self._roles is not None:
             self._fleet.can_send[:] = [role is Role.PREFILL for role in self._roles]
             self._fleet.can_decode[:] = ~self._fleet.can_send
@@ -78,7 +86,7 @@ class ElasticPolicy:
             )
         cached = self._cached(request)
         ask = self._ask(request, cached)
-        if cached is None and self._are_equal:
+        if cached is None and self._dedication is not None and self._prefilling is None:
             model = self._workers[0].model
             index = idle_worker(self._fleet, ask, model, self._targets, self._settings)
             if index is not None:
@@ -235,6 +243,24 @@ class ElasticPolicy:
     def ended(self, request: Request, worker: Worker) -> None:
         self._release(request)
         self._lengths.add(request.num_prompt, request.num_output)
+        if (own := self._dedication) is None:
+            return
+        num_running, context = float(self._fleet.rows.sum()), float(self._fleet.context.sum())
+        if own.ended(request.num_prompt, request.num_output, num_running, context):
+            self._dedicate(own.num_prefill)
+
+    def _dedicate(self, num_prefill: int | None) -> None:
+        fleet, count = self._fleet, len(self._workers)
+        price_s = self._workers[0].model.mixed_s
+        if num_prefill is None:
+            self._prefilling = None
+            fleet.can_prefill[:] = fleet.can_decode[:] = True
+            fleet.mixed_s[:] = price_s
+            return
+        self._prefilling = assigned(num_prefill, fleet.rows.tolist(), self._prefilling or [False] * count)
+        fleet.can_prefill[:] = self._prefilling
+        fleet.can_decode[:] = ~fleet.can_prefill
+        fleet.mixed_s[:] = np.where(fleet.can_prefill, price_s, 0.0)  # who only decodes never pays
 
     def preempted(self, request: Request, worker: Worker, now: float) -> int:
         request.num_computed = 0
