@@ -3,7 +3,8 @@
 1. `graph_runner` captures the steps of given numbers of rows, as a worker does when it starts.
 2. `decode_on` runs the last steps up to a case's context on any runner. By the wall a step is the launch of
    its graph, the device's time, and the tokens' way to the host; its inputs were prepared during the step
-   before. What it takes beyond the device's time is the host's gap, without that of a scheduler.
+   before. What it takes beyond the device's time for the same graph is the host's gap, without that of a
+   scheduler.
 """
 
 from __future__ import annotations
@@ -37,11 +38,17 @@ class Served:
     step_s: float  # median by the wall, without the first
 
 
-def graph_runner(
-    runner: ModelRunner, pool: Tensor, backend: Backend, sizes: Sequence[int]
-) -> tuple[GpuRunner, int]:
-    """And how many steps were captured: `DrawKind`s for each of `sizes`, numbers of rows, ascending, unless
-    one could not be. `pool` is that of `runner`; its last block is for padding."""
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """`num_captured`: `DrawKind`s for each number of rows, unless one could not be."""
+
+    runner: GpuRunner
+    graphs: DecodeGraphs
+    num_captured: int
+
+
+def graph_runner(runner: ModelRunner, pool: Tensor, backend: Backend, sizes: Sequence[int]) -> Captured:
+    """`sizes`: numbers of rows, ascending. `pool` is that of `runner`; its last block is for padding."""
     device = backend.device
     with torch.inference_mode():
         sampler = backend.make_device_sampler(sizes[-1], runner.decoder.spec.vocab_size)
@@ -50,7 +57,7 @@ def graph_runner(
         inputs = DecodeInputs(sizes[-1], runner.max_model_len, pool.shape[3], scratch, device)
         graphs = DecodeGraphs(runner.decoder, pool, sampler, inputs, sizes)
         num_captured = graphs.capture(CudaCapture(device) if device.type == "cuda" else eager)
-    return GpuRunner(runner, graphs, device), num_captured
+    return Captured(GpuRunner(runner, graphs, device), graphs, num_captured)
 
 
 def decode_on(runner: Runner, case: Case, num_blocks: int, vocab_size: int, num_steps: int) -> Served:

@@ -13,6 +13,8 @@ from triton.errors import TritonError
 
 from kernels.triton.availability import interpreting
 
+_OF_DRIVER = "Triton Error ["
+
 
 class KernelError(RuntimeError):
     """A kernel cannot be compiled for this device, or asks for more than it has."""
@@ -43,10 +45,20 @@ def launch(
         kernel[grid](
             *arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False, **constants
         )
-    except TritonError as error:
+    except (TritonError, RuntimeError) as error:
+        if not _is_of_compiler(error):
+            raise
         name = kernel.fn.__name__
         first_line = str(error).strip().split("\n", maxsplit=1)[0]
         raise KernelError(f"`{name}`: {first_line}") from error
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """A pass that fails raises a plain `RuntimeError`, as the driver does, whose errors say so; torch has
+    classes of its own."""
+    if isinstance(error, TritonError):
+        return True
+    return type(error) is RuntimeError and not str(error).startswith(_OF_DRIVER)
 
 
 def next_power_of_2(value: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,16 +9,40 @@ from pathlib import Path
 
 import pytest
 
+from kernels.triton import compile_check
+from kernels.triton.compile_check import why_not
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def why_not() -> str | None:
-    found = importlib.util.find_spec("triton")
-    if found is None or found.origin is None:
-        return "triton is not installed"
-    tools = Path(found.origin).parent / "backends/nvidia/bin"
-    missing = [tool for tool in ("ptxas", "cuobjdump") if not (tools / tool).exists()]
-    return f"this build of triton brings no {' and no '.join(missing)}" if missing else None
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """The command's exit status, or what it says with status 1."""
+    monkeypatch.setattr(sys, "argv", ["compile_check", *arguments])
+    monkeypatch.setattr(compile_check, "interpreting", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        compile_check.main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize("capability", ["hopper", "9", "90", "7.5", ""])
+def test_what_is_no_capability_is_refused(
+    capability: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--capability", capability) == 2
+    assert f"`{capability}`: one like 9.0, of at least 8.0" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_check.importlib.util, "find_spec", lambda name: None)
+    assert run(monkeypatch) == "kernels are compiled with the package `triton`: pip install triton"
+
+
+def test_a_label_that_no_kernel_has_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_check, "why_not", lambda: None)
+    monkeypatch.setattr(
+        compile_check, "cases", lambda capability, quick: iter([compile_check.Case("a", None, {})])
+    )
+    assert run(monkeypatch, "--only", "b") == "no kernel's label begins with `b`"
 
 
 @pytest.mark.slow
