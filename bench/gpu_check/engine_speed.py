@@ -126,9 +126,8 @@ class _Model:
         cells["tok/s"] = round(case.num_tokens / min(steps.values()))
         if {"exact", "fast"} <= steps.keys():
             cells["fast/exact"] = round(steps["fast"] / steps["exact"], 3)
-        reached = ()
-        if case.num_queries == 1:
-            reached = decode_step(self._name, case.num_seqs, least_s, steps, gaps_us)
+        is_decode = case.num_queries == 1
+        reached = decode_step(self._name, case.num_seqs, least_s, steps, gaps_us) if is_decode else ()
         return Line(f"{self._name} {case.name}", cells, holds=holds, goals=reached)
 
     def _decode(self, runner: Runner, case: Case) -> Served:
