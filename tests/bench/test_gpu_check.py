@@ -145,6 +145,22 @@ def test_a_result_that_cannot_be_written_is_told_before_anything_is_measured(
     assert f"--out: cannot write {out}: No such file or directory" in capsys.readouterr().err
 
 
+def test_what_must_be_exact_is_whatever_mode_the_user_serves_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def run(name: str, *_: object, **__: object) -> Part:
+        seen.append(os.environ.get("BATON_GPU_MODE"))
+        return Part(name=name, title=name)
+
+    monkeypatch.setenv("BATON_GPU_MODE", "fast")
+    monkeypatch.setattr(__main__, "_device_or_exit", lambda: "some card")
+    monkeypatch.setattr(__main__, "_run_in_process", run)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--only", "handover"])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert (ended.value.code, seen) == (0, [None])
+
+
 @needs_kernels
 def test_every_part_has_a_process_and_the_other_way_round() -> None:
     from bench.gpu_check.parts import PARTS

@@ -45,15 +45,10 @@ def test_a_label_that_no_kernel_has_is_no_success(monkeypatch: pytest.MonkeyPatc
     assert run(monkeypatch, "--only", "b") == "no kernel's label begins with `b`"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_kernels_compile_for_hopper() -> None:
-    """In one type and shape each; the command alone compiles them all, in two minutes."""
-    if reason := why_not():
-        pytest.skip(reason)
+def compiled(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "kernels.triton.compile_check", "--capability", "9.0", "--quick"],
+    return subprocess.run(
+        [sys.executable, "-m", "kernels.triton.compile_check", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -61,6 +56,27 @@ def test_kernels_compile_for_hopper() -> None:
         timeout=590,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_has_no_room_on_a_smaller_device_is_seen() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    common = compiled("--capability", "8.9", "--only", "attention bf16 group 4 head_dim 128 exact long")
+    assert common.returncode == 0, common.stdout + common.stderr
+    wide = compiled("--capability", "8.9", "--only", "attention bf16 group 8 head_dim 256 exact single all")
+    assert wide.returncode == 1
+    assert "bytes of shared memory, of 101376" in wide.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels_compile_for_hopper() -> None:
+    """In one type and shape each; the command alone compiles them all, in two minutes."""
+    if reason := why_not():
+        pytest.skip(reason)
+    result = compiled("--capability", "9.0", "--quick")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()[1:]
     assert len(lines) > 20
