@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+from subprocess import CalledProcessError
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.kernels.triton_support import DEVICE, random, require
 backend_module = require("kernels.triton.backend")
 fallback = require("kernels.triton.fallback")
 launch = require("kernels.triton.launch")
+CompilationError = require("triton.compiler.errors").CompilationError
 TritonError = require("triton.errors").TritonError
 tiles = require("kernels.triton.tiles")
 TritonBackend, Mode = backend_module.TritonBackend, tiles.Mode
@@ -78,6 +81,8 @@ def test_a_kernel_that_does_not_compile_is_tried_once(caplog):
     [
         (TritonError("out of resource: shared memory"), True),
         (RuntimeError("PassManager::run failed"), True),
+        (CalledProcessError(1, ["gcc", "main.c"]), True),
+        (CompilationError("a = 1", ast.parse("a = 1").body[0], "shapes do not fit"), True),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False),
         (torch.OutOfMemoryError("CUDA out of memory."), False),
         (ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"), False),
@@ -97,6 +102,8 @@ def test_what_the_compiler_refuses_is_told_from_what_the_device_does(error, is_o
     with pytest.raises(launch.KernelError if is_of_compiler else type(error)) as raised:
         launch.launch(Kernel(), (1,))
     assert isinstance(raised.value, launch.KernelError) is is_of_compiler
+    if isinstance(error, CompilationError):  # its first line says where, not what
+        assert str(raised.value).endswith(": shapes do not fit")
 
 
 def test_an_error_of_the_caller_is_not_swallowed():
