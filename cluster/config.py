@@ -21,6 +21,7 @@ DtypeName = Literal["bf16", "fp32"]
 BackendName = Literal["cpu", "triton", "auto", "reference"]
 GgufWeightsName = Literal["auto", "small", "expand"]  # as `kernels.coded` spells them
 CpuIsaName = Literal["auto", "simd", "avx512-bf16", "amx"]
+GpuModeName = Literal["exact", "fast"]  # as `kernels.triton.tiles` spells them
 QuantizationName = Literal["none", "int8", "int8-weights"]  # as `kernels.quantization` spells them
 EdgeKind = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]  # as `cluster.kv.edges` spells them
 KvDtypeName = Literal["auto", "int8"]
@@ -111,6 +112,13 @@ class ClusterConfig(RequestConfig, frozen=True, kw_only=True, forbid_unknown_fie
         BackendName,
         Meta(description="kernel backend; triton: on a GPU; auto: on a GPU where a worker finds one"),
     ] = "cpu"
+    gpu_mode: Annotated[
+        GpuModeName,
+        Meta(
+            description="of the triton backend; exact: a request's tokens are its own, bit for bit; fast: "
+            "the vendor's matrix products, tokens may depend on what else is computed"
+        ),
+    ] = "exact"
     cpu_isa: Annotated[
         CpuIsaName,
         Meta(description="instructions of matrix products; auto: AMX, else AVX-512 BF16, else fp32"),

@@ -356,5 +356,6 @@ def kernel_environment(config: ClusterConfig) -> dict[str, str]:
     return {
         "BATON_CACHE_DIR": str(Path(config.cache_dir).expanduser()),
         "BATON_CPU_ISA": config.cpu_isa,
+        "BATON_GPU_MODE": config.gpu_mode,
         "BATON_GGUF_WEIGHTS": config.gguf_weights,
     }

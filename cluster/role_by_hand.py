@@ -30,7 +30,7 @@ ROUTER_ADDRESS: Final = "tcp:127.0.0.1:8500"
 
 _EVERY_ROLE: Final = (
     *("model", "served_model_name", "dtype", "quantization", "gguf_weights"),
-    *("backend", "cpu_isa", "cache_dir"),
+    *("backend", "gpu_mode", "cpu_isa", "cache_dir"),
     *("block_size", "slo_ttft_ms", "slo_tpot_ms", "slo_gap_ms", "drain_grace_s", "start_timeout_s"),
     *("cluster_token_file", "log_dir", "log_level", "log_format"),
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import ClusterConfig, EdgeKind, QuantizationName
+from cluster.config import ClusterConfig, EdgeKind, GpuModeName, QuantizationName
 from cluster.errors import ConfigError
 from cluster.launch_plan import Site, choose_edge, describe_gpus, kernel_environment, plan_roles
 from cluster.launch_prepare import prepare_command
@@ -17,6 +17,7 @@ from cluster.role_config import KV_ADDRESS_BY_ROUTE, RouterConfig, WorkerConfig,
 from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.messages import Role
 from kernels.quantization import Quantization
+from kernels.triton.tiles import Mode
 
 SITE = Site(
     served_model_name="m",
@@ -186,7 +187,8 @@ def test_no_argument_or_environment_carries_the_token() -> None:
 
 
 def test_kernels_hear_which_instructions_to_use_in_every_process() -> None:
-    config = ClusterConfig(cpu_isa="simd", gguf_weights="small")
+    config = ClusterConfig(cpu_isa="simd", gguf_weights="small", gpu_mode="fast")
+    assert kernel_environment(config)["BATON_GPU_MODE"] == "fast"
     assert kernel_environment(config)["BATON_CPU_ISA"] == "simd"
     assert kernel_environment(config)["BATON_GGUF_WEIGHTS"] == "small"
     for spec in plan_roles(config, SITE):
@@ -207,8 +209,9 @@ def test_workers_hear_whether_to_speculate() -> None:
         assert {worker.config.speculation for worker in workers} == {speculation}  # type: ignore[union-attr]
 
 
-def test_settings_spell_quantizations_as_the_kernels_do() -> None:
+def test_settings_spell_quantizations_and_modes_as_the_kernels_do() -> None:
     assert get_args(QuantizationName) == tuple(Quantization)
+    assert get_args(GpuModeName) == tuple(Mode)
 
 
 def test_workers_share_cores_where_there_is_a_board() -> None:

@@ -4,7 +4,8 @@
    (a) every kernel against the reference, (b) invariance, (c) prefill and decode in two processes over
    `cuda_ipc`, (d) an `nccl` edge, (e) rates of kernels and of the engine. A part that fails or dies is told
    with what it had found, and the next one begins.
-2. A text table is printed, and with `--out` everything is written as JSON, again after each part.
+2. A text table is printed, at its end what is aimed at beside what was found (`goals`), and with `--out`
+   everything is written as JSON, again after each part.
 
 `--interpret` runs the same flow on a CPU, in Triton's interpreter, on tiny shapes, with `shm` and `gloo` in
 place of the edges between GPUs. Exit status 1 if something asserted does not hold.
@@ -25,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from bench.gpu_check.report import Head, Line, Part, Report, render, render_lines
+from kernels.triton.tiles import MODE_VARIABLE
 
 PART_NAMES = ("correctness", "invariance", "handover", "edge", "kernels", "engine")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -42,21 +44,34 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.interpret:
         os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.pop(MODE_VARIABLE, None)  # both are measured, and what must be exact is
     if arguments.part is not None:
         _write_part(arguments.part, arguments.out)
         return
     device = _device_or_exit()
     deadline_s = time.monotonic() + arguments.seconds
     report = Report(device=device, interpreted=arguments.interpret, versions=_versions(), parts=())
+    if arguments.out is not None and (reason := _write(report, arguments.out)):
+        parser.error(f"--out: {reason}")  # now, not after minutes
     for name in PART_NAMES:
         if arguments.only is None or name in arguments.only:
             part = _run_in_process(name, deadline_s, interpret=arguments.interpret)
             print("\n".join([f"\n{part.title}", *render_lines(part.lines), part.error or ""]), flush=True)
             report = msgspec.structs.replace(report, parts=(*report.parts, part))
-            if arguments.out is not None:  # whoever stops this finds what there is
-                arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+            # whoever stops this finds what there is
+            if arguments.out is not None and (reason := _write(report, arguments.out)):
+                print(reason, file=sys.stderr)
     print("\n" + "=" * 100 + "\n" + render(report))
     sys.exit(0 if report.holds else 1)
+
+
+def _write(report: Report, path: Path) -> str | None:
+    """As JSON; why it could not be."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror}"
+    return None
 
 
 def _device_or_exit() -> str:

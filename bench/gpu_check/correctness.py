@@ -83,12 +83,12 @@ class _Check:
         return torch.randn(shape, device=self._ops.device).to(self._dtype)
 
     def _compare(self, name: str, kernel: Callable[[], Tensor], reference: Callable[[], Tensor]) -> Line:
-        told = self._ops.fallbacks.num_told
+        before = self._ops.fallbacks.num_calls
         actual, expected = kernel().double(), reference().double()
         tolerance = TOLERANCES[self._dtype]
         share = ((actual - expected).abs() / (tolerance * (1 + expected.abs()))).max().item()
         cells = {"dtype": str(self._dtype).removeprefix("torch."), "share of tolerance": round(share, 4)}
-        if self._ops.fallbacks.num_told > told:
+        if self._ops.fallbacks.num_calls > before:
             return Line(name, cells | {"note": "went to the reference"}, holds=False)
         return Line(name, cells, holds=share <= 1.0)
 
@@ -116,11 +116,14 @@ class _Check:
 
     def heads(self) -> Iterator[Line]:
         for num_heads, num_kv_heads, head_dim in self._sizes.heads:
-            yield self._rotary_and_write(num_heads, num_kv_heads, head_dim)
+            yield from self._rotary_and_write(num_heads, num_kv_heads, head_dim)
             yield from self._attention(num_heads, num_kv_heads, head_dim)
 
-    def _rotary_and_write(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Line:
-        reference, num_tokens, device = self._reference, self._sizes.num_tokens, self._ops.device
+    def _rotary_and_write(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[Line]:
+        """In one launch, and apart."""
+        ops, reference, num_tokens, device = (
+            self._ops, self._reference, self._sizes.num_tokens, self._ops.device,
+        )  # fmt: skip
         counts = (num_heads, num_kv_heads, num_kv_heads)
         q, k, v = (self._random(num_tokens, count, head_dim) for count in counts)
         positions = torch.randint(0, 200, (num_tokens,), device=device)
@@ -137,7 +140,20 @@ class _Check:
             reference.write_kv(reference.rotary(k, positions, cos, sin), v, pools[1], 1, slots)
             return torch.cat([reference.rotary(q, positions, cos, sin).flatten(), pools[1].flatten()])
 
-        return self._compare(f"rotary and KV write {num_heads}/{num_kv_heads} x {head_dim}", fused, apart)
+        def written(backend: Backend) -> Tensor:
+            pool = torch.zeros_like(pools[0])
+            backend.write_kv(k, v, pool, 1, slots)
+            return pool
+
+        yield self._compare(f"rotary and KV write {num_heads}/{num_kv_heads} x {head_dim}", fused, apart)
+        yield self._compare(
+            f"rotary {num_heads} x {head_dim}",
+            lambda: ops.rotary(q, positions, cos, sin),
+            lambda: reference.rotary(q, positions, cos, sin),
+        )
+        yield self._compare(
+            f"KV write {num_kv_heads} x {head_dim}", lambda: written(ops), lambda: written(reference)
+        )
 
     def _attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[Line]:
         lengths = self._sizes.lengths

@@ -164,11 +164,11 @@ def _engine(backend: TritonBackend, dtype: Dtype, sizes: Sizes) -> Iterator[Line
     ]
     alone = generate(runner(), prompts[:1], sizes.num_tokens, None, per_request)[0]
     pool = fresh_pool()
-    captured, num_captured = graph_runner(runner(pool), pool, backend, (sizes.graph_rows,))
+    captured = graph_runner(runner(pool), pool, backend, (sizes.graph_rows,))
     yield Line(
         f"decode steps of {sizes.model} captured",
-        {"expected": len(DrawKind), "found": num_captured},
-        holds=num_captured == len(DrawKind),
+        {"expected": len(DrawKind), "found": captured.num_captured},
+        holds=captured.num_captured == len(DrawKind),
     )
     kinds = {
         "in chunks": generate(
@@ -179,7 +179,7 @@ def _engine(backend: TritonBackend, dtype: Dtype, sizes: Sizes) -> Iterator[Line
             runner(fuse=False), prompts[:1], sizes.num_tokens, None, per_request
         )[0],
         "by captured steps": generate(
-            captured, prompts[: sizes.graph_rows - 1], sizes.num_tokens, None, per_request
+            captured.runner, prompts[: sizes.graph_rows - 1], sizes.num_tokens, None, per_request
         )[0],
     }
     for name, outputs in kinds.items():

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.gpu_check import goals
 from bench.gpu_check.report import Line
 from bench.gpu_check.timing import Ceilings, Clock
 from bench.gpu_check.worlds import Paged
+from cluster.sampling import SamplingParams
+from kernels.draw_kind import DrawKind
 from kernels.triton import blocks, rowwise
 from kernels.triton.backend import TritonBackend
 from kernels.triton.tiles import Mode
@@ -32,6 +35,13 @@ class Sizes:
     width: int
     heads: tuple[int, int]
     head_dim: int
+    vocabulary: int
+    sampled_rows: tuple[int, ...]
+
+    def num_rotated(self, item_bytes: int) -> int:
+        """Tokens whose queries, keys and values are `row_bytes` together."""
+        per_token = (self.heads[0] + 2 * self.heads[1]) * self.head_dim * item_bytes
+        return max(1, self.row_bytes // per_token)
 
 
 REAL = Sizes(
@@ -46,6 +56,8 @@ REAL = Sizes(
     width=4096,
     heads=(32, 8),
     head_dim=128,
+    vocabulary=128_256,
+    sampled_rows=(1, 64),
 )
 TINY = Sizes(
     decode=((1, 130), (2, 20)),
@@ -55,6 +67,8 @@ TINY = Sizes(
     width=32,
     heads=(3, 1),
     head_dim=16,
+    vocabulary=300,
+    sampled_rows=(2,),
 )
 
 
@@ -74,33 +88,46 @@ class KernelSpeed:
         yield from self.products()
         yield from self.row_wise()
         yield from self.moves()
+        yield from self.sampling()
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self._device).to(self._dtype)
 
     def _memory(
-        self, name: str, num_bytes: float, run: Callable[[], object], **others: Callable[[], object]
-    ) -> Line:
-        return self._line(name, num_bytes, self._ceilings.copy_bytes_per_s, "TB/s", run, others)
+        self, name: str, num_bytes: float, run: Callable[[], object], aim: float | None = None,
+        **others: Callable[[], object],
+    ) -> Line:  # fmt: skip
+        return self._line(name, num_bytes, self._ceilings.copy_bytes_per_s, "TB/s", run, aim, others)
 
     def _compute(
-        self, name: str, flops: float, run: Callable[[], object], **others: Callable[[], object]
-    ) -> Line:
-        return self._line(name, flops, self._ceilings.product_flops_per_s, "TFLOP/s", run, others)
+        self, name: str, flops: float, run: Callable[[], object], aim: float | None = None,
+        **others: Callable[[], object],
+    ) -> Line:  # fmt: skip
+        return self._line(name, flops, self._ceilings.product_flops_per_s, "TFLOP/s", run, aim, others)
 
     def _line(
         self, name: str, amount: float, ceiling: float, unit: str, run: Callable[[], object],
+        aim: float | None,
         others: dict[str, Callable[[], object]],
     ) -> Line:  # fmt: skip
+        """`aim`: the share of the ceiling that is aimed at, in both modes where both are timed."""
         seconds = self._clock.seconds(run)
         cells: dict[str, object] = {
             "us": round(seconds * 1e6, 1),
             unit: round(amount / seconds / 1e12, 4),
             "of ceiling": f"{amount / seconds / ceiling:.0%}",
         }
+        shares = {"": amount / seconds / ceiling}
         for other, run_other in others.items():
-            cells[f"{other} us"] = round(self._clock.seconds(run_other) * 1e6, 1)
-        return Line(name, cells)
+            other_s = self._clock.seconds(run_other)
+            cells[f"{other} us"] = round(other_s * 1e6, 1)
+            if other == Mode.FAST:
+                shares["fast, "] = amount / other_s / ceiling
+        of = "of copy bandwidth" if unit == "TB/s" else "of the product"
+        reached = () if aim is None else tuple(
+            goals.of_ceiling(f"{mode}{of}", share, aim) for mode, share in shares.items()
+        )  # fmt: skip
+        return Line(name, cells, goals=reached)
 
     def decode(self) -> Iterator[Line]:
         for batch, context in self._sizes.decode:
@@ -117,6 +144,7 @@ class KernelSpeed:
             f"decode attention {batch} x {context}",
             num_bytes,
             lambda: self._exact.paged_attention(q, world.pool, 0, meta, world.scale),
+            goals.decode_attention(batch, context),
             fast=lambda: self._fast.paged_attention(q, world.pool, 0, meta, world.scale),
             torch=lambda: functional.scaled_dot_product_attention(rows, keys, values, enable_gqa=True),
         )
@@ -136,6 +164,7 @@ class KernelSpeed:
             f"prefill attention {length}",
             flops,
             lambda: self._exact.paged_attention(q, world.pool, 0, meta, world.scale),
+            goals.prefill_attention(length),
             fast=lambda: self._fast.paged_attention(q, world.pool, 0, meta, world.scale),
             torch=lambda: functional.scaled_dot_product_attention(
                 rows, keys, values, is_causal=True, enable_gqa=True
@@ -172,16 +201,18 @@ class KernelSpeed:
             f"rms_norm {num_rows} x {width}",
             2 * num_bytes,
             lambda: self._exact.rms_norm(x, weight, 1e-5),
+            goals.row_wise(2 * num_bytes),
             torch=lambda: functional.rms_norm(x, (width,), weight, 1e-5),
         )
         yield self._memory(
             f"residual and norm {num_rows} x {width}",
             4 * num_bytes,
             lambda: rowwise.add_rms_norm(x, residual, weight, 1e-5),
+            goals.row_wise(4 * num_bytes),
         )
         yield self._memory(f"silu_mul {num_rows} x {width}", 1.5 * num_bytes, lambda: self._exact.silu_mul(x))
         heads, head_dim = self._sizes.heads, self._sizes.head_dim
-        num_tokens = max(1, self._sizes.row_bytes // ((heads[0] + 2 * heads[1]) * head_dim * item) // 4)
+        num_tokens = self._sizes.num_rotated(item)
         q, k, v = (self._random(num_tokens, n, head_dim) for n in (heads[0], heads[1], heads[1]))
         positions = torch.arange(num_tokens, device=self._device)
         angles = torch.rand(num_tokens, head_dim // 2, device=self._device)
@@ -191,6 +222,7 @@ class KernelSpeed:
             f"rotary and KV write {num_tokens}",
             moved,
             lambda: rowwise.rotary_write(q, k, v, positions, angles, angles, pool, 0, positions),
+            goals.row_wise(moved),
         )
 
     def moves(self) -> Iterator[Line]:
@@ -207,12 +239,35 @@ class KernelSpeed:
                 f"gather of {num_blocks} blocks, {layout.value}",
                 2 * pool.nbytes,
                 partial(blocks.gather_blocks, pool, ids, *part, layout),
+                goals.row_wise(2 * pool.nbytes),
                 torch=pool.clone,
             )
             yield self._memory(
                 f"scatter of {num_blocks} blocks, {layout.value}",
                 2 * pool.nbytes,
                 partial(blocks.scatter_blocks, staging, pool, ids, *part, layout),
+                goals.row_wise(2 * pool.nbytes),
+            )
+
+    def sampling(self) -> Iterator[Line]:
+        """As decode steps have it, captured: its launches are many and short. Each row has a rule of every
+        kind; what it cannot do without is to read the logits once."""
+        for num_rows in self._sizes.sampled_rows:
+            sampler = self._exact.make_device_sampler(num_rows, self._sizes.vocabulary)
+            assert sampler is not None, "such a vocabulary is not too large"
+            rules = [
+                SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=seed)
+                for seed in range(num_rows)
+            ]
+            sampler.set_rules(rules)
+            logits = torch.randn(num_rows, self._sizes.vocabulary, device=self._device) * 4
+            best, positions = logits.argmax(dim=1), torch.arange(num_rows, device=self._device)
+            chosen = torch.zeros(2, num_rows, dtype=torch.int64, device=self._device)
+            choose = partial(sampler.choose, logits, best, positions, DrawKind.NARROW, chosen)
+            yield self._memory(
+                f"top-k, top-p, min-p and draw {num_rows} x {self._sizes.vocabulary}",
+                logits.nbytes,
+                self._clock.captured(choose),
             )
 
 

@@ -2,8 +2,9 @@
 
 1. `graph_runner` captures the steps of given numbers of rows, as a worker does when it starts.
 2. `decode_on` runs the last steps up to a case's context on any runner. By the wall a step is the launch of
-   its graph, the device's time, and the tokens' way to the host; its inputs were prepared during the step
-   before. What it takes beyond the device's time is the host's gap, without that of a scheduler.
+   its graph, the device's time, the tokens' way to the host, and the plan of the step that follows at once;
+   its inputs were prepared during the step before. What it takes beyond the device's time for the same graph
+   is the host's gap.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bench.engine_cases import Case, make_plan
 from cluster.engine.batch import Runner, StepPlan
 from cluster.engine.decode_graphs import DecodeGraphs
 from cluster.engine.decode_inputs import DecodeInputs
+from cluster.engine.following import following_plan
 from cluster.engine.gpu_runner import GpuRunner
 from cluster.engine.graph_capture import CudaCapture, eager
 from cluster.engine.runner import ModelRunner
@@ -28,7 +30,7 @@ from cluster.ids import BlockId
 from cluster.sampling import SamplingParams
 from kernels.ops import Backend
 
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=2**20, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,17 @@ class Served:
     step_s: float  # median by the wall, without the first
 
 
-def graph_runner(
-    runner: ModelRunner, pool: Tensor, backend: Backend, sizes: Sequence[int]
-) -> tuple[GpuRunner, int]:
-    """And how many steps were captured: `DrawKind`s for each of `sizes`, numbers of rows, ascending, unless
-    one could not be. `pool` is that of `runner`; its last block is for padding."""
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """`num_captured`: `DrawKind`s for each number of rows, unless one could not be."""
+
+    runner: GpuRunner
+    graphs: DecodeGraphs
+    num_captured: int
+
+
+def graph_runner(runner: ModelRunner, pool: Tensor, backend: Backend, sizes: Sequence[int]) -> Captured:
+    """`sizes`: numbers of rows, ascending. `pool` is that of `runner`; its last block is for padding."""
     device = backend.device
     with torch.inference_mode():
         sampler = backend.make_device_sampler(sizes[-1], runner.decoder.spec.vocab_size)
@@ -50,23 +58,21 @@ def graph_runner(
         inputs = DecodeInputs(sizes[-1], runner.max_model_len, pool.shape[3], scratch, device)
         graphs = DecodeGraphs(runner.decoder, pool, sampler, inputs, sizes)
         num_captured = graphs.capture(CudaCapture(device) if device.type == "cuda" else eager)
-    return GpuRunner(runner, graphs, device), num_captured
+    return Captured(GpuRunner(runner, graphs, device), graphs, num_captured)
 
 
 def decode_on(runner: Runner, case: Case, num_blocks: int, vocab_size: int, num_steps: int) -> Served:
     """The last `num_steps` steps that end at the context of `case`, a case of decode rows."""
-    plan = make_plan(case, num_blocks, vocab_size, GREEDY)
-    token_ids = [row.token_ids[0] for row in plan.rows]
+    start = case.context - num_steps
+    rows = make_plan(case, num_blocks, vocab_size, GREEDY).rows
+    plan: StepPlan | None = StepPlan(tuple(msgspec.structs.replace(row, start=start) for row in rows))
     tokens: list[list[int]] = []
     seconds: list[float] = []
-    for start in range(case.context - num_steps, case.context):
-        rows = tuple(
-            msgspec.structs.replace(row, start=start, token_ids=(token_id,))
-            for row, token_id in zip(plan.rows, token_ids, strict=True)
-        )
+    for _ in range(num_steps):
+        assert plan is not None, "no row ends before the last step"
         began_s = time.perf_counter()
-        outputs = runner.run(StepPlan(rows)).outputs
+        output = runner.run(plan)
+        plan = following_plan(plan, output)
         seconds.append(time.perf_counter() - began_s)
-        token_ids = [output.token_id for output in outputs if output is not None]
-        tokens.append(token_ids)
+        tokens.append([one.token_id for one in output.outputs if one is not None])
     return Served(tokens, statistics.median(seconds[1:] or seconds))

@@ -33,19 +33,19 @@ class Clock:
     def __init__(self, device: torch.device, budget_s: float) -> None:
         """`budget_s`: about so long per measurement."""
         self._device, self._budget_s = device, budget_s
-        self._is_gpu = device.type == "cuda"
-        num_bytes = _CACHE_BYTES if self._is_gpu else 1
+        self.is_gpu = device.type == "cuda"
+        num_bytes = _CACHE_BYTES if self.is_gpu else 1
         self._flush = torch.empty(num_bytes, dtype=torch.int8, device=device)
 
     def seconds(self, run: Callable[[], object], *, cold: bool = True) -> float:
         """Median of single calls; `cold`: with caches emptied before each."""
         run()
         first = self._once(run, cold)
-        count = max(3, min(50, int(self._budget_s / max(first, 1e-6)))) if self._is_gpu else 1
+        count = max(3, min(50, int(self._budget_s / max(first, 1e-6)))) if self.is_gpu else 1
         return statistics.median(self._once(run, cold) for _ in range(count))
 
     def _once(self, run: Callable[[], object], cold: bool) -> float:
-        if not self._is_gpu:
+        if not self.is_gpu:
             start = time.perf_counter()
             run()
             return time.perf_counter() - start
@@ -59,26 +59,31 @@ class Clock:
         elapsed_ms: float = begin.elapsed_time(end)
         return elapsed_ms / 1e3
 
-    def replay_seconds(self, run: Callable[[], object]) -> float:
-        """Of all launches of `run` in one go, without the host between them.
+    def captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        """All launches of `run` in one go, without the host between them; on a CPU `run` itself.
 
         Raises:
-            RuntimeError: `run` cannot be captured.
+            RuntimeError: it cannot be captured.
         """
-        if not self._is_gpu:
-            return self.seconds(run)
+        if not self.is_gpu:
+            return run
         run()
         self._wait()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-        return self.seconds(graph.replay, cold=False)
+        replay: Callable[[], object] = graph.replay
+        return replay
+
+    def replay_seconds(self, run: Callable[[], object]) -> float:
+        """Of `run`, captured. Raises as `captured`."""
+        return self.seconds(self.captured(run), cold=False)
 
     def wall_seconds(self, run: Callable[[], object]) -> float:
         """Median by the wall, the device idle before and after each call: what whoever waits for it sees."""
         run()
         times = []
-        for _ in range(10 if self._is_gpu else 1):
+        for _ in range(10 if self.is_gpu else 1):
             self._wait()
             start = time.perf_counter()
             run()
@@ -87,7 +92,7 @@ class Clock:
         return statistics.median(times)
 
     def _wait(self) -> None:
-        if self._is_gpu:
+        if self.is_gpu:
             torch.cuda.synchronize(self._device)
 
 

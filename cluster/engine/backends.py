@@ -16,6 +16,7 @@ from kernels.ops import Backend
 from kernels.quantization import Quantization
 from kernels.reference import ReferenceBackend
 from kernels.triton.availability import interpreting, why_unavailable
+from kernels.triton.tiles import Mode, ModeError, requested_mode
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ def make_backend(
 
     Raises:
         ConfigError: there is none of that name, it does not compute with that quantization, not with the
-            instructions that `BATON_CPU_ISA` demands or the form of weights of `BATON_GGUF_WEIGHTS`, or not
-            on this machine.
+            instructions that `BATON_CPU_ISA` demands, the form of weights of `BATON_GGUF_WEIGHTS` or the mode
+            of `BATON_GPU_MODE`, or not on this machine.
     """
     name = resolve_backend(name)
     if name not in QUANTIZATIONS:
@@ -72,16 +73,19 @@ def make_backend(
         if share is None:
             return CpuBackend(num_threads, chosen)
         return _sharing_backend(num_threads, chosen, share)
-    except (IsaError, CodedFormError) as error:
+    except (IsaError, CodedFormError, ModeError) as error:
         raise ConfigError(str(error)) from error
 
 
 def _triton_backend() -> Backend:
+    mode = requested_mode(os.environ)
     if reason := why_unavailable():
         raise ConfigError(reason)
     from kernels.triton.backend import TritonBackend  # needs triton
 
-    return TritonBackend()
+    if mode is Mode.FAST:
+        logger.info("GPU mode `fast`: the bits of a result may depend on what else is computed with it")
+    return TritonBackend(mode)
 
 
 def find_quantization(backend: str, name: str) -> Quantization:

@@ -85,6 +85,11 @@ class DecodeGraphs:
                     return len(self._replays)
         return len(self._replays)
 
+    def replay(self, num_rows: int) -> Work | None:
+        """The greedy step of as many rows as one of `sizes`, on the inputs that are there: to be timed. None:
+        it was not recorded."""
+        return self._replays.get((num_rows, DrawKind.GREEDY))
+
     def step(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> GraphStep | None:
         """Compute `plan`; None, and nothing is done, if there are no graphs for it. `await_history`: as
         `cluster.engine.batch.Runner.run` has it; called before histories are looked at."""

@@ -10,6 +10,7 @@ otherwise than its family.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import subprocess
 import sys
@@ -20,10 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from kernels.ops import PARTITION_SIZE
-from kernels.triton.availability import interpreting
+from kernels.triton.availability import MIN_CAPABILITY, interpreting
 from kernels.triton.tiles import Mode, tiles_for
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that one program may use, by capability
+# That one program may use, by capability.
+SHARED_BYTES = {
+    **dict.fromkeys((80, 87), 163 * 1024),
+    **dict.fromkeys((86, 89, 120, 121), 99 * 1024),
+    **dict.fromkeys((90, 100, 103, 110), 227 * 1024),
+}
 _POINTERS = {  # by parameter; "T" is the model's type
     **dict.fromkeys(("x", "y", "q", "k", "v", "out", "q_out", "weight", "bias", "residual", "total"), "T"),
     **dict.fromkeys(("gate_up", "pool", "keys_values", "staging"), "T"),
@@ -153,7 +159,7 @@ def compile_case(case: Case, capability: int) -> Compiled:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": False}
     try:
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    except TritonError as error:
+    except (TritonError, RuntimeError) as error:  # a pass that fails raises the second
         return Compiled(case.label, error=str(error).strip().split("\n")[-1])
     ptx = made.asm["ptx"]
     found = re.findall(r"(wgmma|mma)(?:\.mma_async)?\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)
@@ -179,20 +185,42 @@ def _resources(cubin: bytes, triton_directory: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def why_not() -> str | None:
+    """One line that says what is missing to compile here; None: nothing is."""
+    found = importlib.util.find_spec("triton")
+    if found is None or found.origin is None:
+        return "kernels are compiled with the package `triton`: pip install triton"
+    tools = Path(found.origin).parent / "backends/nvidia/bin"
+    missing = [tool for tool in ("ptxas", "cuobjdump") if not (tools / tool).exists()]
+    return f"this build of triton brings no {' and no '.join(missing)}" if missing else None
+
+
+def _capability(text: str) -> int:
+    """9.0 → 90."""
+    found = re.fullmatch(r"(\d{1,2})\.(\d)", text)
+    if found is None or (int(found[1]), int(found[2])) < MIN_CAPABILITY:
+        least = ".".join(map(str, MIN_CAPABILITY))
+        raise argparse.ArgumentTypeError(f"`{text}`: one like 9.0, of at least {least}")
+    return 10 * int(found[1]) + int(found[2])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.triton.compile_check")
-    parser.add_argument("--capability", default="9.0", help="of the device to compile for")
+    parser.add_argument("--capability", type=_capability, default="9.0", help="of the device to compile for")
     parser.add_argument("--only", default="", help="kernels whose label begins so")
     parser.add_argument("--quick", action="store_true", help="each kernel in one type and shape")
     arguments = parser.parse_args()
     if interpreting():
         sys.exit("TRITON_INTERPRET is set: nothing is compiled in the interpreter")
-    capability = int(arguments.capability.replace(".", ""))
+    if reason := why_not():
+        sys.exit(reason)
+    capability: int = arguments.capability
     print(f"{'kernel':<56}{'registers':>10}{'stack':>7}{'shared':>9}  tensor cores")
-    failed = 0
+    failed = num_compiled = 0
     families: dict[str, set[str]] = {}
     for case in cases(capability, quick=arguments.quick):
         if case.label.startswith(arguments.only):
+            num_compiled += 1
             made = compile_case(case, capability)
             failed += made.error is not None
             if case.family:
@@ -205,6 +233,8 @@ def main() -> None:
         if len(instructions) > 1:
             failed += 1
             print(f"{family}: its kernels multiply differently: {sorted(instructions)}")
+    if not num_compiled:
+        sys.exit(f"no kernel's label begins with `{arguments.only}`")
     sys.exit(1 if failed else 0)
 
 

@@ -20,6 +20,7 @@ class Fallbacks:
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
         self._broken: dict[str, str] = {}  # operation |-> what its kernel said
+        self.num_calls = 0  # that went to the reference so far
 
     def run(
         self, operation: str, why_not: str | None, kernel: Callable[[], T], reference: Callable[[], T]
@@ -31,14 +32,10 @@ class Fallbacks:
                 return kernel()
             except KernelError as error:
                 why_not = self._broken[operation] = f"this device: {error}"
+        self.num_calls += 1
         if (operation, why_not) not in self._told:
             self._told.add((operation, why_not))
             logger.warning(
                 "`%s` runs in plain torch, slower; its kernel does not take %s", operation, why_not
             )
         return reference()
-
-    @property
-    def num_told(self) -> int:
-        """Different calls that went to the reference so far."""
-        return len(self._told)

@@ -6,12 +6,16 @@ what the compiler finds to fuse in each.
 
 from __future__ import annotations
 
+from subprocess import CalledProcessError
 from typing import Any
 
 import triton
+from triton.compiler.errors import CompilationError
 from triton.errors import TritonError
 
 from kernels.triton.availability import interpreting
+
+_OF_DRIVER = "Triton Error ["
 
 
 class KernelError(RuntimeError):
@@ -43,10 +47,23 @@ def launch(
         kernel[grid](
             *arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False, **constants
         )
-    except TritonError as error:
+    except (TritonError, RuntimeError, CalledProcessError) as error:
+        if not _is_of_compiler(error):
+            raise
         name = kernel.fn.__name__
-        first_line = str(error).strip().split("\n", maxsplit=1)[0]
-        raise KernelError(f"`{name}`: {first_line}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = (
+            lines[-1] if isinstance(error, CompilationError) else lines[0]
+        )  # below the source, or above all
+        raise KernelError(f"`{name}`: {said}") from error
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """A pass that fails raises a plain `RuntimeError`, as the driver does, whose errors say so; torch has
+    classes of its own. The last kind is of the C compiler, which makes what starts a kernel."""
+    if isinstance(error, TritonError | CalledProcessError):
+        return True
+    return type(error) is RuntimeError and not str(error).startswith(_OF_DRIVER)
 
 
 def next_power_of_2(value: int) -> int:

@@ -11,7 +11,11 @@ The numbers for GPUs are chosen from the size of registers and shared memory, an
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+MODE_VARIABLE: Final = "BATON_GPU_MODE"
 
 
 class Mode(enum.StrEnum):
@@ -19,6 +23,21 @@ class Mode(enum.StrEnum):
 
     EXACT = "exact"  # a row's bits depend on that row alone, on one kind of GPU
     FAST = "fast"  # the vendor's matrix products, split counts as they come: bits may depend on the batch
+
+
+class ModeError(ValueError):
+    """`BATON_GPU_MODE` names no mode."""
+
+
+def requested_mode(environment: Mapping[str, str]) -> Mode:
+    """
+    Raises:
+        ModeError: the user asks for a mode that there is not.
+    """
+    wanted = environment.get(MODE_VARIABLE) or Mode.EXACT
+    if wanted not in list(Mode):
+        raise ModeError(f"{MODE_VARIABLE} is `{wanted}`; use {' or '.join(Mode)}")
+    return Mode(wanted)
 
 
 @dataclass(frozen=True, slots=True)

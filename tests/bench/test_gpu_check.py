@@ -7,14 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 
+from bench.gpu_check import __main__, goals
 from bench.gpu_check.__main__ import PART_NAMES, _read, _run_in_process
-from bench.gpu_check.report import Head, Line, Part, Report, render, render_lines
+from bench.gpu_check.report import Goal, Head, Line, Part, Report, render, render_lines
 from tests.kernels.triton_support import DEVICE, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +53,39 @@ def test_lines_are_a_table_of_all_their_cells() -> None:
     assert render_lines([]) == []
 
 
+def test_what_is_aimed_at_stands_beside_what_was_found() -> None:
+    """Told, not asserted: a slow device is not a wrong one."""
+    aimed = (
+        goals.of_ceiling("of copy bandwidth", 0.8512, 0.85),
+        Goal("gap between steps", 61.4, 50.0, " us", at_most=True),
+    )
+    made = report(Part(name="e", title="E", lines=(Line("decode 16 x 8192", {}, goals=aimed), Line("y", {}))))
+    assert made.holds
+    lines = [line.split() for line in render(made).splitlines()]
+    at = lines.index(["aimed", "at", "on", "an", "H100:", "1", "of", "2", "met"])
+    assert lines[at + 2 : at + 4] == [
+        ["decode", "16", "x", "8192:", "of", "copy", "bandwidth", "85.1", "%", ">=", "85", "%", "met"],
+        ["decode", "16", "x", "8192:", "gap", "between", "steps", "61.4", "us", "<=", "50", "us", "MISSED"],
+    ]
+    assert "aimed at" not in render(report(Part(name="a", title="A", lines=(Line("y", {}),))))
+
+
+def test_a_steps_goals_are_those_of_one_shape() -> None:
+    steps, gaps = {"exact": 10e-3, "fast": 9e-3}, {"exact": 20.0, "fast": 70.0}
+    found = goals.decode_step("Llama-3-8B", 16, 7.2e-3, steps, gaps)
+    assert [(goal.what, round(goal.found, 1), goal.is_met) for goal in found] == [
+        ("fast, of roofline", 80.0, True),
+        ("exact, of fast", 0.9, True),
+        ("exact, gap between steps", 20.0, True),
+        ("fast, gap between steps", 70.0, False),
+    ]
+    assert goals.decode_step("Qwen3-0.6B", 16, 7.2e-3, steps, gaps) == ()
+    assert goals.decode_step("Llama-3-8B", 4, 7.2e-3, steps, gaps) == ()
+
+
 def test_a_report_is_json() -> None:
-    part = Part(name="a", title="A", lines=(Line("x", {"us": 1.5, "note": "n"}, holds=True),))
+    aimed = (Goal("of roofline", 80.0, 75.0, " %"),)
+    part = Part(name="a", title="A", lines=(Line("x", {"us": 1.5, "note": "n"}, holds=True, goals=aimed),))
     assert msgspec.json.decode(msgspec.json.encode(report(part)), type=Report) == report(part)
 
 
@@ -97,6 +132,35 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     assert line.startswith("the triton backend needs ")
 
 
+def test_a_result_that_cannot_be_written_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(__main__, "_device_or_exit", lambda: "some card")
+    monkeypatch.setattr(__main__, "_run_in_process", lambda *_, **__: pytest.fail("it was run"))
+    out = tmp_path / "none" / "gpu.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 2
+    assert f"--out: cannot write {out}: No such file or directory" in capsys.readouterr().err
+
+
+def test_what_must_be_exact_is_whatever_mode_the_user_serves_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def run(name: str, *_: object, **__: object) -> Part:
+        seen.append(os.environ.get("BATON_GPU_MODE"))
+        return Part(name=name, title=name)
+
+    monkeypatch.setenv("BATON_GPU_MODE", "fast")
+    monkeypatch.setattr(__main__, "_device_or_exit", lambda: "some card")
+    monkeypatch.setattr(__main__, "_run_in_process", run)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--only", "handover"])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert (ended.value.code, seen) == (0, [None])
+
+
 @needs_kernels
 def test_every_part_has_a_process_and_the_other_way_round() -> None:
     from bench.gpu_check.parts import PARTS
@@ -112,7 +176,7 @@ def test_correctness_tells_wrong_from_right(monkeypatch: pytest.MonkeyPatch) -> 
     backend = TritonBackend()
     sizes = correctness.TINY
     check = correctness._Check(backend, torch.float32, sizes)
-    assert all(line.holds for line in [*check.moves(), *check.row_wise()])
+    assert all(line.holds for line in [*check.moves(), *check.row_wise(), *check._rotary_and_write(3, 1, 24)])
     monkeypatch.setattr(backend, "rms_norm", lambda x, weight, eps: x)
     wrong = [line.name for line in check.row_wise() if not line.holds]
     assert wrong == [f"rms_norm of {width}" for width in sizes.widths]
@@ -125,9 +189,10 @@ def test_what_went_to_the_reference_does_not_pass() -> None:
     from kernels.triton.backend import TritonBackend
 
     check = correctness._Check(TritonBackend(), torch.bfloat16, correctness.TINY)
-    first = next(check.row_wise())
-    assert first.holds is False
-    assert first.cells["note"] == "went to the reference"
+    for _ in range(2):  # the log says so once
+        first = next(check.row_wise())
+        assert first.holds is False
+        assert first.cells["note"] == "went to the reference"
 
 
 @needs_kernels
@@ -148,6 +213,72 @@ def test_a_models_steps_are_measured_in_both_modes() -> None:
     assert {"exact ms", "fast ms", "roofline ms", "fast/exact", "tok/s"} <= lines[0].cells.keys()
     assert {"exact served ms", "exact gap us", "fast served ms"} <= lines[0].cells.keys()
     assert lines[0].holds
+
+
+class NoClock:
+    """Every measurement takes a second, and nothing is run."""
+
+    is_gpu = False
+
+    def seconds(self, run: Callable[[], object], *, cold: bool = True) -> float:
+        return 1.0
+
+    def captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        return run
+
+
+@needs_kernels
+def test_every_kernel_that_something_is_aimed_at_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.gpu_check import kernel_speed
+    from bench.gpu_check.timing import Ceilings
+    from kernels.triton.backend import TritonBackend
+
+    for name in ("MANY_KEYS", "LONG_PROMPT", "MANY_BYTES"):
+        monkeypatch.setattr(goals, name, 1)
+    exact, fast = kernel_speed.both_modes(TritonBackend())
+    clock, ceilings = cast(Any, NoClock()), Ceilings(1e12, 1e14)
+    measure = kernel_speed.KernelSpeed(exact, fast, clock, ceilings, torch.float32, kernel_speed.TINY)
+    lines = list(measure.run())
+    aimed = {line.name.split()[0]: [goal.what for goal in line.goals] for line in lines if line.goals}
+    copy, product = "of copy bandwidth", "of the product"
+    assert aimed == {
+        "decode": [copy, f"fast, {copy}"],
+        "prefill": [product, f"fast, {product}"],
+        **{name: [copy] for name in ("rms_norm", "residual", "rotary", "gather", "scatter")},
+    }
+    assert lines[-1].name == "top-k, top-p, min-p and draw 2 x 300"
+
+
+@needs_kernels
+def test_the_sizes_reach_every_figure_that_is_aimed_at() -> None:
+    from bench.gpu_check import engine_speed, kernel_speed
+
+    sizes, item_bytes = kernel_speed.REAL, 2
+    assert {goals.decode_attention(*case) for case in sizes.decode} == {None, 0.85, 0.60}
+    assert {goals.prefill_attention(length) for length in sizes.prefill} == {None, 0.60}
+    assert goals.row_wise(2 * sizes.row_bytes) == 0.80
+    per_token = (sizes.heads[0] + 2 * sizes.heads[1]) * sizes.head_dim * item_bytes
+    assert goals.row_wise(2 * sizes.num_rotated(item_bytes) * per_token) == 0.80
+    assert goals.STEP_MODEL in engine_speed.REAL.models
+    rows = {case.num_seqs for case in engine_speed.REAL.cases if case.num_queries == 1}
+    assert rows == set(goals.STEP_ROWS)
+
+
+@needs_kernels
+def test_a_model_without_room_is_told_and_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.gpu_check import engine_speed
+    from bench.gpu_check.timing import Ceilings
+
+    def fails(model: str, *_: object) -> object:
+        if model == "large":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 15.0 GiB.\nmore")
+        return SimpleNamespace(run=lambda: iter([Line("small decode", {})]))
+
+    monkeypatch.setattr(engine_speed, "_Model", fails)
+    sizes = engine_speed.Sizes(models=("large", "small"), cases=())
+    lines = list(engine_speed.run({}, cast(Any, NoClock()), Ceilings(1.0, 1.0), cast(Any, None), sizes))
+    assert [line.name for line in lines] == ["large: no room on this device", "small decode"]
+    assert lines[0].cells["note"] == "CUDA out of memory. Tried to allocate 15.0 GiB."
 
 
 @needs_kernels

@@ -101,4 +101,4 @@ def test_a_captured_step_stays_on_the_device(model: str, mode: Any, monkeypatch:
         graphs = DecodeGraphs(decoder, pool, sampler, inputs, SIZES)
         assert graphs.capture(capture) == len(SIZES) * len(DrawKind)
     assert watch.num_seen > 0
-    assert backend.fallbacks.num_told == 0
+    assert backend.fallbacks.num_calls == 0

@@ -144,6 +144,23 @@ def test_the_largest_steps_are_measured_and_those_of_graphs_count_twice(
     assert measured(Role.PREFILL) == 1003
 
 
+def test_workers_compute_in_the_mode_asked_for_and_pair_in_it_alone(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engines = []
+    for mode in ("", "exact", "fast"):
+        monkeypatch.setenv("BATON_GPU_MODE", mode)
+        engines.append(opened(role=Role.PREFILL))
+    assert [engine.backend.mode for engine in engines] == ["exact", "exact", "fast"]
+    default, exact, fast = (engine.fingerprint for engine in engines)
+    assert default == exact != fast
+    assert caplog.text.count("GPU mode `fast`: the bits of a result may depend on") == 1
+    monkeypatch.setenv("BATON_GPU_MODE", "quick")
+    with pytest.raises(ConfigError, match="BATON_GPU_MODE is `quick`; use exact or fast"):
+        opened()
+
+
 def test_what_cannot_work_is_one_line(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="the KV edge `shm` needs KV in memory of the host"):
         opened(kv_edge="shm")

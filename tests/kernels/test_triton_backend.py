@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+from subprocess import CalledProcessError
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from tests.kernels.triton_support import DEVICE, random, require
 backend_module = require("kernels.triton.backend")
 fallback = require("kernels.triton.fallback")
 launch = require("kernels.triton.launch")
+CompilationError = require("triton.compiler.errors").CompilationError
+TritonError = require("triton.errors").TritonError
 tiles = require("kernels.triton.tiles")
 TritonBackend, Mode = backend_module.TritonBackend, tiles.Mode
 in_interpreter = pytest.mark.skipif(DEVICE != "cpu", reason="needs the interpreter: there is a GPU")
@@ -29,7 +33,7 @@ def test_bf16_in_the_interpreter_is_the_references(caplog):
             assert torch.equal(backend.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     assert caplog.text.count("`rms_norm` runs in plain torch") == 1
     assert torch.equal(backend.linear(x, matrix), reference.linear(x, matrix))
-    assert backend.fallbacks.num_told == 2
+    assert backend.fallbacks.num_calls == 4
 
 
 @in_interpreter
@@ -72,6 +76,36 @@ def test_a_kernel_that_does_not_compile_is_tried_once(caplog):
     assert caplog.text.count("out of resource") == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "is_of_compiler"),
+    [
+        (TritonError("out of resource: shared memory"), True),
+        (RuntimeError("PassManager::run failed"), True),
+        (CalledProcessError(1, ["gcc", "main.c"]), True),
+        (CompilationError("a = 1", ast.parse("a = 1").body[0], "shapes do not fit"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False),
+        (torch.OutOfMemoryError("CUDA out of memory."), False),
+        (ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"), False),
+    ],
+)
+def test_what_the_compiler_refuses_is_told_from_what_the_device_does(error, is_of_compiler, monkeypatch):
+    class Kernel:
+        fn = test_bf16_in_the_interpreter_is_the_references
+
+        def __getitem__(self, grid):
+            def run(*_, **__):
+                raise error
+
+            return run
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    with pytest.raises(launch.KernelError if is_of_compiler else type(error)) as raised:
+        launch.launch(Kernel(), (1,))
+    assert isinstance(raised.value, launch.KernelError) is is_of_compiler
+    if isinstance(error, CompilationError):  # its first line says where, not what
+        assert str(raised.value).endswith(": shapes do not fit")
+
+
 def test_an_error_of_the_caller_is_not_swallowed():
     with pytest.raises(ValueError, match="`weight` must have shape"):
         TritonBackend().rms_norm(random(2, 8), random(9), 1e-5)
@@ -90,6 +124,13 @@ def test_whoever_gives_other_bits_has_another_layout():
     layouts = {TritonBackend(mode).packed_layout for mode in Mode}
     assert len(layouts) == 2
     assert all(layout.startswith("rows-triton3.") for layout in layouts)
+
+
+def test_a_mode_is_asked_for_by_its_name():
+    assert tiles.requested_mode({}) is tiles.requested_mode({"BATON_GPU_MODE": ""}) is Mode.EXACT
+    assert tiles.requested_mode({"BATON_GPU_MODE": "fast"}) is Mode.FAST
+    with pytest.raises(tiles.ModeError, match="BATON_GPU_MODE is `quick`; use exact or fast"):
+        tiles.requested_mode({"BATON_GPU_MODE": "quick"})
 
 
 def test_weights_stay_where_they_are():
