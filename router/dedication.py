@@ -34,7 +34,7 @@ BEGUN = 4.0  # answers that ended for each that runs, at least
 GAIN = 1.4  # predicted, for dedication to pay ...
 KEEP = 1.05  # ... and for another split
 NEARLY = 0.9  # of the best split's rate
-OVERFULL = 1.15  # so much more than there is room for; bursts end
+BURST = 1.3  # of what there is room for: rows that read more end a split with one worker left to prefill
 PRICE_FROM = 0.05  # of a step: mixed steps that cost less have none
 
 
@@ -68,7 +68,8 @@ class Dedication:
         return self.num_prefill != was
 
     def _is_overfull(self, num_prefill: int, context: float) -> bool:
-        return context > OVERFULL * self._room * (self._kind.count - num_prefill)
+        burst = BURST if num_prefill == 1 else 1.0
+        return context > burst * self._room * (self._kind.count - num_prefill)
 
     def _decide(self, context: float) -> None:
         kind = self._kind
