@@ -12,7 +12,9 @@ doing both, workers are dedicated.
 Of splits that serve nearly as much, the one with most workers that decode is taken: a worker too few there is
 felt by all rows, one too few for prompts by those that cost most. Lengths are those of answers that ended:
 the first of them are short, all are old. So nothing is decided before several have ended for each that runs,
-and when rows read more than those that only decode have room for, one more decodes at once.
+and when rows read more than those that only decode have room for, one more decodes at once. Where neither
+gaps nor first tokens leave room for a mixed step, half of the workers prefill from the beginning: prompts
+that began among rows would have to end there.
 
 Pools of several kinds separate by what each is comparatively good at, without this. Live, roles are processes
 (`router.role_shifts`).
@@ -25,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.slo_classes import Targets
-from router.planner import Kind, KindWork, Roles, predicted_rate, work_of
+from router.planner import Kind, KindWork, Roles, far_step_s, predicted_rate, work_of
 
 MEMORY = 512  # answers
 EVERY = 64  # answers from one decision to the next
@@ -44,12 +46,15 @@ class Dedication:
     def __init__(self, kind: Kind, targets: Targets) -> None:
         self._kind = kind
         self._targets = targets
-        self._step_s = min(targets.tpot_s, targets.gap_s)
-        self._has_price = kind.count > 1 and kind.mixed_s > PRICE_FROM * self._step_s
+        step_s = min(targets.tpot_s, targets.gap_s)
+        self._has_price = kind.count > 1 and kind.mixed_s > PRICE_FROM * step_s
         self._lengths: list[tuple[int, int]] = []
         self._num = 0
         self._room = 0.0  # keys that rows may read on a worker that only decodes
-        self.num_prefill: int | None = None  # None: all do both
+        weights_s = kind.model.fixed_s + kind.model.floor_s
+        longest_s = min(targets.gap_s, targets.ttft_s / 2)
+        self._mixes = not self._has_price or weights_s + 2 * kind.mixed_s <= longest_s  # sometimes
+        self.num_prefill = None if self._mixes else kind.count // 2  # None: all do both
 
     def ended(self, num_prompt: int, num_output: int, num_running: float, context: float) -> bool:
         """An answer. `context`: keys that all rows read now."""
@@ -64,7 +69,7 @@ class Dedication:
         if self._num % EVERY == 0 and self._num >= BEGUN * num_running:
             self._decide(context)
         elif was is not None and self._num % RELIEVED == 0 and self._is_overfull(was, context):
-            self.num_prefill = was - 1 or None
+            self.num_prefill = (was - 1 or None) if self._mixes else max(1, was - 1)
         return self.num_prefill != was
 
     def _is_overfull(self, num_prefill: int, context: float) -> bool:
@@ -74,18 +79,20 @@ class Dedication:
     def _decide(self, context: float) -> None:
         kind = self._kind
         (work,) = work_of(self._lengths, [kind], self._targets, share_served=1.0)
-        left_s = self._step_s - kind.model.fixed_s - kind.model.floor_s - work.margin_s
+        left_s = far_step_s(self._targets) - kind.model.fixed_s - kind.model.floor_s - work.margin_s
         self._room = max(0.0, left_s) / max(kind.model.per_context_s, 1e-12)
-        both = self._rate(Roles(0, 0, kind.count), work)
         rates = {
             num_prefill: self._rate(Roles(num_prefill, kind.count - num_prefill, 0), work)
             for num_prefill in range(1, kind.count)
             if not self._is_overfull(num_prefill, context)
         }
-        most = max(rates.values(), default=0.0)
-        now = self.num_prefill
-        if most < (GAIN if now is None else 1.0) * both or not most:
-            self.num_prefill = None
+        most, now = max(rates.values(), default=0.0), self.num_prefill
+        if self._mixes:
+            both = self._rate(Roles(0, 0, kind.count), work)
+            if not most or most < (GAIN if now is None else 1.0) * both:
+                self.num_prefill = None
+                return
+        elif not most:
             return
         best = min(num_prefill for num_prefill, rate in rates.items() if rate >= NEARLY * most)
         if now is None or best < now or rates[best] > KEEP * rates.get(now, 0.0):

@@ -6,13 +6,15 @@
 3. `Planner.decide` changes what is only if the gain has been above `gain` for `patience` decisions in a row.
 
 Algorithm: a worker has `step - fixed` seconds of each step for tokens. One that decodes may not spend more on
-reading KV than its target leaves beside the weights. One that does both pays `mixed_s` per step, or has few
-steps with chunks, worth that several times (`SloSettings.worth`), and reads its weights for rows alone in all
-others. Rows whose prompts were computed elsewhere begin late: steps must be so much shorter that few answers
-end before that is made up for (`handoff_margin_s`); where no step is short enough, nothing is handed over.
-Rows come and go at random, so one that only decodes has fewer than fit. A rate is feasible if decode fits
-into the workers that may decode, taken in order of comparative advantage (decode seconds over prefill
-seconds, least first), and prefill into what is left of those that may prefill. It is found by bisection.
+reading KV than its target leaves beside the weights. One that does both has chunks in every step, or, where
+that costs (`mixed_s`), a few longer ones, as long as gaps, first tokens and what rows gain allow, and reads
+its weights for rows alone in all others, as its scheduler does (`cluster.slo_budget`); if none is long
+enough, prompts and rows take turns. Rows whose prompts were computed elsewhere begin late: steps must be so
+much shorter that few answers end before that is made up for (`handoff_margin_s`), and a hand-off must fit
+into a gap (`far_step_s`); where no step is short enough, nothing is handed over. Rows come and go at random,
+so one that only decodes has fewer than fit. A rate is feasible if decode fits into the workers that may
+decode, taken in order of comparative advantage (decode seconds over prefill seconds, least first), and prefill
+into what is left of those that may prefill. It is found by bisection.
 
 Order: among equal predictions the split with the most workers that do both.
 
@@ -71,7 +73,7 @@ class RolePlan:
 SHARE_SERVED = 0.9
 MAY_MISS = 0.07  # share of answers whose prompts were computed elsewhere
 HANDOFF_S = 0.002
-_WORTH = SloSettings().worth
+_SETTINGS = SloSettings()
 NO_RATE = 1e-6  # requests per second: none, for who searches by bisection
 
 
@@ -179,17 +181,23 @@ def _serves(
     for _, at, is_both in sorted(places):
         if is_both:
             count = roles[at].num_both
-            done, computed = _both(kinds[at], works[at], undone / count, step_s, far)
+            done, computed = _both(kinds[at], works[at], undone / count, targets, far)
             undone -= done * count
             prefill += computed * count
         else:
-            undone -= min(undone, roles[at].num_decode * _decodes(kinds[at], works[at], step_s))
+            undone -= min(undone, roles[at].num_decode * _decodes(kinds[at], works[at], targets))
     return undone <= 1e-9 * rate and prefill >= rate
 
 
-def _decodes(kind: Kind, work: KindWork, step_s: float) -> float:
+def far_step_s(targets: Targets) -> float:
+    """Of rows whose prompts were computed elsewhere: a hand-off, the rest of a step in flight and one more
+    must fit into a gap."""
+    return min(targets.tpot_s, (targets.gap_s * _SETTINGS.gap_safety - HANDOFF_S) / (2 - MAY_MISS))
+
+
+def _decodes(kind: Kind, work: KindWork, targets: Targets) -> float:
     """Requests per second of a worker that only decodes."""
-    model = kind.model
+    model, step_s = kind.model, far_step_s(targets)
     weights_s = model.fixed_s + model.floor_s
     left_s = step_s - weights_s - work.margin_s
     if left_s <= 0:
@@ -202,20 +210,32 @@ def _decodes(kind: Kind, work: KindWork, step_s: float) -> float:
     return min(rows / (work.num_tokens * (weights_s + rows * row_s)), within)
 
 
-def _both(kind: Kind, work: KindWork, wanted: float, step_s: float, far: bool) -> tuple[float, float]:
+def _both(kind: Kind, work: KindWork, wanted: float, targets: Targets, far: bool) -> tuple[float, float]:
     """Of a worker that does both: requests per second decoded, of so many `wanted`, and prompts computed."""
-    model = kind.model
+    model, step_s = kind.model, min(targets.tpot_s, targets.gap_s)
+    weights_s = model.fixed_s + model.floor_s
     most_s = max(0.0, step_s - work.margin_s if far else step_s)
-    room = max(0.0, most_s - model.fixed_s - model.floor_s) / step_s
-    mixed = max(0.0, most_s - model.fixed_s - kind.mixed_s) / step_s  # all steps have chunks
-    limit = max(room / max(work.reading_s, 1e-12), _decodes(kind, work, step_s))
-    done = min(wanted, limit, mixed / work.decode_s)
-    ways = [(done, max(0.0, mixed - done * work.decode_s) / work.prefill_s)]
-    if kind.mixed_s:  # few have
-        done = min(wanted, limit)
-        left = max(0.0, room - done * work.reading_s)
-        ways.append((done, left * _WORTH / (_WORTH + 1) / work.prefill_s))
-    return max(ways)
+    room = max(0.0, most_s - weights_s) / step_s
+    limit = max(room / max(work.reading_s, 1e-12), _decodes(kind, work, targets))
+    if kind.mixed_s <= _SETTINGS.price_from * step_s:  # all steps have chunks
+        mixed = max(0.0, most_s - model.fixed_s - kind.mixed_s) / step_s
+        done = min(wanted, limit, mixed / work.decode_s)
+        return done, max(0.0, mixed - done * work.decode_s) / work.prefill_s
+    done = min(wanted, limit)
+    chunk_s = min(_SETTINGS.worth * kind.mixed_s, work.prefill_s)
+    if weights_s + kind.mixed_s + chunk_s > _longest_s(kind, work, targets):
+        # prompts and rows take turns, within the first token's target; at best half of the prompts' turns
+        turns = max(0.0, 1 - work.num_tokens * weights_s / (targets.ttft_s / 2)) / 2
+        return done, turns / work.prefill_s
+    left = max(0.0, room - done * work.reading_s)
+    return done, left * _SETTINGS.worth / (_SETTINGS.worth + 1) / work.prefill_s
+
+
+def _longest_s(kind: Kind, work: KindWork, targets: Targets) -> float:
+    """Of a step with rows: for the sake of gaps, of first tokens that wait for it and of what rows can gain
+    until then, half of what they gain while they are there."""
+    gained_s = work.num_tokens * (targets.tpot_s - kind.model.fixed_s - kind.model.floor_s)
+    return min(targets.gap_s * _SETTINGS.gap_safety, targets.ttft_s / 2, gained_s / 2)
 
 
 def best_roles(

@@ -115,3 +115,24 @@ def test_answers_too_short_for_a_hand_off_leave_prefill_workers_idle() -> None:
     half = predicted_rate([DEAR], [Roles(2, 0, 2)], works, TARGETS)
     everybody = predicted_rate([DEAR], [Roles(0, 0, 4)], works, TARGETS)
     assert 0 < half < 0.51 * everybody
+
+
+def test_where_no_gap_has_room_for_a_mixed_step_half_prefill_from_the_beginning() -> None:
+    for targets in (Targets(0.5, 20e-3, 15e-3), Targets(0.03, 20e-3)):
+        dedication = Dedication(DEAR, targets)
+        assert dedication.num_prefill == 2
+        for _ in range(40):
+            told(dedication, 8, context=1e9)
+        assert dedication.num_prefill == 1  # never all: rows and prompts would meet
+    assert Dedication(DEAR, Targets(0.5, 20e-3, 16e-3)).num_prefill is None
+    assert Dedication(FREE, Targets(0.5, 20e-3, 7e-3)).num_prefill is None
+
+
+def test_a_hand_off_needs_two_steps_within_a_gap() -> None:
+    work = [(1_000, 200)] * 50
+    rates = [
+        predicted_rate([DEAR], [Roles(2, 2, 0)], work_of(work, [DEAR], targets), targets)
+        for targets in (Targets(0.5, 20e-3), Targets(0.5, 20e-3, 20e-3), Targets(0.5, 20e-3, 13e-3))
+    ]
+    assert rates[0] > rates[1] > rates[2]
+    assert rates[2] < 1e-6

@@ -68,10 +68,11 @@ class ElasticPolicy:
             [one.hardware.kv_tokens for one in workers],
             [one.hardware.link_bytes_s for one in workers],
         )
-        if self._roles is None and len({id(one.hardware) for one in workers}) == 1:
+        if self._roles is None and all(one.hardware == workers[0].hardware for one in workers):
             hardware = workers[0].hardware
             kind = Kind(hardware.name, len(workers), hardware.model, hardware.model.mixed_s)
             self._dedication = Dedication(kind, self._targets)
+            self._dedicate(self._dedication.num_prefill)
         if self._roles is not None:
             self._fleet.can_send[:] = [role is Role.PREFILL for role in self._roles]
             self._fleet.can_decode[:] = ~self._fleet.can_send
