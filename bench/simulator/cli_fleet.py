@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
 from bench.load.figures.slo import format_slos, parse_slos, slos_to_ms
 from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.simulator.cli_screen import fail, line, warn
 from bench.simulator.fleet.planner import Plan, plan_roles
 from bench.simulator.fleet.policies import parse_policy
 from bench.simulator.fleet.search import GOAL, max_goodput, rates
@@ -24,7 +24,6 @@ from cluster.errors import BatonError, ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(stderr=True, highlight=False)
 
 TraceOption = Annotated[
     Path, typer.Option("--trace", help="Azure or BurstGPT CSV, Mooncake or canonical JSONL")
@@ -108,7 +107,7 @@ def _told(command: Any) -> None:
     try:
         command()
     except BatonError as error:
-        console.print(f"[red]{str(error).rstrip('.')}.[/red]", soft_wrap=True, markup=True)
+        fail(error)
         raise typer.Exit(2) from None
 
 
@@ -133,7 +132,7 @@ def _simulate(
     setup = Setup(trace.rows, pool, spec, slos, duration_s, arrivals == "trace", prefix_cache)
     warnings += impossible(setup)
     for warning in warnings:
-        console.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
+        warn(warning)
     result: dict[str, Any] = {
         "kind": "simulated-max-goodput" if is_search else "simulated-run",
         "policy": policy,
@@ -182,7 +181,7 @@ def _check(
 
 def _shown(outcome: Outcome) -> Outcome:
     ttft, tpot = outcome.distributions["ttft"], outcome.distributions["tpot"]
-    typer.echo(
+    line(
         f"seed {outcome.seed}: {outcome.rate:8.4g} req/s  {outcome.attainment:6.1%} within the SLO  "
         f"TTFT p90 {_ms(ttft['p90_s'])}  TPOT p90 {_ms(tpot['p90_s'])}  "
         f"({outcome.num_offered:,} requests, {outcome.wall_s:.1f} s)"
@@ -203,14 +202,14 @@ def _search(setup: Setup, seeds: range, start: float | None) -> dict[str, Any]:
         for seed, rate in zip(seeds, per_seed, strict=True)
     ]
     passed = [one.attainment for one in at if one is not None]
-    typer.echo(
+    line(
         f"{setup.policy.text}: {mean:.4g} req/s "
         f"({mean / len(setup.pool):.3g} per worker; seeds: {', '.join(f'{rate:.4g}' for rate in per_seed)})"
     )
     notes = list(found["notes"]) + list(found["answers"][0]["notes"])
     if mean <= 0.011:
         notes.append("No rate meets the SLO: the targets are out of reach for this pool and trace.")
-        console.print(f"[yellow]{notes[-1]}[/yellow]", soft_wrap=True)
+        warn(notes[-1])
     return {
         "max_goodput": mean,
         "max_goodput_per_seed": per_seed,
@@ -243,10 +242,10 @@ def _plan(given: _Given) -> None:
         check_output(given.out)
     trace, warnings = read_rows(given.trace, given.trace_format)
     for warning in warnings:
-        console.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
+        warn(warning)
     found = plan_roles(pool, [(row.input_tokens, row.output_tokens) for row in trace.rows], targets)
-    for line in _plan_lines(found, pool):
-        typer.echo(line)
+    for text in _plan_lines(found, pool):
+        line(text)
     if given.out is not None:
         _write(given.out, msgspec.to_builtins(found) | {"slo": format_slos(slos), "hardware": given.hardware})
 
@@ -266,4 +265,4 @@ def _plan_lines(found: Plan, pool: list[Hardware]) -> list[str]:
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     write_atomically(path, [json.dumps(json_safe(result), indent=1).encode(), b"\n"])
-    typer.echo(f"Written: {path}")
+    line(f"Written: {path}")

@@ -1,14 +1,18 @@
 """`baton simulate --trace` and `baton plan`: what they write, and one clear sentence for each bad input."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from bench.simulator.cli_fleet import app, plan_app
+from bench.simulator.cli_screen import visible
 
 SLO = ["--slo", "ttft=0.5s,tpot=25ms"]
+RUN = ["--rate", "5", "--seeds", "1"]
+Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -30,6 +34,11 @@ def trace(tmp_path: Path) -> Path:
 
 def simulate(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, " ".join(result.output.split())
+
+
+def plan(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(plan_app, list(arguments))
     return result.exit_code, " ".join(result.output.split())
 
 
@@ -184,6 +193,54 @@ def test_bad_calibrations_say_what_is_wrong(trace: Path, tmp_path: Path, content
     code, text = simulate("--trace", str(trace), "--hardware", str(path), *SLO, "--rate", "1")
     assert code == 2
     assert expected in text
+
+
+MARKUP = {
+    "a trace's name": (["--trace", "[/red]a.csv"], "trace [/red]a.csv cannot be read"),
+    "hardware": (["--hardware", "[/nope]"], "--hardware `[/nope]` is unknown"),
+    "hardware that would vanish": (["--hardware", "[h100]:2"], "--hardware `[h100]` is unknown"),
+    "an SLO": (["--slo", "[/nope]=3"], "[/nope]"),
+}
+
+
+@pytest.mark.parametrize("command", [simulate, plan])
+@pytest.mark.parametrize("name", MARKUP)
+def test_what_a_user_wrote_is_no_markup(trace: Path, command: Command, name: str) -> None:
+    arguments, expected = MARKUP[name]
+    given = ["--trace", str(trace), *SLO, *(["--rate", "1"] if command is simulate else []), *arguments]
+    code, text = command(*given)
+    assert code == 2, text
+    assert expected in text
+
+
+def test_a_policy_is_no_markup(trace: Path) -> None:
+    code, text = simulate("--trace", str(trace), *SLO, "--rate", "1", "--policy", "[/nope]")
+    assert (code, "`[/nope]` is unknown" in text) == (2, True)
+
+
+@pytest.mark.parametrize("command", [simulate, plan])
+def test_a_junk_trace_does_nothing_to_the_terminal(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "junk"
+    path.write_bytes(b"[/nope]\x1b]0;title\x07\x1b[2J\n")
+    code, text = command("--trace", str(path), *SLO, *(["--rate", "1"] if command is simulate else []))
+    assert code == 2
+    assert "begins with `[/nope]\\x1b]0;title\\x07\\x1b[2J`" in text
+
+
+@pytest.mark.parametrize("command", [simulate, plan])
+def test_a_warning_shows_names_as_they_are(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "[bold]a.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"timestamp": at, "input_length": 50, "output_length": 5}) for at in (9, 5))
+    )
+    code, text = command("--trace", str(path), *SLO, *(RUN if command is simulate else []))
+    assert code == 0, text
+    assert "[bold]a.jsonl: rows were not in order" in text
+
+
+def test_visible_leaves_letters_and_escapes_the_rest() -> None:
+    assert visible("Zoë [a] `µs`") == "Zoë [a] `µs`"
+    assert visible("a\nb\x1b\udcff") == "a\\nb\\x1b\\udcff"
 
 
 def test_holes_disorder_and_impossible_targets_are_warned_of(tmp_path: Path) -> None:
