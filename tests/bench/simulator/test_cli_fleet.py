@@ -243,6 +243,13 @@ def test_visible_leaves_letters_and_escapes_the_rest() -> None:
     assert visible("a\nb\x1b\udcff") == "a\\nb\\x1b\\udcff"
 
 
+@pytest.mark.parametrize("command", [simulate, plan])
+@pytest.mark.parametrize("out", ["", ".", "/"])
+def test_a_result_needs_a_name(trace: Path, command: Command, out: str) -> None:
+    code, text = command("--trace", str(trace), *SLO, *(RUN if command is simulate else []), "--out", out)
+    assert (code, "give the name of a file." in text) == (2, True), text
+
+
 def test_holes_disorder_and_impossible_targets_are_warned_of(tmp_path: Path) -> None:
     times = [10 * index for index in range(200)] + [10**6, 5]
     path = tmp_path / "holes.jsonl"
