@@ -13,11 +13,13 @@ Named kinds and where their numbers come from:
   A mixed step takes as long as both of its halves; with `-fused` it reads the weights once.
 
 A file from a calibration (`{"fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s"}`, and
-perhaps "kv_tokens", "kv_bytes_per_token", "link_bytes_s", "mixed_s") is a kind of its own.
+perhaps "kv_tokens", "kv_bytes_per_token", "link_bytes_s", "mixed_s") is a kind of its own. The step model may
+also be an object of its own, "step_model". Other keys are refused: one that is misspelt would do nothing.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +40,7 @@ from cluster.errors import ConfigError
 from cluster.step_model import StepModel, StepWork
 
 COEFFICIENTS = ("fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s")
+POOL_KEYS = ("kv_tokens", "kv_bytes_per_token", "link_bytes_s")
 DEFAULT_LINK_BYTES_S = 50e9  # a 400 Gbit/s NIC per GPU
 HANDOFF_S = 0.5e-3  # control messages of a handoff, beside the transfer
 
@@ -192,6 +195,12 @@ def _from_file(path: Path) -> Hardware:
     inner = raw.get("step_model", raw)
     if not isinstance(inner, dict):
         raise ConfigError(f"--hardware {path}: `step_model` is not an object with {', '.join(COEFFICIENTS)}")
+    model_keys = (*COEFFICIENTS, "mixed_s")
+    if inner is raw:
+        _check_keys(path, raw, (*model_keys, *POOL_KEYS))
+    else:
+        _check_keys(path, raw, ("step_model", "mixed_s", *POOL_KEYS))
+        _check_keys(path, inner, model_keys)
     values = {name: _number(path, inner, name) for name in COEFFICIENTS}
     if values["per_token_s"] <= 0 or values["fixed_s"] + values["floor_s"] <= 0:
         raise ConfigError(
@@ -200,14 +209,29 @@ def _from_file(path: Path) -> Hardware:
     return Hardware(
         name=path.stem,
         model=StepModel(**values, mixed_s=_mixed_s(path, raw, inner)),
-        kv_tokens=int(_number(path, raw, "kv_tokens", 200_000)),
+        kv_tokens=int(_positive(path, raw, "kv_tokens", 200_000)),
         kv_bytes_per_token=int(_number(path, raw, "kv_bytes_per_token", 131_072)),
-        link_bytes_s=_number(path, raw, "link_bytes_s", DEFAULT_LINK_BYTES_S) or DEFAULT_LINK_BYTES_S,
+        link_bytes_s=_positive(path, raw, "link_bytes_s", DEFAULT_LINK_BYTES_S),
     )
+
+
+def _check_keys(path: Path, raw: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in raw:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            meant = f" (did you mean `{close[0]}`?)" if close else ""
+            raise ConfigError(f"--hardware {path}: unknown key `{key}`{meant}; use {', '.join(known)}")
 
 
 def _mixed_s(path: Path, raw: dict[str, Any], inner: dict[str, Any]) -> float:
     return _number(path, raw if "mixed_s" in raw else inner, "mixed_s", 0.0)
+
+
+def _positive(path: Path, raw: dict[str, Any], name: str, default: float) -> float:
+    value = _number(path, raw, name, default)
+    if value <= 0:
+        raise ConfigError(f"--hardware {path}: `{name}` is {value:g}; give a number above 0, or leave it out")
+    return value
 
 
 def _number(path: Path, raw: dict[str, Any], name: str, default: float | None = None) -> float:

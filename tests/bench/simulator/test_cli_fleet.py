@@ -12,6 +12,13 @@ from bench.simulator.cli_screen import visible
 
 SLO = ["--slo", "ttft=0.5s,tpot=25ms"]
 RUN = ["--rate", "5", "--seeds", "1"]
+CALIBRATION = {
+    "fixed_s": 1e-3,
+    "floor_s": 2e-2,
+    "per_token_s": 2e-4,
+    "per_context_s": 1e-7,
+    "per_attention_s": 1e-8,
+}
 Command = Callable[..., tuple[int, str]]
 
 
@@ -90,9 +97,8 @@ def test_one_rate_gives_the_attainment(trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_calibration_of_this_machine_is_hardware(trace: Path, tmp_path: Path) -> None:
-    names = ("fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s")
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(dict(zip(names, (1e-3, 2e-2, 2e-4, 1e-7, 1e-8), strict=True))))
+    path.write_text(json.dumps(CALIBRATION))
     code, text = simulate(
         "--trace",
         str(trace),
@@ -185,6 +191,16 @@ def test_bad_traces_name_the_file(tmp_path: Path, content: str, expected: str) -
             '{"fixed_s": 1, "floor_s": 1, "per_token_s": 0, "per_context_s": 0, "per_attention_s": 0}',
             "would take no time",
         ),
+        (
+            json.dumps(CALIBRATION | {"kv_token": 5}),
+            "unknown key `kv_token` (did you mean `kv_tokens`?); use fixed_s,",
+        ),
+        (json.dumps(CALIBRATION | {"mixed_ms": 5}), "unknown key `mixed_ms` (did you mean `mixed_s`?)"),
+        (json.dumps(CALIBRATION | {"zzz": 5}), "unknown key `zzz`; use fixed_s,"),
+        (json.dumps({"step_model": CALIBRATION, "fixed_s": 1}), "(did you mean `mixed_s`?); use step_model,"),
+        (json.dumps({"step_model": CALIBRATION | {"kv_tokens": 9}}), "unknown key `kv_tokens`"),
+        (json.dumps(CALIBRATION | {"link_bytes_s": 0}), "`link_bytes_s` is 0; give a number above 0"),
+        (json.dumps(CALIBRATION | {"kv_tokens": 0}), "`kv_tokens` is 0; give a number above 0"),
     ],
 )
 def test_bad_calibrations_say_what_is_wrong(trace: Path, tmp_path: Path, content: str, expected: str) -> None:
