@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -136,6 +137,7 @@ def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
     if num_workers is not None and num_workers <= 0:
         raise ConfigError(f"--workers {num_workers}: a pool needs at least one worker")
     pool: list[Hardware] = []
+    known: dict[str, Hardware] = {}  # a file is read once, so its workers are of one kind
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         name, colon, count_text = part.rpartition(":")
@@ -145,7 +147,8 @@ def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
             count = int(count_text)
         if not name:
             raise ConfigError(f"--hardware `{text}`: a kind is missing; write KIND or KIND:COUNT,KIND:COUNT")
-        kind = hardware(name)
+        if name not in known:
+            known[name] = hardware(name)
         if count is None:
             if len(parts) > 1:
                 raise ConfigError(
@@ -154,10 +157,24 @@ def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
             count = 1 if num_workers is None else num_workers
         if count <= 0:
             raise ConfigError(f"--hardware `{part}`: a kind needs at least one worker, or leave it out")
-        pool += [kind] * count
+        pool += [known[name]] * count
     if num_workers is not None and len(pool) != num_workers:
         raise ConfigError(f"--workers {num_workers}, but --hardware `{text}` has {len(pool)} workers")
     return pool
+
+
+def names_of(pool: Sequence[Hardware]) -> dict[Hardware, str]:
+    """The kinds of a pool, in their order, with a name for each that no other has: calibrations in different
+    folders may have one file name."""
+    names: dict[Hardware, str] = {}
+    taken = {kind.name for kind in pool}
+    for kind in dict.fromkeys(pool):
+        name, number = kind.name, 1
+        while name in names.values() or (number > 1 and name in taken):
+            number += 1
+            name = f"{kind.name} ({number})"
+        names[kind] = name
+    return names
 
 
 def _is_count(text: str) -> bool:

@@ -28,7 +28,7 @@ from bench.simulator.fleet.policies import PolicySpec
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Simulation
 from bench.simulator.fleet.workload import make_requests
-from bench.simulator.hardware import Hardware
+from bench.simulator.hardware import Hardware, names_of
 from cluster.errors import ConfigError
 from cluster.slo_classes import Targets
 
@@ -191,11 +191,11 @@ def impossible(setup: Setup) -> list[str]:
     targets = setup.targets
     limit_s = min(targets.tpot_s, targets.gap_s)
     sentences = []
-    for kind in {hardware.name: hardware for hardware in setup.pool}.values():
+    for kind, name in names_of(setup.pool).items():
         least_s = kind.model.fixed_s + kind.model.floor_s
         if least_s > limit_s:
             sentences.append(
-                f"{kind.name}: its shortest step takes {least_s * 1e3:.3g} ms, so no decode on it meets "
+                f"{name}: its shortest step takes {least_s * 1e3:.3g} ms, so no decode on it meets "
                 f"{limit_s * 1e3:.3g} ms per token."
             )
     shortest = min(row.input_tokens for row in setup.rows)

@@ -292,3 +292,21 @@ def test_plan_prints_roles_and_goodput_per_accelerator(trace: Path, tmp_path: Pa
     written = json.loads(out.read_text())
     assert set(written["roles"]) == {"h100-llama3-8b", "h20-llama3-8b"}
     assert written["predicted_rate"] > 0
+
+
+def test_calibrations_of_one_file_name_are_kinds_of_their_own(trace: Path, tmp_path: Path) -> None:
+    for folder, floor_s in (("a", 2e-2), ("b", 3e-2), ("c", 2e-2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "cal.json").write_text(json.dumps(CALIBRATION | {"floor_s": floor_s}))
+    pool = ",".join(
+        f"{tmp_path}/{folder}/cal.json:{count}" for folder, count in (("a", 1), ("b", 2), ("c", 3))
+    )
+    out = tmp_path / "plan.json"
+    slo = ["--slo", "ttft=1s,tpot=25ms"]
+    code, text = plan("--trace", str(trace), "--hardware", pool, *slo, "--out", str(out))
+    assert code == 0, text
+    roles = json.loads(out.read_text())["roles"]
+    assert {name: sum(numbers.values()) for name, numbers in roles.items()} == {"cal": 4, "cal (2)": 2}
+    code, text = simulate("--trace", str(trace), "--hardware", pool, *slo, *RUN)
+    assert "cal (2): its shortest step takes 31 ms" in text
+    assert text.count("its shortest step") == 1
