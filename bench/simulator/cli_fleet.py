@@ -12,15 +12,16 @@ import msgspec
 import typer
 
 from bench.load.figures.slo import format_slos, parse_slos, slos_to_ms
-from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.load.results.files import json_safe, write_atomically
+from bench.simulator.cli_fleet_checks import check_out, check_run
 from bench.simulator.cli_screen import fail, line, warn
 from bench.simulator.fleet.planner import Plan, plan_roles
 from bench.simulator.fleet.policies import parse_policy
 from bench.simulator.fleet.search import GOAL, max_goodput, rates
 from bench.simulator.fleet.trial import Outcome, Setup, impossible, run_trial, targets_of
 from bench.simulator.fleet.workload import read_rows
-from bench.simulator.hardware import Hardware, parse_pool
-from cluster.errors import BatonError, ConfigError
+from bench.simulator.hardware import Hardware, calibration_files, parse_pool
+from cluster.errors import BatonError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -121,13 +122,12 @@ def _simulate(
     arrivals: str,
     prefix_cache: bool,
 ) -> None:
-    _check(rate, is_search, seeds, duration_s, arrivals)
+    check_run(rate, is_search, seeds, duration_s, arrivals)
     pool = parse_pool(given.hardware, given.workers)
     slos = parse_slos(given.slo)
     targets_of(slos)
     spec = parse_policy(policy, len(pool))
-    if given.out is not None:
-        check_output(given.out)
+    check_out(given.out, [given.trace, *calibration_files(given.hardware)])
     trace, warnings = read_rows(given.trace, given.trace_format)
     setup = Setup(trace.rows, pool, spec, slos, duration_s, arrivals == "trace", prefix_cache)
     warnings += impossible(setup)
@@ -162,21 +162,6 @@ def _simulate(
     result["warnings"] += result.pop("notes", [])
     if given.out is not None:
         _write(given.out, result)
-
-
-def _check(
-    rate: float | None, is_search: bool, seeds: range, duration_s: float | None, arrivals: str
-) -> None:
-    if rate is None and not is_search:
-        raise ConfigError("Nothing to do: give --rate R for runs at one rate, or --max-goodput")
-    if rate is not None and not 0 < rate <= 1e6:
-        raise ConfigError(f"--rate {rate:g}: give requests per second above 0, up to 1e6")
-    if len(seeds) < 1:
-        raise ConfigError(f"--seeds {len(seeds)}: give 1 or more")
-    if duration_s is not None and not 0 < duration_s <= 1e6:
-        raise ConfigError(f"--duration {duration_s:g}: give seconds above 0")
-    if arrivals not in ("poisson", "trace"):
-        raise ConfigError(f"--arrivals `{arrivals}` is unknown: use poisson or trace")
 
 
 def _shown(outcome: Outcome) -> Outcome:
@@ -238,8 +223,7 @@ def _plan(given: _Given) -> None:
     pool = parse_pool(given.hardware, given.workers)
     slos = parse_slos(given.slo)
     targets = targets_of(slos)
-    if given.out is not None:
-        check_output(given.out)
+    check_out(given.out, [given.trace, *calibration_files(given.hardware)])
     trace, warnings = read_rows(given.trace, given.trace_format)
     for warning in warnings:
         warn(warning)

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,6 +42,7 @@ from bench.simulator.distserve import (
 from cluster.errors import ConfigError
 from cluster.step_model import StepModel, StepWork
 
+_COUNTED = re.compile(r"(.*):(-?[0-9]{1,12})")
 COEFFICIENTS = ("fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s")
 POOL_KEYS = ("kv_tokens", "kv_bytes_per_token", "link_bytes_s")
 DEFAULT_LINK_BYTES_S = 50e9  # a 400 Gbit/s NIC per GPU
@@ -138,29 +141,29 @@ def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
         raise ConfigError(f"--workers {num_workers}: a pool needs at least one worker")
     pool: list[Hardware] = []
     known: dict[str, Hardware] = {}  # a file is read once, so its workers are of one kind
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        name, colon, count_text = part.rpartition(":")
-        if not colon or not _is_count(count_text):
-            name, count = part, None
-        else:
-            count = int(count_text)
-        if not name:
-            raise ConfigError(f"--hardware `{text}`: a kind is missing; write KIND or KIND:COUNT,KIND:COUNT")
+    parts = _parts(text)
+    for name, count in parts:
         if name not in known:
             known[name] = hardware(name)
         if count is None:
             if len(parts) > 1:
                 raise ConfigError(
-                    f"--hardware `{part}`: with several kinds give each a count, as in {name}:8"
+                    f"--hardware `{name}`: with several kinds give each a count, as in {name}:8"
                 )
             count = 1 if num_workers is None else num_workers
         if count <= 0:
-            raise ConfigError(f"--hardware `{part}`: a kind needs at least one worker, or leave it out")
+            raise ConfigError(
+                f"--hardware `{name}:{count}`: a kind needs at least one worker, or leave it out"
+            )
         pool += [known[name]] * count
     if num_workers is not None and len(pool) != num_workers:
         raise ConfigError(f"--workers {num_workers}, but --hardware `{text}` has {len(pool)} workers")
     return pool
+
+
+def calibration_files(text: str) -> list[Path]:
+    """Those among the kinds of `KIND[:COUNT],...`."""
+    return [Path(name) for name, _ in _parts(text) if name not in KINDS and name not in DISTSERVE]
 
 
 def names_of(pool: Sequence[Hardware]) -> dict[Hardware, str]:
@@ -177,8 +180,20 @@ def names_of(pool: Sequence[Hardware]) -> dict[Hardware, str]:
     return names
 
 
-def _is_count(text: str) -> bool:
-    return text.lstrip("-").isascii() and text.lstrip("-").isdigit()
+def _parts(text: str) -> list[tuple[str, int | None]]:
+    """(kind, count) of each part.
+
+    Raises:
+        ConfigError: a part names no kind.
+    """
+    parts: list[tuple[str, int | None]] = []
+    for part in text.split(","):
+        found = _COUNTED.fullmatch(part.strip())
+        name, count = (found[1], int(found[2])) if found is not None else (part.strip(), None)
+        if not name:
+            raise ConfigError(f"--hardware `{text}`: a kind is missing; write KIND or KIND:COUNT,KIND:COUNT")
+        parts.append((name, count))
+    return parts
 
 
 def hardware(name: str) -> Hardware:
@@ -192,7 +207,7 @@ def hardware(name: str) -> Hardware:
         return known
     if name in DISTSERVE:
         return distserve_hardware(name)
-    if not name.endswith(".json") and not Path(name).is_file():
+    if not name.endswith(".json") and not os.path.isfile(name):
         names = ", ".join([*KINDS, *DISTSERVE])
         raise ConfigError(f"--hardware `{name}` is unknown: use {names}, or a calibration's JSON file")
     return _from_file(Path(name))

@@ -122,6 +122,11 @@ BAD = {
         "at least one worker",
     ),
     "unknown hardware": (["--hardware", "b300", *SLO, "--rate", "1"], "`b300` is unknown"),
+    "counts with a sign too many": (
+        ["--hardware", "h100-llama3-8b:--5", *SLO, "--rate", "1"],
+        "`h100-llama3-8b:--5` is unknown",
+    ),
+    "a name no file can have": (["--hardware", "x" * 5000, *SLO, "--rate", "1"], "is unknown"),
     "counts that differ": (
         ["--hardware", "h100-llama3-8b:2", "--workers", "3", *SLO, "--rate", "1"],
         "has 2 workers",
@@ -264,6 +269,22 @@ def test_visible_leaves_letters_and_escapes_the_rest() -> None:
 def test_a_result_needs_a_name(trace: Path, command: Command, out: str) -> None:
     code, text = command("--trace", str(trace), *SLO, *(RUN if command is simulate else []), "--out", out)
     assert (code, "give the name of a file." in text) == (2, True), text
+
+
+@pytest.mark.parametrize("command", [simulate, plan])
+@pytest.mark.parametrize("name", ["trace", "link", "calibration"])
+def test_a_result_replaces_no_input(trace: Path, tmp_path: Path, command: Command, name: str) -> None:
+    calibration, link = tmp_path / "calibration.json", tmp_path / "link"
+    calibration.write_text(json.dumps(CALIBRATION))
+    link.symlink_to(trace)
+    out = {"trace": trace, "link": link, "calibration": calibration}[name]
+    before = out.read_text()
+    pool = ["--hardware", f"h100-llama3-8b:1,{calibration}:1"]
+    run = RUN if command is simulate else []
+    code, text = command("--trace", str(trace), *pool, *SLO, *run, "--out", str(out))
+    assert code == 2, text
+    assert "which it is made from; give another file." in text
+    assert out.read_text() == before
 
 
 def test_holes_disorder_and_impossible_targets_are_warned_of(tmp_path: Path) -> None:
