@@ -16,9 +16,9 @@ from bench.load.results.files import json_safe, write_atomically
 from bench.simulator.cli_fleet_checks import check_out, check_run
 from bench.simulator.cli_screen import fail, line, warn
 from bench.simulator.fleet.planner import Plan, plan_roles
-from bench.simulator.fleet.policies import parse_policy
+from bench.simulator.fleet.policies import PolicySpec, parse_policy
 from bench.simulator.fleet.search import GOAL, max_goodput, rates
-from bench.simulator.fleet.trial import Outcome, Setup, impossible, run_trial, targets_of
+from bench.simulator.fleet.trial import Outcome, Setup, impossible, run_trial, targets_of, too_large
 from bench.simulator.fleet.workload import read_rows
 from bench.simulator.hardware import Hardware, calibration_files, parse_pool
 from cluster.errors import BatonError
@@ -130,7 +130,7 @@ def _simulate(
     check_out(given.out, [given.trace, *calibration_files(given.hardware)])
     trace, warnings = read_rows(given.trace, given.trace_format)
     setup = Setup(trace.rows, pool, spec, slos, duration_s, arrivals == "trace", prefix_cache)
-    warnings += impossible(setup)
+    warnings += impossible(setup) + too_large(setup)
     for warning in warnings:
         warn(warning)
     result: dict[str, Any] = {
@@ -225,13 +225,18 @@ def _plan(given: _Given) -> None:
     targets = targets_of(slos)
     check_out(given.out, [given.trace, *calibration_files(given.hardware)])
     trace, warnings = read_rows(given.trace, given.trace_format)
+    warnings += too_large(Setup(trace.rows, pool, PolicySpec("elastic", None), slos))
     for warning in warnings:
         warn(warning)
     found = plan_roles(pool, [(row.input_tokens, row.output_tokens) for row in trace.rows], targets)
     for text in _plan_lines(found, pool):
         line(text)
     if given.out is not None:
-        _write(given.out, msgspec.to_builtins(found) | {"slo": format_slos(slos), "hardware": given.hardware})
+        _write(
+            given.out,
+            msgspec.to_builtins(found)
+            | {"slo": format_slos(slos), "hardware": given.hardware, "warnings": warnings},
+        )
 
 
 def _plan_lines(found: Plan, pool: list[Hardware]) -> list[str]:

@@ -186,6 +186,18 @@ def _figures(values_s: Sequence[float]) -> dict[str, float | None]:
     }
 
 
+def too_large(setup: Setup) -> list[str]:
+    """A sentence if some requests fit on no worker: the simulation rejects them."""
+    largest = max(kind.kv_tokens for kind in setup.pool)
+    count = sum(row.input_tokens + row.output_tokens > largest for row in setup.rows)
+    if not count:
+        return []
+    return [
+        f"{count:,} of the trace's {len(setup.rows):,} requests can never be served: prompt and answer are "
+        f"more than the {largest:,} tokens of KV that the largest worker holds."
+    ]
+
+
 def impossible(setup: Setup) -> list[str]:
     """A sentence for each kind that can meet no request's targets whatever the load."""
     targets = setup.targets

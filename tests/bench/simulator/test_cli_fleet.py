@@ -287,6 +287,24 @@ def test_a_result_replaces_no_input(trace: Path, tmp_path: Path, command: Comman
     assert out.read_text() == before
 
 
+@pytest.mark.parametrize("command", [simulate, plan])
+def test_requests_that_fit_nowhere_are_counted(trace: Path, tmp_path: Path, command: Command) -> None:
+    """Prompts of 100 to 803 tokens, answers of 20 to 28: those of 766 and 803 are too much for 780."""
+    small, smaller, out = tmp_path / "small.json", tmp_path / "smaller.json", tmp_path / "out.json"
+    small.write_text(json.dumps(CALIBRATION | {"kv_tokens": 780}))
+    smaller.write_text(json.dumps(CALIBRATION | {"kv_tokens": 500}))
+    given = ["--trace", str(trace), "--slo", "ttft=2s,tpot=100ms", *(RUN if command is simulate else [])]
+    code, text = command(*given, "--hardware", f"{smaller}:1,{small}:1", "--out", str(out))
+    assert code == 0, text
+    expected = (
+        "6 of the trace's 60 requests can never be served: prompt and answer are more than the 780 tokens"
+    )
+    assert expected in text
+    assert expected in json.loads(out.read_text())["warnings"][0]
+    code, text = command(*given, "--hardware", f"{smaller}:1,h100-llama3-8b:1")
+    assert "never be served" not in text
+
+
 def test_holes_disorder_and_impossible_targets_are_warned_of(tmp_path: Path) -> None:
     times = [10 * index for index in range(200)] + [10**6, 5]
     path = tmp_path / "holes.jsonl"
