@@ -18,13 +18,24 @@ from bench.simulator.cli_screen import fail, line, warn
 from bench.simulator.fleet.planner import Plan, plan_roles
 from bench.simulator.fleet.policies import PolicySpec, parse_policy
 from bench.simulator.fleet.search import GOAL, max_goodput, rates
-from bench.simulator.fleet.trial import Outcome, Setup, impossible, run_trial, targets_of, too_large
+from bench.simulator.fleet.trial import (
+    MIN_REQUESTS,
+    Outcome,
+    Setup,
+    impossible,
+    lengthened,
+    run_trial,
+    targets_of,
+    too_large,
+)
 from bench.simulator.fleet.workload import read_rows
 from bench.simulator.hardware import Hardware, calibration_files, parse_pool
 from cluster.errors import BatonError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+OUT_OF_REACH = "No rate meets the SLO: the targets are out of reach for this pool and trace."
 
 TraceOption = Annotated[
     Path, typer.Option("--trace", help="Azure or BurstGPT CSV, Mooncake or canonical JSONL")
@@ -56,7 +67,11 @@ def simulate(
     seeds: Annotated[int, typer.Option(help="number of runs or searches, each with its seed")] = 3,
     first_seed: Annotated[int, typer.Option(min=0)] = 0,
     duration: Annotated[
-        float | None, typer.Option(help="seconds of arrivals (default: ten lives of a request, 40 to 240)")
+        float | None,
+        typer.Option(
+            help="seconds of arrivals (default: ten lives of a request, 40 to 240); "
+            f"as long as {MIN_REQUESTS:,} requests take, if that is longer"
+        ),
     ] = None,
     arrivals: Annotated[str, typer.Option(help="poisson, or trace: its own rhythm at that rate")] = "poisson",
     prefix_cache: Annotated[
@@ -131,8 +146,9 @@ def _simulate(
     trace, warnings = read_rows(given.trace, given.trace_format)
     setup = Setup(trace.rows, pool, spec, slos, duration_s, arrivals == "trace", prefix_cache)
     warnings += impossible(setup) + too_large(setup)
-    for warning in warnings:
-        warn(warning)
+    if rate is not None and not is_search:
+        warnings += lengthened(setup, [rate])
+    _warned(warnings)
     result: dict[str, Any] = {
         "kind": "simulated-max-goodput" if is_search else "simulated-run",
         "policy": policy,
@@ -164,6 +180,12 @@ def _simulate(
         _write(given.out, result)
 
 
+def _warned(warnings: list[str]) -> list[str]:
+    for warning in warnings:
+        warn(warning)
+    return warnings
+
+
 def _shown(outcome: Outcome) -> Outcome:
     ttft, tpot = outcome.distributions["ttft"], outcome.distributions["tpot"]
     line(
@@ -192,9 +214,10 @@ def _search(setup: Setup, seeds: range, start: float | None) -> dict[str, Any]:
         f"({mean / len(setup.pool):.3g} per worker; seeds: {', '.join(f'{rate:.4g}' for rate in per_seed)})"
     )
     notes = list(found["notes"]) + list(found["answers"][0]["notes"])
+    told = lengthened(setup, [rate for rate in per_seed if rate > 0] or [one.rate for one in outcomes])
     if mean <= 0.011:
-        notes.append("No rate meets the SLO: the targets are out of reach for this pool and trace.")
-        warn(notes[-1])
+        told.append(OUT_OF_REACH)
+    notes += _warned(told)
     return {
         "max_goodput": mean,
         "max_goodput_per_seed": per_seed,
@@ -226,8 +249,7 @@ def _plan(given: _Given) -> None:
     check_out(given.out, [given.trace, *calibration_files(given.hardware)])
     trace, warnings = read_rows(given.trace, given.trace_format)
     warnings += too_large(Setup(trace.rows, pool, PolicySpec("elastic", None), slos))
-    for warning in warnings:
-        warn(warning)
+    _warned(warnings)
     found = plan_roles(pool, [(row.input_tokens, row.output_tokens) for row in trace.rows], targets)
     for text in _plan_lines(found, pool):
         line(text)

@@ -39,7 +39,7 @@ MIN_REQUESTS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`length_s`: seconds of arrivals; None: see the module."""
+    """`length_s`: seconds of arrivals, or more if fewer than `MIN_REQUESTS` come; None: see the module."""
 
     rows: Sequence[TraceRow]
     pool: Sequence[Hardware]
@@ -195,6 +195,17 @@ def too_large(setup: Setup) -> list[str]:
     return [
         f"{count:,} of the trace's {len(setup.rows):,} requests can never be served: prompt and answer are "
         f"more than the {largest:,} tokens of KV that the largest worker holds."
+    ]
+
+
+def lengthened(setup: Setup, rates: Sequence[float]) -> list[str]:
+    """A sentence if runs at the slowest of these rates take longer than asked for."""
+    rate = min(rates)
+    if setup.length_s is None or rate * setup.length_s >= MIN_REQUESTS:
+        return []
+    return [
+        f"--duration {setup.length_s:g} is too short at {rate:.4g} req/s: a run has at least "
+        f"{MIN_REQUESTS:,} requests, so about {MIN_REQUESTS / rate:,.1f} s are simulated instead."
     ]
 
 

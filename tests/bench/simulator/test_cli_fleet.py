@@ -71,6 +71,8 @@ def test_max_goodput_is_written(trace: Path, tmp_path: Path) -> None:
     assert result["max_goodput"] == pytest.approx(sum(result["max_goodput_per_seed"]) / 2)
     assert result["slo_attainment"] >= 0.9
     assert result["policy"] == "elastic"
+    least = min(result["max_goodput_per_seed"])
+    assert f"--duration 3 is too short at {least:.4g} req/s: a run has at least 1,000 requests" in text
 
 
 def test_one_rate_gives_the_attainment(trace: Path, tmp_path: Path) -> None:
@@ -303,6 +305,18 @@ def test_requests_that_fit_nowhere_are_counted(trace: Path, tmp_path: Path, comm
     assert expected in json.loads(out.read_text())["warnings"][0]
     code, text = command(*given, "--hardware", f"{smaller}:1,h100-llama3-8b:1")
     assert "never be served" not in text
+
+
+def test_a_duration_of_too_few_requests_is_told(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    expected = "--duration 20 is too short at 5 req/s: a run has at least 1,000 requests, so about 200.0 s"
+    code, text = simulate("--trace", str(trace), *SLO, *RUN, "--duration", "20", "--out", str(out))
+    assert code == 0, text
+    assert expected in text
+    assert any(warning.startswith(expected) for warning in json.loads(out.read_text())["warnings"])
+    for enough in (["--duration", "200"], []):
+        code, text = simulate("--trace", str(trace), *SLO, *RUN, *enough)
+        assert "too short" not in text
 
 
 def test_holes_disorder_and_impossible_targets_are_warned_of(tmp_path: Path) -> None:
