@@ -87,7 +87,8 @@ def simulate(
             policy,
             rate,
             max_goodput,
-            range(first_seed, first_seed + seeds),
+            first_seed,
+            seeds,
             duration,
             arrivals,
             prefix_cache,
@@ -132,12 +133,13 @@ def _simulate(
     policy: str,
     rate: float | None,
     is_search: bool,
-    seeds: range,
+    first_seed: int,
+    num_seeds: int,
     duration_s: float | None,
     arrivals: str,
     prefix_cache: bool,
 ) -> None:
-    check_run(rate, is_search, seeds, duration_s, arrivals)
+    check_run(rate, is_search, num_seeds, duration_s, arrivals)
     pool = parse_pool(given.hardware, given.workers)
     slos = parse_slos(given.slo)
     targets_of(slos)
@@ -149,6 +151,7 @@ def _simulate(
     if rate is not None and not is_search:
         warnings += lengthened(setup, [rate])
     _warned(warnings)
+    seeds = range(first_seed, first_seed + num_seeds)
     result: dict[str, Any] = {
         "kind": "simulated-max-goodput" if is_search else "simulated-run",
         "policy": policy,
@@ -248,11 +251,14 @@ def _plan(given: _Given) -> None:
     targets = targets_of(slos)
     check_out(given.out, [given.trace, *calibration_files(given.hardware)])
     trace, warnings = read_rows(given.trace, given.trace_format)
-    warnings += too_large(Setup(trace.rows, pool, PolicySpec("elastic", None), slos))
+    setup = Setup(trace.rows, pool, PolicySpec("elastic", None), slos)
+    warnings += impossible(setup) + too_large(setup)
     _warned(warnings)
     found = plan_roles(pool, [(row.input_tokens, row.output_tokens) for row in trace.rows], targets)
     for text in _plan_lines(found, pool):
         line(text)
+    if found.predicted_rate <= 0:
+        warnings += _warned([OUT_OF_REACH])
     if given.out is not None:
         _write(
             given.out,

@@ -13,7 +13,7 @@ from cluster.errors import ConfigError
 
 
 def check_run(
-    rate: float | None, is_search: bool, seeds: range, duration_s: float | None, arrivals: str
+    rate: float | None, is_search: bool, num_seeds: int, duration_s: float | None, arrivals: str
 ) -> None:
     """
     Raises:
@@ -23,10 +23,10 @@ def check_run(
         raise ConfigError("Nothing to do: give --rate R for runs at one rate, or --max-goodput")
     if rate is not None and not 0 < rate <= 1e6:
         raise ConfigError(f"--rate {rate:g}: give requests per second above 0, up to 1e6")
-    if len(seeds) < 1:
-        raise ConfigError(f"--seeds {len(seeds)}: give 1 or more")
+    if num_seeds < 1:
+        raise ConfigError(f"--seeds {num_seeds}: give 1 or more")
     if duration_s is not None and not 0 < duration_s <= 1e6:
-        raise ConfigError(f"--duration {duration_s:g}: give seconds above 0")
+        raise ConfigError(f"--duration {duration_s:g}: give seconds above 0, up to 1e6")
     if arrivals not in ("poisson", "trace"):
         raise ConfigError(f"--arrivals `{arrivals}` is unknown: use poisson or trace")
 

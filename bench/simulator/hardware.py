@@ -46,6 +46,7 @@ _COUNTED = re.compile(r"(.*):(-?[0-9]{1,12})")
 COEFFICIENTS = ("fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s")
 POOL_KEYS = ("kv_tokens", "kv_bytes_per_token", "link_bytes_s")
 DEFAULT_LINK_BYTES_S = 50e9  # a 400 Gbit/s NIC per GPU
+MAX_WORKERS = 100_000  # of a pool
 HANDOFF_S = 0.5e-3  # control messages of a handoff, beside the transfer
 
 
@@ -135,7 +136,7 @@ def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
 
     Raises:
         ConfigError: an unknown kind, a broken file, a count that is none, counts that do not add up to
-            `num_workers`, or a pool without workers.
+            `num_workers`, or a pool without workers or of too many.
     """
     if num_workers is not None and num_workers <= 0:
         raise ConfigError(f"--workers {num_workers}: a pool needs at least one worker")
@@ -155,6 +156,9 @@ def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
             raise ConfigError(
                 f"--hardware `{name}:{count}`: a kind needs at least one worker, or leave it out"
             )
+        if len(pool) + count > MAX_WORKERS:
+            which = f"--hardware `{text}`" if num_workers is None else f"--workers {num_workers}"
+            raise ConfigError(f"{which}: a pool has at most {MAX_WORKERS:,} workers")
         pool += [known[name]] * count
     if num_workers is not None and len(pool) != num_workers:
         raise ConfigError(f"--workers {num_workers}, but --hardware `{text}` has {len(pool)} workers")

@@ -155,6 +155,16 @@ BAD = {
     "nothing to do": (["--workers", "2", *SLO], "--max-goodput"),
     "a negative rate": (["--workers", "2", *SLO, "--rate", "-1"], "above 0"),
     "no seeds": (["--workers", "2", *SLO, "--rate", "1", "--seeds", "0"], "1 or more"),
+    "less than no seeds": (["--workers", "2", *SLO, "--rate", "1", "--seeds", "-1"], "--seeds -1: give 1"),
+    "too long": (["--workers", "2", *SLO, "--rate", "1", "--duration", "1e7"], "above 0, up to 1e6"),
+    "too many workers": (
+        ["--workers", "1000000000", *SLO, "--rate", "1"],
+        "--workers 1000000000: a pool has at most 100,000 workers",
+    ),
+    "too many workers of two kinds": (
+        ["--hardware", "h100-llama3-8b:60000,h20-llama3-8b:60000", *SLO, "--rate", "1"],
+        "60000`: a pool has at most 100,000 workers",
+    ),
     "unknown arrivals": (["--workers", "2", *SLO, "--rate", "1", "--arrivals", "burst"], "poisson or trace"),
 }
 
@@ -363,3 +373,15 @@ def test_calibrations_of_one_file_name_are_kinds_of_their_own(trace: Path, tmp_p
     code, text = simulate("--trace", str(trace), "--hardware", pool, *slo, *RUN)
     assert "cal (2): its shortest step takes 31 ms" in text
     assert text.count("its shortest step") == 1
+
+
+def test_a_plan_for_impossible_targets_says_why(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    code, text = plan("--trace", str(trace), "--workers", "2", "--slo", "ttft=1s,tpot=5ms", "--out", str(out))
+    assert code == 0, text
+    assert "h100-llama3-8b: its shortest step takes 5.9 ms" in text
+    assert "Predicted: 0 req/s" in text
+    assert "No rate meets the SLO" in text
+    assert len(json.loads(out.read_text())["warnings"]) == 2
+    _, text = plan("--trace", str(trace), "--workers", "2", *SLO)
+    assert "No rate" not in text
