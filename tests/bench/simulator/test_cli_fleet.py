@@ -143,6 +143,14 @@ BAD = {
         "each role",
     ),
     "no chunk": (["--workers", "2", *SLO, "--rate", "1", "--policy", "colocated:0"], "number of tokens"),
+    "a chunk no integer can be": (
+        ["--workers", "2", *SLO, "--rate", "1", "--policy", f"colocated:{'9' * 5000}"],
+        "number of tokens",
+    ),
+    "a split no integer can be": (
+        ["--workers", "2", *SLO, "--rate", "1", "--policy", f"static:{'9' * 5000}p1d"],
+        "is no split",
+    ),
     "half an SLO": (["--workers", "2", "--slo", "ttft=1s", "--rate", "1"], "lacks `tpot`"),
     "a broken SLO": (
         ["--workers", "2", "--slo", "ttft=soon,tpot=1ms", "--rate", "1"],
