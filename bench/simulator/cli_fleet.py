@@ -10,21 +10,32 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
 from bench.load.figures.slo import format_slos, parse_slos, slos_to_ms
-from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.load.results.files import json_safe, write_atomically
+from bench.simulator.cli_fleet_checks import check_out, check_run
+from bench.simulator.cli_screen import fail, line, warn
 from bench.simulator.fleet.planner import Plan, plan_roles
-from bench.simulator.fleet.policies import parse_policy
+from bench.simulator.fleet.policies import PolicySpec, parse_policy
 from bench.simulator.fleet.search import GOAL, max_goodput, rates
-from bench.simulator.fleet.trial import Outcome, Setup, impossible, run_trial, targets_of
+from bench.simulator.fleet.trial import (
+    MIN_REQUESTS,
+    Outcome,
+    Setup,
+    impossible,
+    lengthened,
+    run_trial,
+    targets_of,
+    too_large,
+)
 from bench.simulator.fleet.workload import read_rows
-from bench.simulator.hardware import Hardware, parse_pool
-from cluster.errors import BatonError, ConfigError
+from bench.simulator.hardware import Hardware, calibration_files, parse_pool
+from cluster.errors import BatonError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(stderr=True, highlight=False)
+
+OUT_OF_REACH = "No rate meets the SLO: the targets are out of reach for this pool and trace."
 
 TraceOption = Annotated[
     Path, typer.Option("--trace", help="Azure or BurstGPT CSV, Mooncake or canonical JSONL")
@@ -56,7 +67,11 @@ def simulate(
     seeds: Annotated[int, typer.Option(help="number of runs or searches, each with its seed")] = 3,
     first_seed: Annotated[int, typer.Option(min=0)] = 0,
     duration: Annotated[
-        float | None, typer.Option(help="seconds of arrivals (default: ten lives of a request, 40 to 240)")
+        float | None,
+        typer.Option(
+            help="seconds of arrivals (default: ten lives of a request, 40 to 240); "
+            f"as long as {MIN_REQUESTS:,} requests take, if that is longer"
+        ),
     ] = None,
     arrivals: Annotated[str, typer.Option(help="poisson, or trace: its own rhythm at that rate")] = "poisson",
     prefix_cache: Annotated[
@@ -72,7 +87,8 @@ def simulate(
             policy,
             rate,
             max_goodput,
-            range(first_seed, first_seed + seeds),
+            first_seed,
+            seeds,
             duration,
             arrivals,
             prefix_cache,
@@ -108,7 +124,7 @@ def _told(command: Any) -> None:
     try:
         command()
     except BatonError as error:
-        console.print(f"[red]{str(error).rstrip('.')}.[/red]", soft_wrap=True, markup=True)
+        fail(error)
         raise typer.Exit(2) from None
 
 
@@ -117,23 +133,25 @@ def _simulate(
     policy: str,
     rate: float | None,
     is_search: bool,
-    seeds: range,
+    first_seed: int,
+    num_seeds: int,
     duration_s: float | None,
     arrivals: str,
     prefix_cache: bool,
 ) -> None:
-    _check(rate, is_search, seeds, duration_s, arrivals)
+    check_run(rate, is_search, num_seeds, duration_s, arrivals)
     pool = parse_pool(given.hardware, given.workers)
     slos = parse_slos(given.slo)
     targets_of(slos)
     spec = parse_policy(policy, len(pool))
-    if given.out is not None:
-        check_output(given.out)
+    check_out(given.out, [given.trace, *calibration_files(given.hardware)])
     trace, warnings = read_rows(given.trace, given.trace_format)
     setup = Setup(trace.rows, pool, spec, slos, duration_s, arrivals == "trace", prefix_cache)
-    warnings += impossible(setup)
-    for warning in warnings:
-        console.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
+    warnings += impossible(setup) + too_large(setup)
+    if rate is not None and not is_search:
+        warnings += lengthened(setup, [rate])
+    _warned(warnings)
+    seeds = range(first_seed, first_seed + num_seeds)
     result: dict[str, Any] = {
         "kind": "simulated-max-goodput" if is_search else "simulated-run",
         "policy": policy,
@@ -165,24 +183,15 @@ def _simulate(
         _write(given.out, result)
 
 
-def _check(
-    rate: float | None, is_search: bool, seeds: range, duration_s: float | None, arrivals: str
-) -> None:
-    if rate is None and not is_search:
-        raise ConfigError("Nothing to do: give --rate R for runs at one rate, or --max-goodput")
-    if rate is not None and not 0 < rate <= 1e6:
-        raise ConfigError(f"--rate {rate:g}: give requests per second above 0, up to 1e6")
-    if len(seeds) < 1:
-        raise ConfigError(f"--seeds {len(seeds)}: give 1 or more")
-    if duration_s is not None and not 0 < duration_s <= 1e6:
-        raise ConfigError(f"--duration {duration_s:g}: give seconds above 0")
-    if arrivals not in ("poisson", "trace"):
-        raise ConfigError(f"--arrivals `{arrivals}` is unknown: use poisson or trace")
+def _warned(warnings: list[str]) -> list[str]:
+    for warning in warnings:
+        warn(warning)
+    return warnings
 
 
 def _shown(outcome: Outcome) -> Outcome:
     ttft, tpot = outcome.distributions["ttft"], outcome.distributions["tpot"]
-    typer.echo(
+    line(
         f"seed {outcome.seed}: {outcome.rate:8.4g} req/s  {outcome.attainment:6.1%} within the SLO  "
         f"TTFT p90 {_ms(ttft['p90_s'])}  TPOT p90 {_ms(tpot['p90_s'])}  "
         f"({outcome.num_offered:,} requests, {outcome.wall_s:.1f} s)"
@@ -203,14 +212,15 @@ def _search(setup: Setup, seeds: range, start: float | None) -> dict[str, Any]:
         for seed, rate in zip(seeds, per_seed, strict=True)
     ]
     passed = [one.attainment for one in at if one is not None]
-    typer.echo(
+    line(
         f"{setup.policy.text}: {mean:.4g} req/s "
         f"({mean / len(setup.pool):.3g} per worker; seeds: {', '.join(f'{rate:.4g}' for rate in per_seed)})"
     )
     notes = list(found["notes"]) + list(found["answers"][0]["notes"])
+    told = lengthened(setup, [rate for rate in per_seed if rate > 0] or [one.rate for one in outcomes])
     if mean <= 0.011:
-        notes.append("No rate meets the SLO: the targets are out of reach for this pool and trace.")
-        console.print(f"[yellow]{notes[-1]}[/yellow]", soft_wrap=True)
+        told.append(OUT_OF_REACH)
+    notes += _warned(told)
     return {
         "max_goodput": mean,
         "max_goodput_per_seed": per_seed,
@@ -239,16 +249,22 @@ def _plan(given: _Given) -> None:
     pool = parse_pool(given.hardware, given.workers)
     slos = parse_slos(given.slo)
     targets = targets_of(slos)
-    if given.out is not None:
-        check_output(given.out)
+    check_out(given.out, [given.trace, *calibration_files(given.hardware)])
     trace, warnings = read_rows(given.trace, given.trace_format)
-    for warning in warnings:
-        console.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
+    setup = Setup(trace.rows, pool, PolicySpec("elastic", None), slos)
+    warnings += impossible(setup) + too_large(setup)
+    _warned(warnings)
     found = plan_roles(pool, [(row.input_tokens, row.output_tokens) for row in trace.rows], targets)
-    for line in _plan_lines(found, pool):
-        typer.echo(line)
+    for text in _plan_lines(found, pool):
+        line(text)
+    if found.predicted_rate <= 0:
+        warnings += _warned([OUT_OF_REACH])
     if given.out is not None:
-        _write(given.out, msgspec.to_builtins(found) | {"slo": format_slos(slos), "hardware": given.hardware})
+        _write(
+            given.out,
+            msgspec.to_builtins(found)
+            | {"slo": format_slos(slos), "hardware": given.hardware, "warnings": warnings},
+        )
 
 
 def _plan_lines(found: Plan, pool: list[Hardware]) -> list[str]:
@@ -266,4 +282,4 @@ def _plan_lines(found: Plan, pool: list[Hardware]) -> list[str]:
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     write_atomically(path, [json.dumps(json_safe(result), indent=1).encode(), b"\n"])
-    typer.echo(f"Written: {path}")
+    line(f"Written: {path}")

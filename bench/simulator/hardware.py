@@ -13,12 +13,17 @@ Named kinds and where their numbers come from:
   A mixed step takes as long as both of its halves; with `-fused` it reads the weights once.
 
 A file from a calibration (`{"fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s"}`, and
-perhaps "kv_tokens", "kv_bytes_per_token", "link_bytes_s", "mixed_s") is a kind of its own.
+perhaps "kv_tokens", "kv_bytes_per_token", "link_bytes_s", "mixed_s") is a kind of its own. The step model may
+also be an object of its own, "step_model". Other keys are refused: one that is misspelt would do nothing.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,8 +42,11 @@ from bench.simulator.distserve import (
 from cluster.errors import ConfigError
 from cluster.step_model import StepModel, StepWork
 
+_COUNTED = re.compile(r"(.*):(-?[0-9]{1,12})")
 COEFFICIENTS = ("fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s")
+POOL_KEYS = ("kv_tokens", "kv_bytes_per_token", "link_bytes_s")
 DEFAULT_LINK_BYTES_S = 50e9  # a 400 Gbit/s NIC per GPU
+MAX_WORKERS = 100_000  # of a pool
 HANDOFF_S = 0.5e-3  # control messages of a handoff, beside the transfer
 
 
@@ -128,37 +136,68 @@ def parse_pool(text: str, num_workers: int | None) -> list[Hardware]:
 
     Raises:
         ConfigError: an unknown kind, a broken file, a count that is none, counts that do not add up to
-            `num_workers`, or a pool without workers.
+            `num_workers`, or a pool without workers or of too many.
     """
     if num_workers is not None and num_workers <= 0:
         raise ConfigError(f"--workers {num_workers}: a pool needs at least one worker")
     pool: list[Hardware] = []
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        name, colon, count_text = part.rpartition(":")
-        if not colon or not _is_count(count_text):
-            name, count = part, None
-        else:
-            count = int(count_text)
-        if not name:
-            raise ConfigError(f"--hardware `{text}`: a kind is missing; write KIND or KIND:COUNT,KIND:COUNT")
-        kind = hardware(name)
+    known: dict[str, Hardware] = {}  # a file is read once, so its workers are of one kind
+    parts = _parts(text)
+    for name, count in parts:
+        if name not in known:
+            known[name] = hardware(name)
         if count is None:
             if len(parts) > 1:
                 raise ConfigError(
-                    f"--hardware `{part}`: with several kinds give each a count, as in {name}:8"
+                    f"--hardware `{name}`: with several kinds give each a count, as in {name}:8"
                 )
             count = 1 if num_workers is None else num_workers
         if count <= 0:
-            raise ConfigError(f"--hardware `{part}`: a kind needs at least one worker, or leave it out")
-        pool += [kind] * count
+            raise ConfigError(
+                f"--hardware `{name}:{count}`: a kind needs at least one worker, or leave it out"
+            )
+        if len(pool) + count > MAX_WORKERS:
+            which = f"--hardware `{text}`" if num_workers is None else f"--workers {num_workers}"
+            raise ConfigError(f"{which}: a pool has at most {MAX_WORKERS:,} workers")
+        pool += [known[name]] * count
     if num_workers is not None and len(pool) != num_workers:
         raise ConfigError(f"--workers {num_workers}, but --hardware `{text}` has {len(pool)} workers")
     return pool
 
 
-def _is_count(text: str) -> bool:
-    return text.lstrip("-").isascii() and text.lstrip("-").isdigit()
+def calibration_files(text: str) -> list[Path]:
+    """Those among the kinds of `KIND[:COUNT],...`."""
+    return [Path(name) for name, _ in _parts(text) if name not in KINDS and name not in DISTSERVE]
+
+
+def names_of(pool: Sequence[Hardware]) -> dict[Hardware, str]:
+    """The kinds of a pool, in their order, with a name for each that no other has: calibrations in different
+    folders may have one file name."""
+    names: dict[Hardware, str] = {}
+    taken = {kind.name for kind in pool}
+    for kind in dict.fromkeys(pool):
+        name, number = kind.name, 1
+        while name in names.values() or (number > 1 and name in taken):
+            number += 1
+            name = f"{kind.name} ({number})"
+        names[kind] = name
+    return names
+
+
+def _parts(text: str) -> list[tuple[str, int | None]]:
+    """(kind, count) of each part.
+
+    Raises:
+        ConfigError: a part names no kind.
+    """
+    parts: list[tuple[str, int | None]] = []
+    for part in text.split(","):
+        found = _COUNTED.fullmatch(part.strip())
+        name, count = (found[1], int(found[2])) if found is not None else (part.strip(), None)
+        if not name:
+            raise ConfigError(f"--hardware `{text}`: a kind is missing; write KIND or KIND:COUNT,KIND:COUNT")
+        parts.append((name, count))
+    return parts
 
 
 def hardware(name: str) -> Hardware:
@@ -172,7 +211,7 @@ def hardware(name: str) -> Hardware:
         return known
     if name in DISTSERVE:
         return distserve_hardware(name)
-    if not name.endswith(".json") and not Path(name).is_file():
+    if not name.endswith(".json") and not os.path.isfile(name):
         names = ", ".join([*KINDS, *DISTSERVE])
         raise ConfigError(f"--hardware `{name}` is unknown: use {names}, or a calibration's JSON file")
     return _from_file(Path(name))
@@ -192,6 +231,12 @@ def _from_file(path: Path) -> Hardware:
     inner = raw.get("step_model", raw)
     if not isinstance(inner, dict):
         raise ConfigError(f"--hardware {path}: `step_model` is not an object with {', '.join(COEFFICIENTS)}")
+    model_keys = (*COEFFICIENTS, "mixed_s")
+    if inner is raw:
+        _check_keys(path, raw, (*model_keys, *POOL_KEYS))
+    else:
+        _check_keys(path, raw, ("step_model", "mixed_s", *POOL_KEYS))
+        _check_keys(path, inner, model_keys)
     values = {name: _number(path, inner, name) for name in COEFFICIENTS}
     if values["per_token_s"] <= 0 or values["fixed_s"] + values["floor_s"] <= 0:
         raise ConfigError(
@@ -200,14 +245,29 @@ def _from_file(path: Path) -> Hardware:
     return Hardware(
         name=path.stem,
         model=StepModel(**values, mixed_s=_mixed_s(path, raw, inner)),
-        kv_tokens=int(_number(path, raw, "kv_tokens", 200_000)),
+        kv_tokens=int(_positive(path, raw, "kv_tokens", 200_000)),
         kv_bytes_per_token=int(_number(path, raw, "kv_bytes_per_token", 131_072)),
-        link_bytes_s=_number(path, raw, "link_bytes_s", DEFAULT_LINK_BYTES_S) or DEFAULT_LINK_BYTES_S,
+        link_bytes_s=_positive(path, raw, "link_bytes_s", DEFAULT_LINK_BYTES_S),
     )
+
+
+def _check_keys(path: Path, raw: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in raw:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            meant = f" (did you mean `{close[0]}`?)" if close else ""
+            raise ConfigError(f"--hardware {path}: unknown key `{key}`{meant}; use {', '.join(known)}")
 
 
 def _mixed_s(path: Path, raw: dict[str, Any], inner: dict[str, Any]) -> float:
     return _number(path, raw if "mixed_s" in raw else inner, "mixed_s", 0.0)
+
+
+def _positive(path: Path, raw: dict[str, Any], name: str, default: float) -> float:
+    value = _number(path, raw, name, default)
+    if value <= 0:
+        raise ConfigError(f"--hardware {path}: `{name}` is {value:g}; give a number above 0, or leave it out")
+    return value
 
 
 def _number(path: Path, raw: dict[str, Any], name: str, default: float | None = None) -> float:

@@ -23,8 +23,10 @@ def check_output(path: Path) -> None:
     """Make the parents of `path` and try whether a file can be written there. Leaves no file.
 
     Raises:
+        ConfigError: it names no file.
         BatonError: it is a directory, or its directory cannot be made or written.
     """
+    _check_name(path)
     temporary = _temporary(path)
     try:
         _open_new(path, temporary).close()
@@ -39,8 +41,9 @@ def check_output_with_text(path: Path) -> None:
 
     Raises:
         BatonError: one of them cannot be written.
-        ConfigError: the text would take the result's place.
+        ConfigError: it names no file, or the text would take the result's place.
     """
+    _check_name(path)
     beside = path.with_suffix(".txt")
     if beside == path:
         raise ConfigError(f"`{path}` is where the result's text goes; choose another ending, such as .json")
@@ -111,6 +114,11 @@ def as_unicode(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _check_name(path: Path) -> None:
+    if not path.name:  # empty, `.` or `/`
+        raise ConfigError(f"Cannot write `{path}`: give the name of a file.")
 
 
 def _temporary(path: Path) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.simulator.hardware import Hardware
+from bench.simulator.hardware import Hardware, names_of
 from cluster.slo_classes import Targets
 from router.planner import Kind, best_roles
 
@@ -22,9 +22,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kinds_of(pool: Sequence[Hardware]) -> list[Kind]:
-    counts = Counter(hardware.name for hardware in pool)
-    first = {hardware.name: hardware for hardware in reversed(pool)}
-    return [Kind(name, count, first[name].model, first[name].model.mixed_s) for name, count in counts.items()]
+    """Equal hardware is one kind; kinds that differ have names that differ."""
+    counts = Counter(pool)
+    return [Kind(name, counts[one], one.model, one.model.mixed_s) for one, name in names_of(pool).items()]
 
 
 def plan_roles(pool: Sequence[Hardware], requests: Sequence[tuple[int, int]], targets: Targets) -> Plan:

@@ -17,7 +17,8 @@ from cluster.errors import ConfigError
 from cluster.slo_classes import Targets
 
 FORMS = "`elastic`, `colocated:CHUNK` (such as colocated:512) or `static:XpYd` (such as static:8p8d)"
-_SPLIT = re.compile(r"(\d+)p(\d+)d", re.ASCII)
+_SPLIT = re.compile(r"(\d{1,9})p(\d{1,9})d", re.ASCII)
+_TOKENS = re.compile(r"\d{1,9}", re.ASCII)
 
 
 class SimulatedPolicy(Policy, Protocol):
@@ -76,6 +77,6 @@ def parse_policy(text: str, num_workers: int) -> PolicySpec:
 
 
 def _chunk(text: str, number: str) -> int:
-    if not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= 10**6:
+    if _TOKENS.fullmatch(number) is None or not 1 <= int(number) <= 10**6:
         raise ConfigError(f"--policy `{text}`: `{number}` is no number of tokens; give 1 to 1000000")
     return int(number)

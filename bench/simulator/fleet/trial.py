@@ -28,7 +28,7 @@ from bench.simulator.fleet.policies import PolicySpec
 from bench.simulator.fleet.request import Request
 from bench.simulator.fleet.simulation import Simulation
 from bench.simulator.fleet.workload import make_requests
-from bench.simulator.hardware import Hardware
+from bench.simulator.hardware import Hardware, names_of
 from cluster.errors import ConfigError
 from cluster.slo_classes import Targets
 
@@ -39,7 +39,7 @@ MIN_REQUESTS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`length_s`: seconds of arrivals; None: see the module."""
+    """`length_s`: seconds of arrivals, or more if fewer than `MIN_REQUESTS` come; None: see the module."""
 
     rows: Sequence[TraceRow]
     pool: Sequence[Hardware]
@@ -186,16 +186,39 @@ def _figures(values_s: Sequence[float]) -> dict[str, float | None]:
     }
 
 
+def too_large(setup: Setup) -> list[str]:
+    """A sentence if some requests fit on no worker: the simulation rejects them."""
+    largest = max(kind.kv_tokens for kind in setup.pool)
+    count = sum(row.input_tokens + row.output_tokens > largest for row in setup.rows)
+    if not count:
+        return []
+    return [
+        f"{count:,} of the trace's {len(setup.rows):,} requests can never be served: prompt and answer are "
+        f"more than the {largest:,} tokens of KV that the largest worker holds."
+    ]
+
+
+def lengthened(setup: Setup, rates: Sequence[float]) -> list[str]:
+    """A sentence if runs at the slowest of these rates take longer than asked for."""
+    rate = min(rates)
+    if setup.length_s is None or rate * setup.length_s >= MIN_REQUESTS:
+        return []
+    return [
+        f"--duration {setup.length_s:g} is too short at {rate:.4g} req/s: a run has at least "
+        f"{MIN_REQUESTS:,} requests, so about {MIN_REQUESTS / rate:,.1f} s are simulated instead."
+    ]
+
+
 def impossible(setup: Setup) -> list[str]:
     """A sentence for each kind that can meet no request's targets whatever the load."""
     targets = setup.targets
     limit_s = min(targets.tpot_s, targets.gap_s)
     sentences = []
-    for kind in {hardware.name: hardware for hardware in setup.pool}.values():
+    for kind, name in names_of(setup.pool).items():
         least_s = kind.model.fixed_s + kind.model.floor_s
         if least_s > limit_s:
             sentences.append(
-                f"{kind.name}: its shortest step takes {least_s * 1e3:.3g} ms, so no decode on it meets "
+                f"{name}: its shortest step takes {least_s * 1e3:.3g} ms, so no decode on it meets "
                 f"{limit_s * 1e3:.3g} ms per token."
             )
     shortest = min(row.input_tokens for row in setup.rows)

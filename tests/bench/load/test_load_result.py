@@ -1,6 +1,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from bench.load.figures.slo import parse_slos
 from bench.load.figures.window import Window
 from bench.load.plan import Arrival, TraceSource
 from bench.load.records import RunRecord, Status
-from bench.load.results.files import check_output, json_safe, write_atomically
+from bench.load.results.files import check_output, check_output_with_text, json_safe, write_atomically
 from bench.load.results.result import (
     SCHEMA_VERSION,
     build_result,
@@ -22,7 +23,7 @@ from bench.load.results.result import (
     requests_path,
     write_result,
 )
-from cluster.errors import BatonError
+from cluster.errors import BatonError, ConfigError
 from tests.bench.load.load_values import answer, plan_of, run_of, skipped, steady_run
 
 ENVIRONMENT = {
@@ -430,3 +431,10 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     write_atomically(link, [b"new"])
     assert link.is_symlink()
     assert target.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("check", [check_output, check_output_with_text])
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_path_without_a_name_is_no_output(check: Callable[[Path], None], name: str) -> None:
+    with pytest.raises(ConfigError, match="give the name of a file"):
+        check(Path(name))
