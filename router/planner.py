@@ -13,8 +13,8 @@ enough, prompts and rows take turns. Rows whose prompts were computed elsewhere 
 much shorter that few answers end before that is made up for (`handoff_margin_s`), and a hand-off must fit
 into a gap (`far_step_s`); where no step is short enough, nothing is handed over. Rows come and go at random,
 so one that only decodes has fewer than fit. A rate is feasible if decode fits into the workers that may
-decode, taken in order of comparative advantage (decode seconds over prefill seconds, least first), and prefill
-into what is left of those that may prefill. It is found by bisection.
+decode, taken in order of comparative advantage (decode seconds over prefill seconds, least first), and
+prefill into what is left of those that may prefill. It is found by bisection.
 
 Order: among equal predictions the split with the most workers that do both.
 
