@@ -217,18 +217,18 @@ def _both(kind: Kind, work: KindWork, wanted: float, targets: Targets, far: bool
     most_s = max(0.0, step_s - work.margin_s if far else step_s)
     room = max(0.0, most_s - weights_s) / step_s
     limit = max(room / max(work.reading_s, 1e-12), _decodes(kind, work, targets))
-    if kind.mixed_s <= _SETTINGS.price_from * step_s:  # all steps have chunks
-        mixed = max(0.0, most_s - model.fixed_s - kind.mixed_s) / step_s
-        done = min(wanted, limit, mixed / work.decode_s)
-        return done, max(0.0, mixed - done * work.decode_s) / work.prefill_s
-    done = min(wanted, limit)
-    chunk_s = min(_SETTINGS.worth * kind.mixed_s, work.prefill_s)
-    if weights_s + kind.mixed_s + chunk_s > _longest_s(kind, work, targets):
-        # prompts and rows take turns, within the first token's target; at best half of the prompts' turns
-        turns = max(0.0, 1 - work.num_tokens * weights_s / (targets.ttft_s / 2)) / 2
-        return done, turns / work.prefill_s
-    left = max(0.0, room - done * work.reading_s)
-    return done, left * _SETTINGS.worth / (_SETTINGS.worth + 1) / work.prefill_s
+    mixed = max(0.0, most_s - model.fixed_s - kind.mixed_s) / step_s  # all steps have chunks
+    done = min(wanted, limit, mixed / work.decode_s)
+    ways = [(done, max(0.0, mixed - done * work.decode_s) / work.prefill_s)]
+    if kind.mixed_s > _SETTINGS.price_from * step_s:  # few have
+        done = min(wanted, limit)
+        chunk_s = min(_SETTINGS.worth * kind.mixed_s, work.prefill_s)
+        if weights_s + kind.mixed_s + chunk_s <= _longest_s(kind, work, targets):
+            share = max(0.0, room - done * work.reading_s) * _SETTINGS.worth / (_SETTINGS.worth + 1)
+        else:  # prompts and rows take turns, within the first token's target; prompts have half at best
+            share = max(0.0, 1 - work.num_tokens * weights_s / (targets.ttft_s / 2)) / 2
+        ways.append((done, share / work.prefill_s))
+    return max(ways)
 
 
 def _longest_s(kind: Kind, work: KindWork, targets: Targets) -> float:
