@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.slo_budget import SloSettings
 from cluster.slo_classes import Targets
 from router.planner import Kind, KindWork, Roles, far_step_s, predicted_rate, work_of
 
@@ -37,7 +38,6 @@ GAIN = 1.4  # predicted, for dedication to pay ...
 KEEP = 1.05  # ... and for another split
 NEARLY = 0.9  # of the best split's rate
 BURST = 1.3  # of what there is room for: rows that read more end a split with one worker left to prefill
-PRICE_FROM = 0.05  # of a step: mixed steps that cost less have none
 
 
 class Dedication:
@@ -47,18 +47,20 @@ class Dedication:
         self._kind = kind
         self._targets = targets
         step_s = min(targets.tpot_s, targets.gap_s)
-        self._has_price = kind.count > 1 and kind.mixed_s > PRICE_FROM * step_s
+        self.has_price = (
+            kind.count > 1 and kind.mixed_s > SloSettings().price_from * step_s
+        )  # else nobody asks
         self._lengths: list[tuple[int, int]] = []
         self._num = 0
         self._room = 0.0  # keys that rows may read on a worker that only decodes
         weights_s = kind.model.fixed_s + kind.model.floor_s
         longest_s = min(targets.gap_s, targets.ttft_s / 2)
-        self._mixes = not self._has_price or weights_s + 2 * kind.mixed_s <= longest_s  # sometimes
+        self._mixes = not self.has_price or weights_s + 2 * kind.mixed_s <= longest_s  # sometimes
         self.num_prefill = None if self._mixes else kind.count // 2  # None: all do both
 
     def ended(self, num_prompt: int, num_output: int, num_running: float, context: float) -> bool:
         """An answer. `context`: keys that all rows read now."""
-        if not self._has_price:
+        if not self.has_price:
             return False
         if len(self._lengths) < MEMORY:
             self._lengths.append((num_prompt, num_output))

@@ -47,9 +47,7 @@ class ElasticPolicy:
         self._scheduling = scheduling or SloSettings()
         self._lengths = OutputLengths()
         self._prompts = PromptLengths()
-        self._prefilling: list[bool] | None = (
-            None  # by worker: it only prefills, else only decodes; None: both
-        )
+        self._prefilling: list[bool] | None = None  # by worker, else it only decodes; None: all do both
         self._caches = use_prefix_cache
         self._workers: Sequence[Worker] = ()
         self._schedulers: list[SloScheduler[Request]] = []
@@ -244,7 +242,7 @@ class ElasticPolicy:
     def ended(self, request: Request, worker: Worker) -> None:
         self._release(request)
         self._lengths.add(request.num_prompt, request.num_output)
-        if (own := self._dedication) is None:
+        if (own := self._dedication) is None or not own.has_price:
             return
         num_running, context = float(self._fleet.rows.sum()), float(self._fleet.context.sum())
         if own.ended(request.num_prompt, request.num_output, num_running, context):
