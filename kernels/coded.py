@@ -14,6 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.requested import requested
+
 BLOCK_SIZE: Final = 32
 FORM_VARIABLE: Final = "BATON_GGUF_WEIGHTS"
 
@@ -35,10 +37,7 @@ def requested_form(environment: Mapping[str, str]) -> CodedForm:
     Raises:
         CodedFormError: the user asks for a form that there is not.
     """
-    wanted = environment.get(FORM_VARIABLE) or CodedForm.AUTO
-    if wanted not in list(CodedForm):
-        raise CodedFormError(f"{FORM_VARIABLE} is `{wanted}`; use {', '.join(CodedForm)}")
-    return CodedForm(wanted)
+    return requested(environment, FORM_VARIABLE, CodedForm.AUTO, CodedFormError)
 
 
 @dataclass(frozen=True, slots=True)

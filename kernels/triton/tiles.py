@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kernels.requested import requested
+
 MODE_VARIABLE: Final = "BATON_GPU_MODE"
 
 
@@ -34,10 +36,7 @@ def requested_mode(environment: Mapping[str, str]) -> Mode:
     Raises:
         ModeError: the user asks for a mode that there is not.
     """
-    wanted = environment.get(MODE_VARIABLE) or Mode.EXACT
-    if wanted not in list(Mode):
-        raise ModeError(f"{MODE_VARIABLE} is `{wanted}`; use {' or '.join(Mode)}")
-    return Mode(wanted)
+    return requested(environment, MODE_VARIABLE, Mode.EXACT, ModeError)
 
 
 @dataclass(frozen=True, slots=True)
