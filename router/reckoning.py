@@ -248,7 +248,7 @@ class Formulas:
         can = decodes & (room >= float(self.ask.num_tokens + self.ask.expected_output))
         if math.isinf(self.targets.gap_s):
             return can
-        prefills = worker.work_s + worker.late_s > 0
+        prefills = (worker.work_s + worker.late_s > 0) | (worker.can_prefill & (worker.mixed_s > self.least_price_s))
         flying_s = self.pool.instead(step_s, prefills, self.pool.at_least(step_s, self.limit_s))
         return can & (flying_s + step_s + moving_s <= self.targets.gap_s * self.settings.safety)
 
