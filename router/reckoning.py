@@ -247,14 +247,17 @@ class Formulas:
 
     def can_decode(self, worker: Figure, decodes: Figure, step_s: Figure, moving_s: Figure) -> Figure:
         """It has room for the KV, and the hand-off fits into a gap: the transfer, the rest of the step in
-        flight, which may have only begun (with chunks, where prompts wait), and the first with the row."""
+        flight, which may have only begun (with chunks, where prompts wait, or come to rows that gather), and
+        the first with the row."""
         room = worker.kv_tokens * (1 - self.settings.kv_headroom)
         room -= worker.kv_used
         room -= worker.kv_promised
         can = decodes & (room >= float(self.ask.num_tokens + self.ask.expected_output))
         if math.isinf(self.targets.gap_s):
             return can
-        prefills = (worker.work_s + worker.late_s > 0) | (worker.can_prefill & (worker.mixed_s > self.least_price_s))
+        prefills = worker.work_s + worker.late_s > 0
+        if not self.none_gathers:  # rows gather there, and prompts come to them before this one does
+            prefills = prefills | (worker.can_prefill & (worker.mixed_s > self.least_price_s))
         flying_s = self.pool.instead(step_s, prefills, self.pool.at_least(step_s, self.limit_s))
         return can & (flying_s + step_s + moving_s <= self.targets.gap_s * self.settings.safety)
 

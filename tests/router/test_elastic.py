@@ -1,5 +1,7 @@
 """Elastic placement: joint choice of P and D over columns, planner, expected lengths. Pure."""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -61,6 +63,21 @@ def test_with_a_gap_limit_nobody_is_handed_to_a_step_with_chunks_that_it_would_w
     assert isinstance(decision, Place)
     assert (decision.prefill, decision.decode) == (0, 0)
     assert placed(pool, 1_000).decode == 1, "without the limit it may wait"
+
+
+@pytest.mark.parametrize("num_more", [0, 10])  # workers beyond the ten that are looked at one by one
+def test_with_a_gap_limit_rows_gather_only_where_no_prompt_comes_between(num_more: int) -> None:
+    """Mixed steps that cost more make rows gather. Prompts come to them, too, in steps as long as the gap
+    allows: a row that comes from elsewhere would wait for one of these, and for its own."""
+    dear = StepModel(2e-3, 8e-3, 60e-6, 20e-9, 3e-9, mixed_s=3e-3)
+    targets, ask = Targets(1.0, 0.04, 0.03), Ask(1_000, 150.0)
+    pool = fleet([dear] * (4 + num_more))
+    pool.rows[3], pool.context[3] = 10, 10_000
+    assert choose_decode(pool, ask, 0, targets, SETTINGS, 0.0) == 0
+    unlimited = msgspec.structs.replace(targets, gap_s=math.inf)
+    assert choose_decode(pool, ask, 0, unlimited, SETTINGS, 0.0) == 3
+    pool.can_prefill[3] = False  # it has rows alone
+    assert choose_decode(pool, ask, 0, targets, SETTINGS, 0.0) == 3
 
 
 def test_decode_stays_where_the_others_are_full() -> None:
