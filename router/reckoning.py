@@ -123,6 +123,7 @@ class Formulas:
         if pool.most(lacking) > -(ask.num_tokens + 1):
             # what is held goes within the life of a row, or with the prompts before
             lacks_kv = (lacking > -(ask.num_tokens + 1)) & (held > 0)
+            lacking = pool.instead(lacking, self._passes(worker), self._unpromised(worker, lacking))
             lacking += ask.num_tokens + 1
             hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
             start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
@@ -160,6 +161,15 @@ class Formulas:
             share = pool.instead(share, reading_s > limit_s, 0.0)
         share *= worker.on_time_share
         return pool.at_least(share, self.settings.min_share)
+
+    def _passes(self, worker: Figure) -> Figure:
+        """It is much smaller than what comes: where those have no room for their KV, they let it pass."""
+        return worker.coming_context > 2 * (self.num_tokens + 1) * worker.coming_rows
+
+    def _unpromised(self, worker: Figure, lacking: Figure) -> Figure:
+        """`lacking` by what is held, and what is promised within the room that this leaves."""
+        pool = self.pool
+        return pool.at_least(pool.at_most(lacking, 0.0), lacking - worker.kv_promised)
 
     def own_s(self, worker: Figure, cached: Figure, moving: Figure) -> Figure:
         """Seconds of its uncached tokens, `moving`; all of them where it is None, as `cached` is."""

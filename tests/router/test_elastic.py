@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
-from router.elastic import Ask, ElasticSettings, Place, TurnAway, choose_decode, place
+from router.elastic import Ask, ElasticSettings, Place, TurnAway, choose_decode, place, predicted_ttft_s
 from router.fleet import EdgeRow, Fleet
 from router.output_lengths import OutputLengths
 from router.planner import Kind, Planner, PlannerState, Roles, best_roles, predicted_rate, work_of
@@ -78,6 +78,23 @@ def test_with_a_gap_limit_rows_gather_only_where_no_prompt_comes_between(num_mor
     assert choose_decode(pool, ask, 0, unlimited, SETTINGS, 0.0) == 3
     pool.can_prefill[3] = False  # it has rows alone
     assert choose_decode(pool, ask, 0, targets, SETTINGS, 0.0) == 3
+
+
+@pytest.mark.parametrize("num_workers", [1, 14])  # looked at one by one, or all at once
+def test_a_small_prompt_does_not_wait_for_kv_that_large_ones_have_no_room_for(num_workers: int) -> None:
+    """Three of 90,000 tokens are promised what 20,000 are free of: none of them begins, a small one does."""
+    pool = fleet([H100] * num_workers)
+    ask = Ask(300, 200.0, life_s=5.0)
+    pool.rows[:], pool.context[:] = 100, 30_000
+    pool.coming_rows[:], pool.coming_context[:] = 3, 270_000
+    free = predicted_ttft_s(pool, ask, TARGETS, SETTINGS)
+    pool.kv_used[:], pool.kv_promised[:] = 380_000, 270_000
+    found = predicted_ttft_s(pool, ask, TARGETS, SETTINGS)
+    assert found == pytest.approx(free + 5.0 * 301 / 650_000)  # as long as its own tokens take to leave
+    pool.coming_rows[:] = 900  # as small as it is itself: they were here before
+    assert predicted_ttft_s(pool, ask, TARGETS, SETTINGS)[0] > 1.0
+    pool.coming_rows[:], pool.kv_used[:] = 3, 400_301  # there is no room for anybody
+    assert predicted_ttft_s(pool, ask, TARGETS, SETTINGS) == pytest.approx(free + 5.0 * 602 / 670_301)
 
 
 def test_decode_stays_where_the_others_are_full() -> None:
