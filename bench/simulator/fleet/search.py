@@ -21,6 +21,7 @@ OnOutcome = Callable[[Outcome], object]
 OnProgress = Callable[[float, int, float], None]  # rate, seed, share
 GOAL = 0.9
 TOLERANCE = 0.03
+MIN_RATE, MAX_RATE = 0.01, 1e6  # requests per second
 
 
 def start_rate(setup: Setup) -> float:
@@ -36,7 +37,7 @@ def start_rate(setup: Setup) -> float:
             for row in rows
         ) / len(rows)
         rate += max(0.05, 1 - model.fixed_s / targets.tpot_s) / cost_s
-    return max(0.6 * rate, 0.02)
+    return min(max(0.6 * rate, 2 * MIN_RATE), MAX_RATE)
 
 
 def new_search(setup: Setup, seeds: Sequence[int], start: float | None = None) -> GoodputSearch:
@@ -48,8 +49,8 @@ def new_search(setup: Setup, seeds: Sequence[int], start: float | None = None) -
             growth=1.4,
             tolerance=TOLERANCE,
             max_probes=24 * len(seeds),
-            min_rate=0.01,
-            max_rate=1e6,
+            min_rate=MIN_RATE,
+            max_rate=MAX_RATE,
         )
     )
 
