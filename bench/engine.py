@@ -3,7 +3,7 @@
 1. Load the model as a worker would, with a KV pool of its own (no cluster, no network).
 2. For each case (`bench.engine_cases`: decode steps by batch and context, prefill chunks) run some steps
    through the runner and keep the fastest: other work on the machine only ever adds time. Beside it stands
-   the least processor time per thread: where the two differ, others held the cores.
+   its processor time per thread: less, where a helper slept or others held the cores.
 3. Between the steps of every case measure the machine with the engine's own threads: bytes read from memory
    per second, and multiply-adds from registers per second. The limit of a case is what its bytes or its
    multiply-adds alone would take at the best of these rates, whichever is longer (`bench.roofline`): what
@@ -116,21 +116,21 @@ class Engine:
 def fastest(
     run: Callable[[], object], probe: Callable[[], Rates], budget_s: float, at_least: int = 2
 ) -> tuple[float, float, Rates]:
-    """(seconds, processor seconds of all threads), each the least of as many runs as fit the budget, after
-    one that does not count; and the best of the rates that `probe` finds meanwhile."""
+    """(seconds, processor seconds of all threads) of the fastest of as many runs as fit the budget, after one
+    that does not count; and the best of the rates that `probe` finds meanwhile."""
     run()
-    wall_s, processor_s, spent_s, count = float("inf"), float("inf"), 0.0, 0
+    fastest_run, spent_s, count = (float("inf"), float("inf")), 0.0, 0
     rates = [probe()]
     while count < at_least or (spent_s < budget_s and count < 200):
         start, start_processor = time.perf_counter(), time.process_time()
         run()
         elapsed_s = time.perf_counter() - start
-        wall_s, processor_s = min(wall_s, elapsed_s), min(processor_s, time.process_time() - start_processor)
+        fastest_run = min(fastest_run, (elapsed_s, time.process_time() - start_processor))
         spent_s, count = spent_s + elapsed_s, count + 1
         if spent_s * PROBES >= budget_s * len(rates):
             rates.append(probe())
     best = Rates(max(r.bytes_per_s for r in rates), max(r.multiply_adds_per_s for r in rates))
-    return wall_s, processor_s, best
+    return *fastest_run, best
 
 
 def measure(engine: Engine, cases: list[Case], budget_s: float) -> dict[str, Any]:
@@ -218,6 +218,7 @@ def main() -> None:
     parser.add_argument("--pool-mib", type=int, default=1600, help="memory for keys and values")
     parser.add_argument("--seconds", type=float, default=1.0, help="per case; the fastest step counts")
     parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument("--only", default="", help='cases with this in their names, as "decode 1 x 256"')
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes")
     parser.add_argument("--output", type=Path, help="write the result too: JSON, of a profile its text")
     arguments = parser.parse_args()
@@ -233,7 +234,11 @@ def main() -> None:
         ]
         text = written = "\n\n".join([headline(describe(engine)), *parts])
     else:
-        result = measure(engine, grid(engine.runner.max_model_len, arguments.quick), arguments.seconds)
+        cases = grid(engine.runner.max_model_len, arguments.quick)
+        chosen = [case for case in cases if arguments.only in case.name]
+        if not chosen:
+            parser.error(f"no case has `{arguments.only}` in its name: {', '.join(c.name for c in cases)}")
+        result = measure(engine, chosen, arguments.seconds)
         text, written = table(result), json.dumps(result, indent=1)
     print(text)
     if arguments.output is not None:
