@@ -63,6 +63,11 @@ def make_batches(engine: Engine, vocab_size: int) -> list[list[Any]]:
     return [first, second, third, few, few[:1], fourth, last]
 
 
+def assert_same_bits(pool: torch.Tensor, expected: torch.Tensor) -> None:
+    """NaN of blocks that nobody wrote included."""
+    assert torch.equal(pool.view(torch.uint8), expected.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", list(Dtype), ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize(("variant", "num_threads", "kv_int8"), RUNS)
 def test_fused_equals_the_operations_one_by_one(
@@ -102,7 +107,7 @@ def assert_fused_equals_one_by_one(
         assert torch.equal(actual.hidden, expected.hidden)
         assert torch.equal(actual.logits, expected.logits)
         assert actual.best.tolist() == expected.logits.argmax(dim=-1).tolist()
-        assert torch.equal(fused.pool, oracle.pool)
+        assert_same_bits(fused.pool, oracle.pool)
         assert actual.hidden.isfinite().all()
         for asked in (slice(None), slice(1, None, 2), slice(1), slice(0)):
             fused.pool.copy_(before)
@@ -130,7 +135,7 @@ def test_many_decode_rows_equal_the_operations_one_by_one(
         results.append(result)
     assert torch.equal(results[0].hidden, results[1].hidden)
     assert torch.equal(results[0].logits, results[1].logits)
-    assert torch.equal(engines[0].pool, engines[1].pool)
+    assert_same_bits(engines[0].pool, engines[1].pool)
 
 
 def assert_only_asked_rows(
@@ -143,7 +148,7 @@ def assert_only_asked_rows(
     assert torch.equal(result.logits, logits)
     assert result.best.tolist() == logits.argmax(dim=-1).tolist()
     assert result.hidden.shape[0] == 0
-    assert torch.equal(engine.pool, pool)
+    assert_same_bits(engine.pool, pool)
 
 
 @pytest.fixture
@@ -182,7 +187,7 @@ def test_an_index_out_of_range_is_refused_before_anything_is_written(
     before = engine.pool.clone()
     with torch.inference_mode(), pytest.raises(IndexError, match=message):
         engine.decoder.forward(batch, engine.pool)
-    assert torch.equal(engine.pool, before)
+    assert_same_bits(engine.pool, before)
 
 
 def test_logit_rows_out_of_order_are_refused_where_others_are_left_out(engine: Engine) -> None:
