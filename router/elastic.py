@@ -107,7 +107,7 @@ class _Decision:
         self._ask = ask
         self._targets = targets
         self._settings = settings
-        self._of = Formulas(self._pool, ask, targets, settings)
+        self._of = Formulas(self._pool, ask, targets, settings, fleet.dearest())
         self._decodes = self._pool.column(fleet.can_decode if ask.may_decode is None else ask.may_decode)
         self._moving = None if ask.cached is None else float(ask.num_tokens) - ask.cached
         self._staying = 1.0  # see `Formulas.staying`

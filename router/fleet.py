@@ -108,6 +108,7 @@ class Fleet:
     def _bind(self, floats: Column, flags: Flags, num_workers: int) -> None:
         self._floats, self._flags = floats, flags
         self._least: tuple[float, float] | None = None  # see `least`; None: not known
+        self._dearest: tuple[float, float] | None = None  # see `dearest`
         self._either: tuple[tuple[bytes, float, float], Column] | None = None  # what was asked for, answered
         self.num_workers = num_workers
         floats, flags = floats[:, :num_workers], flags[:, :num_workers]
@@ -163,6 +164,11 @@ class Fleet:
         self.reading[row] = model.per_context_s / per_token_s
         self._value(slice(row, row + 1))
 
+    def set_prices(self, mixed_s: Column | float) -> None:
+        """Of mixed steps, whatever the models say."""
+        self.mixed_s[:] = mixed_s
+        self._dearest = None
+
     def expect(self, lengths: Lengths, within_s: float, step_s: float) -> None:
         """Prompts are as long as these, each as likely, and want their first token `within_s`; streams bear
         steps of `step_s`."""
@@ -170,7 +176,7 @@ class Fleet:
         self._value(slice(None))
 
     def _value(self, rows: slice) -> None:
-        self._least = None
+        self._least = self._dearest = None
         if self._prompts is None:
             return
         models = [
@@ -190,6 +196,13 @@ class Fleet:
             is_empty = not self.num_workers
             self._least = (0.0, 1.0) if is_empty else (float(self.reading.min()), float(self.worth.min()))
         return self._least
+
+    def dearest(self) -> tuple[float, float]:
+        """The largest `mixed_s` and the largest `haste` of all, be it not of one worker."""
+        if self._dearest is None:
+            is_empty = not self.num_workers
+            self._dearest = (0.0, 0.0) if is_empty else (float(self.mixed_s.max()), float(self.haste.max()))
+        return self._dearest
 
     def either(self, flags: Flags, value: float, other: float) -> Column:
         """One of two numbers each, `value` where the flag is set. Kept until something else is asked for."""
@@ -230,7 +243,7 @@ class Fleet:
         """Become a copy of these rows of another fleet, as many as here; without its edges."""
         whole._floats.take(rows, axis=1, out=self._floats, mode="clip")
         whole._flags.take(rows, axis=1, out=self._flags, mode="clip")
-        self._least = None
+        self._least = self._dearest = None
 
     def equals(self, other: Fleet) -> bool:
         """Every entry."""

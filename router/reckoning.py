@@ -77,7 +77,10 @@ _NEVER = Waits(math.inf, math.inf, False, math.inf, math.inf, 0.0)
 class Formulas:
     """Of one request, in one pool."""
 
-    def __init__(self, pool: Pool, ask: Ask, targets: Targets, settings: ElasticSettings) -> None:
+    def __init__(
+        self, pool: Pool, ask: Ask, targets: Targets, settings: ElasticSettings, dearest: tuple[float, float]
+    ) -> None:
+        """`dearest`: as `Fleet.dearest`."""
         self.pool = pool
         self.ask = ask
         self.targets = targets
@@ -86,6 +89,9 @@ class Formulas:
         self.num_tokens = pool.number(ask.num_tokens)
         begin_s = self.limit_s / 2 / max(1.0, settings.lag_over * ask.expected_output)
         self.least_price_s = max(settings.price_from * self.limit_s, begin_s)
+        mixed_s, haste = dearest
+        self.has_price = mixed_s > 0
+        self.none_gathers = mixed_s <= self.least_price_s and haste <= 0
 
     def may_compute(self, worker: Figure, able: Figure, decodes: Figure) -> Figure:
         """For somebody: it hands over, or goes on itself."""
@@ -120,7 +126,7 @@ class Formulas:
             lacking += ask.num_tokens + 1
             hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
             start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
-        ttft_s = (mine_s + mixed_s) / share
+        ttft_s = (mine_s + mixed_s if self.has_price else mine_s) / share
         ttft_s += start_s
         return Waits(own_s, pool.unless(ttft_s, able, math.inf), lacks_kv, mine_s, start_s, mixed_s)
 
@@ -235,7 +241,7 @@ class Formulas:
         return in_time & ((step_s <= most_s) | worker.can_send)
 
     def prefill_cost(self, worker: Figure, waits: Figure, decode_s: Figure) -> Figure:
-        cost = (waits.own_s + waits.mixed_s) / decode_s
+        cost = (waits.own_s + waits.mixed_s if self.has_price else waits.own_s) / decode_s
         cost *= self.pool.either(worker.can_decode, 1.0, self.settings.prefill_only_worth)
         return cost
 
@@ -260,18 +266,19 @@ class Formulas:
     def has_room(self, worker: Figure, can: Figure, step_s: Figure, spread_s: Figure) -> Figure:
         """For a row computed elsewhere, within the target: if it has to wait for a step with chunks and its
         answer is half as long as is expected, too. Where rows gather, what that costs is weighed."""
-        strict_s = step_s + 2 * (spread_s - step_s) + self.limit_s / max(1.0, self.ask.expected_output)
-        if not self._none_gathers(worker):
+        late_s = self.limit_s / max(1.0, self.ask.expected_output)
+        strict_s = 2 * spread_s
+        strict_s -= step_s
+        if not self.none_gathers:
             gathers = worker.haste * self.limit_s + worker.mixed_s > self.least_price_s
-            strict_s = self.pool.instead(strict_s, gathers, spread_s)
-        return can & (strict_s <= self.settings.far_fill * self.limit_s)
-
-    def _none_gathers(self, worker: Figure) -> bool:
-        return self.pool.most(worker.mixed_s) <= self.least_price_s and self.pool.most(worker.haste) <= 0
+            strict_s = self.pool.instead(strict_s, gathers, spread_s - late_s)
+        return can & (strict_s <= self.settings.far_fill * self.limit_s - late_s)
 
     def decode_cost(
         self, worker: Figure, decode_s: Figure, step_s: Figure, spread_s: Figure, miss: Figure
     ) -> Figure:
+        if self.none_gathers:
+            return decode_s / worker.per_token_s * worker.worth
         price_s, missing = self._price(worker, step_s, spread_s)
         cost = (decode_s + price_s) / worker.per_token_s
         cost *= worker.worth
@@ -292,8 +299,6 @@ class Formulas:
         rows computed elsewhere begin late, by half a step, and where answers are short that costs more: the
         share of answers that end before it is made up for misses the target."""
         pool, least_s = self.pool, self.least_price_s
-        if self._none_gathers(worker):
-            return 0.0, 0.0
         price_s = worker.haste * self.limit_s
         price_s += worker.mixed_s
         shared_s = price_s / (worker.rows + worker.coming_rows + 1)

@@ -254,12 +254,12 @@ class ElasticPolicy:
         if num_prefill is None:
             self._prefilling = None
             fleet.can_prefill[:] = fleet.can_decode[:] = True
-            fleet.mixed_s[:] = price_s
+            fleet.set_prices(price_s)
             return
         self._prefilling = assigned(num_prefill, fleet.rows.tolist(), self._prefilling or [False] * count)
         fleet.can_prefill[:] = self._prefilling
         fleet.can_decode[:] = ~fleet.can_prefill
-        fleet.mixed_s[:] = np.where(fleet.can_prefill, price_s, 0.0)  # who only decodes never pays
+        fleet.set_prices(np.where(fleet.can_prefill, price_s, 0.0))  # who only decodes never pays
 
     def preempted(self, request: Request, worker: Worker, now: float) -> int:
         request.num_computed = 0
