@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import threading
@@ -129,7 +130,7 @@ def test_bits_are_the_same_while_guests_come_and_go(
     with script.flipping():
         while num_rounds < 5 or fused(engine).num_borrowed == 0:
             assert time.monotonic() < deadline, "no guest has come"
-            engine.pool.fill_(1e4)
+            engine.pool.fill_(math.nan)
             for ours, theirs in zip(run_all(engine), expected, strict=True):
                 assert torch.equal(ours[0], theirs[0])
                 assert torch.equal(ours[1], theirs[1])
