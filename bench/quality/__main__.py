@@ -198,7 +198,7 @@ def table(result: dict[str, Any]) -> str:
         f"{result['model']} on the {result['backend']} backend against {result['base']}: "
         f"{result['text_tokens']} tokens of prose in windows of {result['window']}; "
         f"{result['prompts']} greedy answers of {result['answer_tokens']} tokens",
-        "KL in nats per token; MB: weights that a decode step reads; prefix: tokens before an answer differs",
+        "KL in nats per token; MB: matrices in memory; prefix: tokens before an answer differs",
         "",
         f"{'variant':<17}{'MB':>7}{'perplexity':>12}{'KL mean':>10}{'KL p99':>10}{'KL max':>10}"
         f"{'same argmax':>13}{'prefix':>8}",
