@@ -4,7 +4,9 @@
 2. For each topology (one prefill + one decode worker; colocated), run `baton serve` as a user would: time to
    ready, memory, time to first token of a short prompt alone, the hand-off gap of a 1,000-token prompt in
    decode steps, and closed-loop output tokens per second at several concurrencies.
-3. Hold each figure against the roofline of the cores it could use.
+3. Hold each figure against the roofline of all cores, which workers lend one another. Nobody guesses
+   (`--speculation off`): answers to random ids repeat themselves, and one reading of the weights would give
+   several tokens.
 4. Write one JSON file with the environment and print it.
 """
 
@@ -29,6 +31,8 @@ from bench.load.runner import Measurement, RunSettings, measure
 from bench.machine import Machine, describe_machine
 from bench.roofline import ModelShape, Roofline
 from bench.served import ServedCluster
+from cluster.engine.gguf_codes import kept_bits
+from cluster.engine.model_source import resolve_model
 
 RESULTS = Path(__file__).parent / "results"
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 128
@@ -113,31 +117,35 @@ def measure_throughput(client: Client, line: Roofline, concurrency: int) -> dict
     }
 
 
-def roofline(machine: Machine, weight_bytes_per_element: float, num_threads: int) -> Roofline:
-    is_one = num_threads == 1
+def weight_bytes(machine: Machine) -> float:
+    """Per element of the demo model, as a step of few rows reads it: its file's codes where they are kept."""
+    bits = kept_bits(resolve_model("demo").path) if "avx512_bf16" in machine.isa else None
+    return 2.0 if bits is None else bits / 8
+
+
+def roofline(machine: Machine, weight_bytes_per_element: float) -> Roofline:
+    """Of all cores."""
     return Roofline(
         shape=SMOLLM2_135M,
         weight_bytes_per_element=weight_bytes_per_element,
         kv_bytes_per_element=2,
-        bytes_per_s=1e9 * (machine.read_gb_per_s_one_thread if is_one else machine.read_gb_per_s_all_threads),
-        flops_per_s=1e9
-        * (machine.gemm_gflop_per_s_one_thread if is_one else machine.gemm_gflop_per_s_all_threads),
+        bytes_per_s=1e9 * machine.read_gb_per_s_all_threads,
+        flops_per_s=1e9 * machine.gemm_gflop_per_s_all_threads,
     )
 
 
 def measure_topology(
-    machine: Machine, arguments: list[str], role_threads: int, concurrencies: list[int], seed: int
+    line: Roofline, arguments: list[str], concurrencies: list[int], seed: int
 ) -> dict[str, Any]:
-    """`role_threads`: cores that one step can use; the closed loop is held against all cores."""
-    step_line, whole_line = roofline(machine, 2, role_threads), roofline(machine, 2, machine.num_cores)
+    arguments = [*arguments, "--speculation", "off"]
     with ServedCluster(arguments) as cluster:
         target = parse_target(cluster.url)
         client = Client(target, probe(target).model, seed)
         return {
             "arguments": arguments,
             "start_to_ready_s": round(cluster.start_s, 2),
-            "latency": measure_latency(client, step_line),
-            "throughput": [measure_throughput(client, whole_line, one) for one in concurrencies],
+            "latency": measure_latency(client, line),
+            "throughput": [measure_throughput(client, line, one) for one in concurrencies],
             "memory": cluster.memory_mib(),
         }
 
@@ -151,18 +159,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / f"baseline-{os.uname().machine}.json")
     options = parser.parse_args()
     machine = describe_machine()
-    threads = max(1, machine.num_cores // 2)
+    read_bytes = weight_bytes(machine)
+    line = roofline(machine, read_bytes)
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": dataclasses.asdict(machine),
+        "weight_bytes_per_element": round(read_bytes, 3),
         "seed": options.seed,
-        "disaggregated": measure_topology(
-            machine, ["--prefill", "1", "--decode", "1"], threads, options.concurrency, options.seed
-        ),
-        "colocated": measure_topology(
-            machine, ["--prefill", "0", "--decode", "1"], machine.num_cores, options.concurrency, options.seed
-        ),
     }
+    for name, arguments in (
+        ("disaggregated", ["--prefill", "1", "--decode", "1"]),
+        ("colocated", ["--prefill", "0", "--decode", "1"]),
+    ):
+        report[name] = measure_topology(line, arguments, options.concurrency, options.seed)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))

@@ -3,10 +3,12 @@
 1. Load the model as a worker would, with a KV pool of its own (no cluster, no network).
 2. For each case (`bench.engine_cases`: decode steps by batch and context, prefill chunks) run some steps
    through the runner and keep the fastest: other work on the machine only ever adds time. Beside it stands
-   the least processor time per thread: where the two differ, others held the cores.
-3. Around every case measure the machine with the engine's own threads: bytes read from memory per second, and
-   multiply-adds from registers per second. The limit of a case is what its bytes or its multiply-adds alone
-   would take at the best rates of the run, whichever is longer (`bench.roofline`).
+   its processor time per thread: less, where a helper slept or others held the cores.
+3. Between the steps of every case measure the machine with the engine's own threads: bytes read from memory
+   per second, and multiply-adds from registers per second. The limit of a case is what its bytes or its
+   multiply-adds alone would take at the best of these rates, whichever is longer (`bench.roofline`): what
+   memory gives can change by half within seconds, so another second's rate is no limit. Weights and KV that
+   stayed in the last cache since the step before were not read from memory: shares may be above 100 %.
 
 With `--profile` it tells instead where the time of a few steps goes (`bench.engine_profile`). What Python and
 sampling add to a step is measured by `bench.step_overhead`.
@@ -52,6 +54,7 @@ from kernels.cpu.probe import MachineProbe
 from kernels.ops import row_size
 from kernels.quantization import Quantization
 
+PROBES = 4  # of the machine during a case, beside the one before it
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 PROFILED = (decode(1, 256), decode(8, 256), decode(32, 256), Case(f"prefill {CHUNK}", 1, CHUNK, CHUNK))
 
@@ -67,6 +70,8 @@ class Measured:
     limit_ms: float
     bound: str  # "memory" or "compute"
     share_of_limit: float
+    read_gb_per_s: float  # of the machine, meanwhile
+    giga_multiply_adds_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,36 +113,37 @@ class Engine:
         return partial(self.runner.run, make_plan(case, self.num_blocks, self.spec.vocab_size, GREEDY))
 
 
-def fastest(run: Callable[[], object], budget_s: float, at_least: int = 2) -> tuple[float, float]:
-    """(seconds, processor seconds of all threads), each the least of as many runs as fit the budget, after
-    one that does not count."""
+def fastest(
+    run: Callable[[], object], probe: Callable[[], Rates], budget_s: float, at_least: int = 2
+) -> tuple[float, float, Rates]:
+    """(seconds, processor seconds of all threads) of the fastest of as many runs as fit the budget, after one
+    that does not count; and the best of the rates that `probe` finds meanwhile."""
     run()
-    wall_s, processor_s, spent_s, count = float("inf"), float("inf"), 0.0, 0
+    fastest_run, spent_s, count = (float("inf"), float("inf")), 0.0, 0
+    rates = [probe()]
     while count < at_least or (spent_s < budget_s and count < 200):
         start, start_processor = time.perf_counter(), time.process_time()
         run()
         elapsed_s = time.perf_counter() - start
-        wall_s, processor_s = min(wall_s, elapsed_s), min(processor_s, time.process_time() - start_processor)
+        fastest_run = min(fastest_run, (elapsed_s, time.process_time() - start_processor))
         spent_s, count = spent_s + elapsed_s, count + 1
-    return wall_s, processor_s
+        if spent_s * PROBES >= budget_s * len(rates):
+            rates.append(probe())
+    best = Rates(max(r.bytes_per_s for r in rates), max(r.multiply_adds_per_s for r in rates))
+    return *fastest_run, best
 
 
 def measure(engine: Engine, cases: list[Case], budget_s: float) -> dict[str, Any]:
     """`budget_s` per case; at least two steps each, however long they take."""
     probe = MachineProbe(engine.num_threads)
-    timed, rates = [], [Rates(*probe.measure())]
+    steps = []
     for case in cases:
-        wall_s, processor_s = fastest(engine.step(case), budget_s)
-        timed.append((case, wall_s, processor_s / engine.num_threads))
-        rates.append(Rates(*probe.measure()))
-    best = Rates(max(r.bytes_per_s for r in rates), max(r.multiply_adds_per_s for r in rates))
-    return describe(engine) | {
-        "read_gb_per_s": round(best.bytes_per_s / 1e9, 1),
-        "giga_multiply_adds_per_s": round(best.multiply_adds_per_s / 1e9, 1),
-        "steps": [
-            asdict(against_limit(*step, engine.spec, engine.formats, best, engine.reads)) for step in timed
-        ],
-    }
+        wall_s, processor_s, rates = fastest(engine.step(case), lambda: Rates(*probe.measure()), budget_s)
+        measured = against_limit(
+            case, wall_s, processor_s / engine.num_threads, engine.spec, engine.formats, rates, engine.reads
+        )
+        steps.append(asdict(measured))
+    return describe(engine) | {"steps": steps}
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -174,6 +180,8 @@ def against_limit(
         limit_ms=round(limit_s * 1e3, 2),
         bound="memory" if memory_s >= compute_s else "compute",
         share_of_limit=round(limit_s / step_s, 3),
+        read_gb_per_s=round(rates.bytes_per_s / 1e9, 1),
+        giga_multiply_adds_per_s=round(rates.multiply_adds_per_s / 1e9, 1),
     )
 
 
@@ -187,14 +195,13 @@ def headline(result: dict[str, Any]) -> str:
 def table(result: dict[str, Any]) -> str:
     lines = [
         headline(result),
-        f"the machine reads {result['read_gb_per_s']} GB/s, does {result['giga_multiply_adds_per_s']} "
-        "G multiply-adds/s",
-        f"{'step':<20}{'ms':>9}{'cpu ms':>9}{'tok/s':>9}{'MB':>7}{'GMAC':>8}{'limit ms':>10}"
-        f"  {'bound':<8}{'achieved':>8}",
+        f"{'step':<20}{'ms':>9}{'cpu ms':>9}{'tok/s':>9}{'MB':>7}{'GMAC':>8}{'GB/s':>7}{'GMAC/s':>8}"
+        f"{'limit ms':>10}  {'bound':<8}{'achieved':>8}",
     ]
     lines += [
         f"{s['name']:<20}{s['step_ms']:>9.1f}{s['processor_ms']:>9.1f}{s['tokens_per_s']:>9.1f}"
-        f"{s['megabytes']:>7.0f}{s['giga_multiply_adds']:>8.2f}{s['limit_ms']:>10.1f}"
+        f"{s['megabytes']:>7.0f}{s['giga_multiply_adds']:>8.2f}{s['read_gb_per_s']:>7.1f}"
+        f"{s['giga_multiply_adds_per_s']:>8.1f}{s['limit_ms']:>10.1f}"
         f"  {s['bound']:<8}{s['share_of_limit']:>8.0%}"
         for s in result["steps"]
     ]
@@ -211,6 +218,7 @@ def main() -> None:
     parser.add_argument("--pool-mib", type=int, default=1600, help="memory for keys and values")
     parser.add_argument("--seconds", type=float, default=1.0, help="per case; the fastest step counts")
     parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument("--only", default="", help='cases with this in their names, as "decode 1 x 256"')
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes")
     parser.add_argument("--output", type=Path, help="write the result too: JSON, of a profile its text")
     arguments = parser.parse_args()
@@ -226,7 +234,11 @@ def main() -> None:
         ]
         text = written = "\n\n".join([headline(describe(engine)), *parts])
     else:
-        result = measure(engine, grid(engine.runner.max_model_len, arguments.quick), arguments.seconds)
+        cases = grid(engine.runner.max_model_len, arguments.quick)
+        chosen = [case for case in cases if arguments.only in case.name]
+        if not chosen:
+            parser.error(f"no case has `{arguments.only}` in its name: {', '.join(c.name for c in cases)}")
+        result = measure(engine, chosen, arguments.seconds)
         text, written = table(result), json.dumps(result, indent=1)
     print(text)
     if arguments.output is not None:

@@ -112,7 +112,8 @@ class Bench:
         runner = ModelRunner(self._prepared, pool, self._backend)
         pack = Timed(runner._packer.pack)
         runner._packer.pack = pack  # type: ignore[assignment]
-        steps = [self._step(scheduler, runner, pack) for _ in range(num_steps)]
+        with torch.inference_mode():  # as an engine's thread, which lives in it
+            steps = [self._step(scheduler, runner, pack) for _ in range(num_steps)]
         return {part: min(step[part] for step in steps) * 1e6 for part in PARTS}
 
     def _step(self, scheduler: DecodeScheduler, runner: ModelRunner, pack: Timed) -> dict[str, float]:

@@ -32,7 +32,7 @@ def get_json(url: str, path: str, api_key: str | None = None, timeout_s: float =
     Raises:
         ClientError: no server, no answer in time, an error status, or no JSON.
     """
-    request = urllib.request.Request(url.rstrip("/") + path, headers=_key_header(api_key))
+    request = _request(url, path, headers=_key_header(api_key))
     with _open(request, timeout_s) as response:
         try:
             return _parse(response.read())
@@ -50,7 +50,7 @@ def stream_chat(
     """
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **_key_header(api_key)}
     data = json.dumps(body | {"stream": True}).encode()
-    request = urllib.request.Request(url.rstrip("/") + "/v1/chat/completions", data=data, headers=headers)
+    request = _request(url, "/v1/chat/completions", headers, data)
     with closing(_events(request)) as events:
         for event in events:
             if event == b"[DONE]":
@@ -68,7 +68,7 @@ def stream_pictures(url: str) -> Iterator[dict[str, Any]]:
     Raises:
         ClientError: as `get_json`, or the connection broke.
     """
-    for event in _events(urllib.request.Request(url.rstrip("/") + "/page/events")):
+    for event in _events(_request(url, "/page/events", {})):
         yield _parse(event)
 
 
@@ -83,6 +83,23 @@ def _events(request: urllib.request.Request) -> Generator[bytes, None, None]:
             raise ClientError(f"the answer broke off: {error}") from error
 
 
+def _request(
+    url: str, path: str, headers: dict[str, str], data: bytes | None = None
+) -> urllib.request.Request:
+    """
+    Raises:
+        ClientError: the URL is none of a server.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        is_address = False
+    if not (is_address and url.isascii() and url.isprintable()) or " " in url:
+        raise ClientError(f"--url {url!r} is no server's address: write it like http://127.0.0.1:8000")
+    return urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers)
+
+
 def _key_header(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
@@ -95,8 +112,9 @@ def _open(request: urllib.request.Request, timeout_s: float) -> Any:
             raise ClientError(_error_message(error), error.code) from error
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        why = (reason.strerror if isinstance(reason, OSError) else None) or reason
         raise ClientError(
-            f"no server at {request.full_url}: {reason}; start one with `baton serve`"
+            f"no server at {request.type}://{request.host}: {why}; start one with `baton serve`"
         ) from error
 
 

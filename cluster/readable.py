@@ -1,4 +1,4 @@
-"""Numbers as people read them, for the command line. Pure."""
+"""Numbers and texts as people read them, for the command line. Pure."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def percent(part: float | None) -> str:
 def plural(number: int, noun: str) -> str:
     """1 → "1 token", 2 → "2 tokens"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def visible(text: str) -> str:
+    """The text on one line, with an escape such as `\\x1b` for each character that has no look of its own."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)

@@ -12,9 +12,10 @@ Algorithm:
      seconds are worth least as decode; of equal ones, or if none is in time, the one with the soonest first
      token. Its queue (work of prompts expected in time) and this prompt's uncached tokens are divided by the
      share of a step that decode leaves there once all that is queued, or on its way there, decodes; KV it
-     lacks is waited for. So a loaded decode worker is slow, and one that is full, of work or of KV, is never
-     chosen. Nor is one whose rows hold so much of its KV that they had better leave soon: chunks would
-     lengthen their steps, and others would have to decode elsewhere.
+     lacks is waited for, but a small prompt passes larger ones that have no room. So a loaded decode worker
+     is slow, and one that is full, of work or of KV, is never chosen. Nor is one whose rows hold so much of
+     its KV that they had better leave soon: chunks would lengthen their steps, and others would have to
+     decode elsewhere.
   2. *D*: of the workers whose predicted step, with all that is on its way there, stays within the TPOT (and
      gap) target, and whose KV has room: the one where decode costs least. The cost of a second is what that
      worker could do with it instead: (decode seconds per token) x (its prefill speed) x (the share of recent

@@ -141,6 +141,7 @@ class Formulas:
         if pool.most(lacking) > -(ask.num_tokens + 1):
             # what is held goes within the life of a row, or with the prompts before
             lacks_kv = (lacking > -(ask.num_tokens + 1)) & (held > 0)
+            lacking = pool.instead(lacking, self._passes(worker), self._unpromised(worker, lacking))
             lacking += ask.num_tokens + 1
             hold_s = pool.instead(worker.work_s, worker.can_decode, min(ask.life_s, _LONG_S))
             start_s = start_s + pool.instead(0.0, lacks_kv, hold_s * lacking / pool.at_least(held, 1.0))
@@ -178,6 +179,15 @@ class Formulas:
             share = pool.instead(share, reading_s > limit_s, 0.0)
         share *= worker.on_time_share
         return pool.at_least(share, self.settings.min_share)
+
+    def _passes(self, worker: Figure) -> Figure:
+        """It is much smaller than what comes: where those have no room for their KV, they let it pass."""
+        return worker.coming_context > 2 * (self.num_tokens + 1) * worker.coming_rows
+
+    def _unpromised(self, worker: Figure, lacking: Figure) -> Figure:
+        """`lacking` by what is held, and what is promised within the room that this leaves."""
+        pool = self.pool
+        return pool.at_least(pool.at_most(lacking, 0.0), lacking - worker.kv_promised)
 
     def own_s(self, worker: Figure, cached: Figure, moving: Figure) -> Figure:
         """Seconds of its uncached tokens, `moving`; all of them where it is None, as `cached` is."""
@@ -265,7 +275,8 @@ class Formulas:
 
     def can_decode(self, worker: Figure, decodes: Figure, step_s: Figure, moving_s: Figure) -> Figure:
         """It has room for the KV, and the hand-off fits into a gap: the transfer, the rest of the step in
-        flight, which may have only begun (with chunks, where prompts wait), and the first with the row."""
+        flight, which may have only begun (with chunks, where prompts wait, or come to rows that gather), and
+        the first with the row."""
         room = worker.kv_tokens * (1 - self.settings.kv_headroom)
         room -= worker.kv_used
         room -= worker.kv_promised
@@ -273,6 +284,8 @@ class Formulas:
         if math.isinf(self.targets.gap_s):
             return can
         prefills = worker.work_s + worker.late_s > 0
+        if not self.none_gathers:  # rows gather there, and prompts come to them before this one does
+            prefills = prefills | (worker.can_prefill & (worker.mixed_s > self.least_price_s))
         flying_s = self.pool.instead(step_s, prefills, self.pool.at_least(step_s, self.limit_s))
         return can & (flying_s + step_s + moving_s <= self.targets.gap_s * self.settings.safety)
 

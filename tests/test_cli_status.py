@@ -97,8 +97,20 @@ def test_status_of_a_public_address_says_where_to_ask() -> None:
 
 
 def test_status_without_a_server_says_how_to_start_one() -> None:
-    with pytest.raises(ClientError, match=r"no server at http://127.0.0.1:9/page/picture: .*`baton serve`"):
+    with pytest.raises(
+        ClientError, match=r"no server at http://127\.0\.0\.1:9: Connection refused; .*`baton serve`"
+    ):
         cli.app(["status", "--url", "http://127.0.0.1:9"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["foo", "localhost:8000", "http://", "ftp://127.0.0.1", "http://[::1", "http://a:99999"],
+)
+@pytest.mark.parametrize("options", [[], ["--watch"]])
+def test_what_is_no_address_is_said_in_one_sentence(url: str, options: list[str]) -> None:
+    with pytest.raises(ClientError, match=r"is no server's address: write it like http://127\.0\.0\.1:8000"):
+        cli.app(["status", "--url", url, *options], standalone_mode=False)
 
 
 def test_numbers_are_readable() -> None:

@@ -5,6 +5,7 @@
    predictions from bf16's, the perplexity, and how often both would choose the same token.
 3. Let each go on from fixed beginnings, always choosing the likeliest token, and count how far its answers
    agree with bf16's.
+4. Of the demo model, end with status 1 where a variant costs more than `GATES` allow.
 
 Everything is exact arithmetic in fixed orders: on one kind of machine the figures do not change from run to
 run, however busy it is.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +47,12 @@ from kernels.reference import ReferenceBackend
 BLOCK_SIZE = 64
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 BASE = "bf16"
+GATES = {  # by variant: the most mean KL, and perplexity against bf16's; half above what was measured
+    "int8": (0.025, 1.03),
+    "int8-weights": (0.007, 1.012),
+    "bf16, KV int8": (0.002, 1.003),
+    "int8, KV int8": (0.026, 1.03),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +198,7 @@ def table(result: dict[str, Any]) -> str:
         f"{result['model']} on the {result['backend']} backend against {result['base']}: "
         f"{result['text_tokens']} tokens of prose in windows of {result['window']}; "
         f"{result['prompts']} greedy answers of {result['answer_tokens']} tokens",
-        "KL in nats per token; MB: weights that a decode step reads; prefix: tokens before an answer differs",
+        "KL in nats per token; MB: matrices in memory; prefix: tokens before an answer differs",
         "",
         f"{'variant':<17}{'MB':>7}{'perplexity':>12}{'KL mean':>10}{'KL p99':>10}{'KL max':>10}"
         f"{'same argmax':>13}{'prefix':>8}",
@@ -203,7 +211,21 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def too_dear(result: dict[str, Any]) -> list[str]:
+    """What each variant beyond its gate costs."""
+    variants = {one["name"]: one for one in result["variants"]}
+    base, complaints = variants[result["base"]]["perplexity"], []
+    for name, (most_kl, most_perplexity) in GATES.items():
+        kl, perplexity = variants[name]["kl_mean"], variants[name]["perplexity"] / base
+        if not (kl <= most_kl and perplexity <= most_perplexity):  # NaN is beyond, too
+            complaints.append(
+                f"{name}: mean KL {kl:.4f} of at most {most_kl}, "
+                f"perplexity {perplexity:.3f} times {result['base']}'s of at most {most_perplexity}"
+            )
+    return complaints
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo", help="as `baton serve --model`")
     parser.add_argument("--backend", default=NAMES[0], choices=NAMES)
@@ -218,7 +240,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.output is not None:
         options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         options.output.with_suffix(".txt").write_text(table(result) + "\n")
+    complaints = too_dear(result) if options.model == "demo" else []
+    for complaint in complaints:
+        print(f"costs too much quality: {complaint}", file=sys.stderr)
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

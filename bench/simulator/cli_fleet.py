@@ -11,31 +11,22 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from bench.load.client.interrupts import EXIT_INTERRUPTED
 from bench.load.figures.slo import format_slos, parse_slos, slos_to_ms
 from bench.load.results.files import json_safe, write_atomically
 from bench.simulator.cli_fleet_checks import check_out, check_run
+from bench.simulator.cli_fleet_runs import OUT_OF_REACH, search, serve
 from bench.simulator.cli_screen import fail, line, warn
 from bench.simulator.fleet.planner import Plan, plan_roles
 from bench.simulator.fleet.policies import PolicySpec, parse_policy
-from bench.simulator.fleet.search import GOAL, max_goodput, rates
-from bench.simulator.fleet.trial import (
-    MIN_REQUESTS,
-    Outcome,
-    Setup,
-    impossible,
-    lengthened,
-    run_trial,
-    targets_of,
-    too_large,
-)
+from bench.simulator.fleet.search import GOAL
+from bench.simulator.fleet.trial import MIN_REQUESTS, Setup, impossible, lengthened, targets_of, too_large
 from bench.simulator.fleet.workload import read_rows
 from bench.simulator.hardware import Hardware, calibration_files, parse_pool
 from cluster.errors import BatonError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-OUT_OF_REACH = "No rate meets the SLO: the targets are out of reach for this pool and trace."
 
 TraceOption = Annotated[
     Path, typer.Option("--trace", help="Azure or BurstGPT CSV, Mooncake or canonical JSONL")
@@ -145,7 +136,7 @@ def _simulate(
     targets_of(slos)
     spec = parse_policy(policy, len(pool))
     check_out(given.out, [given.trace, *calibration_files(given.hardware)])
-    trace, warnings = read_rows(given.trace, given.trace_format)
+    trace, warnings = read_rows(given.trace, given.trace_format, arrivals == "trace")
     setup = Setup(trace.rows, pool, spec, slos, duration_s, arrivals == "trace", prefix_cache)
     warnings += impossible(setup) + too_large(setup)
     if rate is not None and not is_search:
@@ -173,76 +164,24 @@ def _simulate(
         "warnings": warnings,
     }
     if is_search:
-        result |= _search(setup, seeds, rate)
+        summary = search(setup, seeds, rate)
     else:
         assert rate is not None
-        outcomes = [_shown(run_trial(setup, rate, seed)) for seed in seeds]
-        result |= _of_runs(outcomes)
-    result["warnings"] += result.pop("notes", [])
-    if given.out is not None:
-        _write(given.out, result)
+        summary = serve(setup, rate, seeds)
+    if summary.content is not None:
+        result |= summary.content
+        result["is_complete"] = summary.is_complete
+        result["warnings"] += result.pop("notes", [])
+        if given.out is not None:
+            _write(given.out, result)
+    if not summary.is_complete:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _warned(warnings: list[str]) -> list[str]:
     for warning in warnings:
         warn(warning)
     return warnings
-
-
-def _shown(outcome: Outcome) -> Outcome:
-    ttft, tpot = outcome.distributions["ttft"], outcome.distributions["tpot"]
-    line(
-        f"seed {outcome.seed}: {outcome.rate:8.4g} req/s  {outcome.attainment:6.1%} within the SLO  "
-        f"TTFT p90 {_ms(ttft['p90_s'])}  TPOT p90 {_ms(tpot['p90_s'])}  "
-        f"({outcome.num_offered:,} requests, {outcome.wall_s:.1f} s)"
-    )
-    return outcome
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"
-
-
-def _search(setup: Setup, seeds: range, start: float | None) -> dict[str, Any]:
-    found, outcomes = max_goodput(setup, seeds, start, _shown)
-    per_seed = rates(found)
-    mean = sum(per_seed) / len(per_seed)
-    at = [
-        next((one for one in outcomes if one.seed == seed and one.rate == rate), None)
-        for seed, rate in zip(seeds, per_seed, strict=True)
-    ]
-    passed = [one.attainment for one in at if one is not None]
-    line(
-        f"{setup.policy.text}: {mean:.4g} req/s "
-        f"({mean / len(setup.pool):.3g} per worker; seeds: {', '.join(f'{rate:.4g}' for rate in per_seed)})"
-    )
-    notes = list(found["notes"]) + list(found["answers"][0]["notes"])
-    told = lengthened(setup, [rate for rate in per_seed if rate > 0] or [one.rate for one in outcomes])
-    if mean <= 0.011:
-        told.append(OUT_OF_REACH)
-    notes += _warned(told)
-    return {
-        "max_goodput": mean,
-        "max_goodput_per_seed": per_seed,
-        "max_goodput_per_worker": mean / len(setup.pool),
-        "slo_attainment": sum(passed) / len(passed) if passed else 0.0,
-        "slo_attainment_per_seed": [None if one is None else one.attainment for one in at],
-        "runs": [msgspec.to_builtins(one) for one in at if one is not None],
-        "search": found,
-        "notes": notes,
-    }
-
-
-def _of_runs(outcomes: list[Outcome]) -> dict[str, Any]:
-    count = len(outcomes)
-    return {
-        "rate": outcomes[0].rate,
-        "slo_attainment": sum(one.attainment for one in outcomes) / count,
-        "slo_attainment_per_seed": [one.attainment for one in outcomes],
-        "goodput": sum(one.goodput for one in outcomes) / count,
-        "goodput_per_seed": [one.goodput for one in outcomes],
-        "runs": [msgspec.to_builtins(one) for one in outcomes],
-    }
 
 
 def _plan(given: _Given) -> None:
@@ -277,6 +216,10 @@ def _plan_lines(found: Plan, pool: list[Hardware]) -> list[str]:
         f"{found.predicted_rate / len(pool):.3g} per accelerator; "
         f"all workers doing both: {found.rate_if_both:.4g}."
     )
+    if found.level_split_gain > 0:
+        lines.append(
+            f"The best split would serve {found.level_split_gain:.2%} more: level, so no split is advised."
+        )
     return lines
 
 

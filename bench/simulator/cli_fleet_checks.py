@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.load.results.files import check_output
+from bench.simulator.fleet.search import MIN_RATE
 from cluster.errors import ConfigError
 
 
@@ -23,6 +24,8 @@ def check_run(
         raise ConfigError("Nothing to do: give --rate R for runs at one rate, or --max-goodput")
     if rate is not None and not 0 < rate <= 1e6:
         raise ConfigError(f"--rate {rate:g}: give requests per second above 0, up to 1e6")
+    if rate is not None and is_search and rate < MIN_RATE:
+        raise ConfigError(f"--rate {rate:g}: a search begins there, and at {MIN_RATE:g} at least")
     if num_seeds < 1:
         raise ConfigError(f"--seeds {num_seeds}: give 1 or more")
     if duration_s is not None and not 0 < duration_s <= 1e6:

@@ -9,7 +9,7 @@ from cluster.core_board import CoreShare, describe_share
 from cluster.errors import ConfigError
 from kernels.coded import CodedFormError, requested_form
 from kernels.cpu.backend import CpuBackend
-from kernels.cpu.build import library_path
+from kernels.cpu.build import is_whole, library_path
 from kernels.cpu.core_board import LentCore, Seat
 from kernels.cpu.isa import IsaError
 from kernels.ops import Backend
@@ -31,7 +31,7 @@ QUANTIZATIONS: dict[str, tuple[Quantization, ...]] = {  # by backend
 
 def must_compile(name: str) -> bool:
     """Whether `make_backend` will first compile for some seconds."""
-    return name == "cpu" and not library_path().exists()  # `auto` finds out when it is resolved
+    return name == "cpu" and not is_whole(library_path())  # `auto` finds out when it is resolved
 
 
 def resolve_backend(name: str) -> str:

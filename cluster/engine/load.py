@@ -6,7 +6,7 @@ import torch
 
 from cluster.engine.decoder import Decoder
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
-from cluster.engine.prepared_model import PreparedModel
+from cluster.engine.prepared_model import PreparedModel, damaged
 from cluster.engine.weights_file import map_weights
 from cluster.engine.weights_pack import assemble
 from cluster.errors import ModelError
@@ -37,5 +37,8 @@ def load_decoder(
         )
     mapped = map_weights(prepared.directory)
     with torch.inference_mode():
-        weights = assemble(spec, mapped.tensors, mapped.unpacked, backend)
-        return Decoder(spec, weights, backend, max_model_len or spec.max_context_len, parallel, fuse)
+        try:
+            weights = assemble(spec, mapped.tensors, mapped.unpacked, backend)
+            return Decoder(spec, weights, backend, max_model_len or spec.max_context_len, parallel, fuse)
+        except (KeyError, TypeError, ValueError) as error:  # a tensor is missing or not what the spec says
+            raise damaged(prepared.directory, error) from error

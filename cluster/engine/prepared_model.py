@@ -37,8 +37,15 @@ class PreparedModel:
         """`runtime` names what else decides the bits of a result (see `prepare.numeric_runtime`).
 
         Raises:
-            ModelError: not a prepared model, or one of another format version.
+            ModelError: not a prepared model, one of another format version, or a damaged one.
         """
+        try:
+            return cls._read(directory, runtime)
+        except (ModelError, KeyError, TypeError, ValueError) as error:
+            raise damaged(directory, error) from error
+
+    @classmethod
+    def _read(cls, directory: Path, runtime: str) -> PreparedModel:
         manifest = read_json(directory / MANIFEST)
         if manifest.get("format_version") != FORMAT_VERSION:
             raise ModelError(
@@ -60,6 +67,12 @@ class PreparedModel:
             fingerprint=hashlib.blake2b(facts.encode(), digest_size=16).hexdigest(),
             eos_token_ids=spec.eos_token_ids,
         )
+
+
+def damaged(directory: Path, error: Exception) -> ModelError:
+    """What to say of a weight cache that is not as it was written."""
+    what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    return ModelError(f"{directory}: damaged weight cache ({what}); delete the directory and start again")
 
 
 def read_json(path: Path) -> dict[str, Any]:

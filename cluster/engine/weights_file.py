@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.engine.prepared_model import damaged
 from cluster.engine.weights_pack import StoredTensor
-from cluster.errors import ModelError
 
 DATA = "weights.bin"
 INDEX = "weights.json"
@@ -84,9 +84,7 @@ def map_weights(directory: Path) -> MappedWeights:
         tensors = {name: _view(data, entry) for name, entry in index["tensors"].items()}
         unpacked = frozenset(name for name, entry in index["tensors"].items() if entry["unpacked"])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ModelError(
-            f"{directory}: damaged weight cache ({error}); delete the directory and start again"
-        ) from error
+        raise damaged(directory, error) from error
     return MappedWeights(tensors, unpacked, size)
 
 

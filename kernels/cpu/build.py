@@ -1,9 +1,10 @@
 """Compiles the C++ kernels for this machine once and loads them.
 
 1. The cache key is a hash of the sources, the flags, this CPU's features and torch's version.
-2. `<cache>/kernels/baton_cpu_<key>.so` is loaded if it is there: a warm start needs no compiler.
+2. `<cache>/kernels/baton_cpu_<key>.so` is loaded if it is there and whole: a warm start needs no compiler.
 3. Else, under a file lock (workers that start together compile once), the sources are compiled side by side
-   and linked to a temporary name that is renamed into place when complete.
+   and linked to a temporary name that is renamed into place when complete. A digest goes behind the library:
+   a file that was cut short would load, and end the process where a page is missing.
 
 The library has a plain C interface (no torch or Python headers: seconds to compile instead of a minute) and
 shares the OpenMP runtime torch has loaded. The cache is `BATON_CACHE_DIR`, `~/.cache/baton` by default.
@@ -92,6 +93,7 @@ FLAGS = (
     "-fPIC",
 )
 COMPILE_TIMEOUT_S = 300.0
+_SEAL_BYTES = hashlib.sha256().digest_size  # behind the library, of all that is before
 
 
 class BuildError(Exception):
@@ -101,12 +103,23 @@ class BuildError(Exception):
 def load_library(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The compiled kernels, from the cache or compiled now. Raises `BuildError`."""
     path = library_path(flags)
-    if not path.exists():
+    if not is_whole(path):
         _compile_once(path, flags)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BuildError(f"`{path}` cannot be loaded: {error}") from error
+        raise BuildError(
+            f"`{path}` cannot be loaded: {error}; delete it, or set BATON_CACHE_DIR to where programs may run"
+        ) from error
+
+
+def is_whole(path: Path) -> bool:
+    """Whether `path` is a library as it was compiled: neither missing nor damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL_BYTES:] == hashlib.sha256(content[:-_SEAL_BYTES]).digest()
 
 
 def library_path(flags: tuple[str, ...] = FLAGS) -> Path:
@@ -114,7 +127,7 @@ def library_path(flags: tuple[str, ...] = FLAGS) -> Path:
     digest = hashlib.sha256()
     for name in (*SOURCES, *HEADERS):
         digest.update((SOURCE_DIR / name).read_bytes())
-    digest.update("\n".join((*flags, _cpu_features(), torch.__version__)).encode())
+    digest.update("\n".join((*flags, _cpu_features(), torch.__version__, "digest behind")).encode())
     root = os.environ.get("BATON_CACHE_DIR") or "~/.cache/baton"
     return Path(root).expanduser() / "kernels" / f"baton_cpu_{digest.hexdigest()[:16]}.so"
 
@@ -135,17 +148,30 @@ def _compile_once(path: Path, flags: tuple[str, ...]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("w")
     except OSError as error:
-        raise BuildError(f"the cache `{path.parent}` cannot be written: {error}") from error
+        raise _unwritable(path.parent, error) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
+        if is_whole(path):
             return
+        if path.exists():
+            logger.warning("`%s` is damaged: compiling it again", path)
         start_s = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            output = Path(scratch) / path.name
-            _run_compiler(output, flags)
-            output.replace(path)
+        try:
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                output = Path(scratch) / path.name
+                _run_compiler(output, flags)
+                with output.open("ab") as library:
+                    library.write(hashlib.sha256(output.read_bytes()).digest())
+                output.replace(path)
+        except OSError as error:
+            raise _unwritable(path.parent, error) from error
         logger.info("compiled the CPU kernels in %.1f s: %s", time.monotonic() - start_s, path)
+
+
+def _unwritable(directory: Path, error: OSError) -> BuildError:
+    return BuildError(
+        f"the cache `{directory}` cannot be written: {error}; set BATON_CACHE_DIR to a directory that can"
+    )
 
 
 def _run_compiler(output: Path, flags: tuple[str, ...]) -> None:

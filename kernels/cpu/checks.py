@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kernels.ops import pool_head_dim
 
+_MOST_INT8_HEAD_DIM = 1024  # more elements' sums could leave 32 bits (`attention_bytes.h`)
+
 
 def check(tensor: Tensor, num_dims: int | None, name: str) -> bool:
     """True for bf16, False for fp32."""
@@ -45,6 +47,11 @@ def check_pool(pool: Tensor, layer: int, like: Tensor) -> tuple[int, int, int, i
         check_same_dtype(pool, like, "pool")
     elif not pool.is_cpu:
         raise ValueError(f"`pool` must be on the CPU: {pool.device}")
+    if pool.dtype is torch.int8 and pool_head_dim(pool) > _MOST_INT8_HEAD_DIM:
+        raise ValueError(
+            f"int8 keys and values have at most {_MOST_INT8_HEAD_DIM} elements a head, not "
+            f"{pool_head_dim(pool)}: keep them as the model's dtype"
+        )
     num_blocks, num_layers, _, block_size, num_kv_heads, _ = pool.shape
     if not 0 <= layer < num_layers:
         raise IndexError(f"layer outside the pool of {num_layers}: {layer}")

@@ -59,9 +59,11 @@ void widened_sums(const float* x, int64_t in_features, const int8_t* panel, Ahea
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = Vec{};
     const char* next = ahead.from;
+    const bool whole_lines = line > 64 && ahead.step > 64;
     for (int64_t k = 0; k < whole; ++k, next += ahead.step, panel += line, x += 4) {
         if (Rows >= kRideRows) ahead.ride.ask(k);
         prefetch(next);
+        if (whole_lines) prefetch(next + 64);
         widened_step<Rows, 0>(x, in_features, panel, sums);
         widened_step<Rows, 1>(x + 1, in_features, panel, sums);
         widened_step<Rows, 2>(x + 2, in_features, panel, sums);

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
 
-from bench.engine import Engine, against_limit, measure, table
+from bench.engine import PROBES, Engine, against_limit, fastest, measure, table
 from bench.engine_cases import Case, Formats, Rates, decode, grid, make_plan, roofline, work
 from bench.engine_profile import matrix_elements, mean_bytes, profile_case, profile_table
 from bench.weight_reads import Reads, uniform, weight_reads
@@ -82,6 +83,23 @@ def test_the_longer_of_the_two_limits_counts() -> None:
     assert (memory.bound, memory.share_of_limit) == ("memory", pytest.approx(0.275, abs=0.001))
     compute = against_limit(case, 1.0, 1.0, SPEC, BF16, slow_cores, IN_16_BITS)
     assert (compute.bound, compute.share_of_limit) == ("compute", pytest.approx(0.143, abs=0.001))
+
+
+def test_a_step_is_held_against_what_the_machine_gave_meanwhile() -> None:
+    """Not before or after: memory's rate changes by half within seconds."""
+    rates = iter(Rates(100.0 + index % 2, 50.0 - index) for index in range(PROBES + 9))
+    order: list[str] = []
+
+    def probe() -> Rates:
+        order.append("probe")
+        return next(rates)
+
+    _, _, best = fastest(lambda: (order.append("run"), time.sleep(1e-3)), probe, budget_s=0.02)
+    assert best == Rates(101.0, 50.0)
+    assert order[:2] == ["run", "probe"]
+    probes = [index for index, what in enumerate(order) if what == "probe"]
+    assert len(probes) == PROBES + 1
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(probes))
 
 
 def test_the_grid_covers_batches_and_contexts() -> None:
@@ -174,6 +192,6 @@ def test_a_small_model_is_measured_and_profiled(formats: Formats, tmp_path: Path
     result = measure(engine, cases, budget_s=0.0)
     assert [step["name"] for step in result["steps"]] == ["decode 3 x 64", "prefill"]
     assert all(step["step_ms"] > 0 for step in result["steps"])
-    assert len(table(result).splitlines()) == 5
+    assert len(table(result).splitlines()) == 4
     text = profile_case(engine.runner, engine.spec, engine.reads, cases[0], engine.step(cases[0]), 0.0)
     assert {line[:24].strip() for line in text.splitlines()} >= set(STAGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any, get_args
@@ -9,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from bench.quality.__main__ import BASE, VARIANTS, table
+from bench.quality.__main__ import BASE, GATES, VARIANTS, table, too_dear
 from bench.quality.measures import Tally, common_prefix, kl_per_position, log_likelihoods
 from bench.quality.texts import PROMPTS, PROSE
 from cluster.config import QuantizationName
@@ -107,3 +108,20 @@ def test_the_table_has_a_line_for_each_variant() -> None:
 def test_results_are_committed_beside_the_other_benchmarks() -> None:
     results = Path(__file__).parents[2] / "bench" / "results"
     assert sorted(path.suffix for path in results.glob("quality-*")) == [".json", ".txt"]
+
+
+def test_the_gates_hold_for_what_is_committed_and_close_on_what_costs_more() -> None:
+    committed = Path(__file__).parents[2] / "bench" / "results" / "quality-x86_64.json"
+    result = json.loads(committed.read_text())
+    assert too_dear(result) == []
+    assert set(GATES) == {v.name for v in VARIANTS if v.quantization != "none" or v.kv_int8} - {
+        "int8, head bf16"  # no format that is served
+    }
+    for variant in result["variants"]:
+        if variant["name"] in GATES:
+            for key, factor in (("kl_mean", 2), ("perplexity", 1.1), ("kl_mean", math.nan)):
+                worse = [
+                    one | {key: one[key] * factor} if one is variant else one for one in result["variants"]
+                ]
+                [complaint] = too_dear(result | {"variants": worse})
+                assert complaint.startswith(f"{variant['name']}: ")

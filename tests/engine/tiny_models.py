@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,11 @@ def transformers_greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> l
     return ids[len(prompt) :]
 
 
+def same_bits(pool: Tensor, expected: Tensor) -> bool:
+    """NaN of blocks that nobody wrote included."""
+    return torch.equal(pool.view(torch.uint8), expected.view(torch.uint8))
+
+
 class Engine:
     """A decoder with a pool of its own. Sequences get blocks in the order `block_order` gives."""
 
@@ -100,8 +106,10 @@ class Engine:
         dtype = torch.int8 if kv_int8 else TORCH_DTYPES[prepared.dtype]
         size = row_size(spec.head_dim, dtype)
         shape = (num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, size)
-        # what a block held before must not matter: start from values that would show (a scale of 6e9)
-        self.pool = torch.full(shape, 80 if kv_int8 else 1e4, dtype=dtype, device=self.device)
+        # what a block held before must not matter: start from what would show, and spread
+        self.pool = torch.full(shape, 127 if kv_int8 else math.nan, dtype=dtype, device=self.device)
+        if kv_int8:
+            self.pool[..., spec.head_dim :] = torch.tensor([math.nan]).view(torch.int8).to(self.device)
         order = list(range(num_blocks))
         if block_seed is not None:
             order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(block_seed)).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import subprocess
@@ -77,13 +78,62 @@ def test_without_a_working_compiler_it_falls_back_with_one_line(
         build.load_library()
 
 
-def test_a_damaged_library_falls_back(tmp_path, monkeypatch, caplog):
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGES = {"empty": lambda _: b"", "another": lambda _: b"not a library", "cut": cut, "flipped": flipped}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_library_is_compiled_again(damage, counting_compiler, caplog):
+    """A cut one would load, and end the process where a page is missing."""
+    good = build.library_path()
+    build.load_library()
+    content = good.read_bytes()
+    good.unlink()  # it is mapped by now: the damaged one is another file
+    good.write_bytes(damage(content))
+    caplog.clear()
+    assert not build.is_whole(good)
+    assert CpuBackend(1).is_native
+    assert [r.getMessage() for r in caplog.records] == [f"`{good}` is damaged: compiling it again"]
+    assert build.is_whole(good)
+    assert counting_compiler.read_text().splitlines() == ["run"] * 2
+
+
+def test_a_damaged_library_and_no_compiler_fall_back(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
     path = build.library_path()
     path.parent.mkdir(parents=True)
     path.write_bytes(b"not a library")
     assert not CpuBackend(1).is_native
-    assert "cannot be loaded" in caplog.text
+    assert "is damaged" in caplog.text
+    assert "running slower in torch: no C++ compiler" in caplog.text
+
+
+def test_a_library_that_is_whole_and_cannot_be_loaded_says_what_to_do(tmp_path, monkeypatch):
+    """As where programs may not be run from the cache's file system."""
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    path = build.library_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no program" + hashlib.sha256(b"no program").digest())
+    with pytest.raises(build.BuildError, match=r"cannot be loaded: .*delete it, or set BATON_CACHE_DIR"):
+        build.load_library()
+
+
+def test_a_cache_that_cannot_be_written_falls_back_and_says_what_to_do(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "file"))
+    assert not CpuBackend(1).is_native
+    [record] = caplog.records
+    assert "cannot be written: " in record.getMessage()
+    assert record.getMessage().endswith("set BATON_CACHE_DIR to a directory that can")
 
 
 def test_the_cache_key_covers_sources_and_torch(tmp_path, monkeypatch):

@@ -180,3 +180,5 @@ def test_a_pool_of_another_dtype_or_device_is_refused():
         check_pool(pool.to(torch.uint8), 0, torch.zeros(1))
     with pytest.raises(ValueError, match="on the CPU"):
         check_pool(pool.to("meta"), 0, torch.zeros(1))
+    with pytest.raises(ValueError, match="at most 1024 elements a head, not 1025"):
+        check_pool(torch.zeros(2, 1, 2, 16, 3, 1029, dtype=torch.int8), 0, torch.zeros(1))

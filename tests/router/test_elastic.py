@@ -1,5 +1,7 @@
 """Elastic placement: joint choice of P and D over columns, planner, expected lengths. Pure."""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
-from router.elastic import Ask, ElasticSettings, Place, TurnAway, choose_decode, place
+from router.elastic import Ask, ElasticSettings, Place, TurnAway, choose_decode, place, predicted_ttft_s
 from router.fleet import EdgeRow, Fleet
 from router.output_lengths import OutputLengths
 from router.planner import Kind, Planner, PlannerState, Roles, best_roles, predicted_rate, work_of
@@ -76,6 +78,38 @@ def test_with_a_gap_limit_nobody_is_handed_to_a_step_with_chunks_that_it_would_w
     assert isinstance(decision, Place)
     assert (decision.prefill, decision.decode) == (0, 0)
     assert placed(pool, 1_000).decode == 1, "without the limit it may wait"
+
+
+@pytest.mark.parametrize("num_more", [0, 10])  # workers beyond the ten that are looked at one by one
+def test_with_a_gap_limit_rows_gather_only_where_no_prompt_comes_between(num_more: int) -> None:
+    """Mixed steps that cost more make rows gather. Prompts come to them, too, in steps as long as the gap
+    allows: a row that comes from elsewhere would wait for one of these, and for its own."""
+    dear = StepModel(2e-3, 8e-3, 60e-6, 20e-9, 3e-9, mixed_s=3e-3)
+    targets, ask = Targets(1.0, 0.04, 0.03), Ask(1_000, 150.0)
+    pool = fleet([dear] * (4 + num_more))
+    pool.rows[3], pool.context[3] = 10, 10_000
+    assert choose_decode(pool, ask, 0, targets, SETTINGS, 0.0) == 0
+    unlimited = msgspec.structs.replace(targets, gap_s=math.inf)
+    assert choose_decode(pool, ask, 0, unlimited, SETTINGS, 0.0) == 3
+    pool.can_prefill[3] = False  # it has rows alone
+    assert choose_decode(pool, ask, 0, targets, SETTINGS, 0.0) == 3
+
+
+@pytest.mark.parametrize("num_workers", [1, 14])  # looked at one by one, or all at once
+def test_a_small_prompt_does_not_wait_for_kv_that_large_ones_have_no_room_for(num_workers: int) -> None:
+    """Three of 90,000 tokens are promised what 20,000 are free of: none of them begins, a small one does."""
+    pool = fleet([H100] * num_workers)
+    ask = Ask(300, 200.0, life_s=5.0)
+    pool.rows[:], pool.context[:] = 100, 30_000
+    pool.coming_rows[:], pool.coming_context[:] = 3, 270_000
+    free = predicted_ttft_s(pool, ask, TARGETS, SETTINGS)
+    pool.kv_used[:], pool.kv_promised[:] = 380_000, 270_000
+    found = predicted_ttft_s(pool, ask, TARGETS, SETTINGS)
+    assert found == pytest.approx(free + 5.0 * 301 / 650_000)  # as long as its own tokens take to leave
+    pool.coming_rows[:] = 900  # as small as it is itself: they were here before
+    assert predicted_ttft_s(pool, ask, TARGETS, SETTINGS)[0] > 1.0
+    pool.coming_rows[:], pool.kv_used[:] = 3, 400_301  # there is no room for anybody
+    assert predicted_ttft_s(pool, ask, TARGETS, SETTINGS) == pytest.approx(free + 5.0 * 602 / 670_301)
 
 
 def test_decode_stays_where_the_others_are_full() -> None:

@@ -21,6 +21,7 @@ class Holes:
     """Trace time, in seconds."""
 
     num: int
+    total_s: float
     longest_s: float
     longest_from_s: float  # the time of the last row before the longest one
 
@@ -49,4 +50,5 @@ def find_holes(times_s: Sequence[float]) -> Holes | None:
     if first == len(gaps):
         return None
     longest_s, minus_from_s = gaps[-1]  # the first of equals
-    return Holes(len(gaps) - first, longest_s, -minus_from_s)
+    total_s = sum(gap_s for gap_s, _ in gaps[first:])
+    return Holes(len(gaps) - first, total_s, longest_s, -minus_from_s)

@@ -18,6 +18,9 @@ from pathlib import Path
 from bench.load.plans.trace_formats import FORMATS, LineError, TraceFormat, TraceRow, detect
 from bench.load.plans.trace_times import num_out_of_order
 from cluster.errors import BatonError
+from cluster.readable import visible
+
+MAX_SHOWN = 200  # characters of a file in an error
 
 
 class TraceError(BatonError):
@@ -70,7 +73,8 @@ def read_trace(path: Path, format_name: str | None = None) -> Trace:
             row = parse(line)
         except LineError as error:
             raise TraceError(
-                f"{path}:{number}: {error}; {trace_format.name} lines look like {trace_format.example}"
+                f"{path}:{number}: {_shown(str(error))}; {trace_format.name} lines look like "
+                f"{trace_format.example}"
             ) from None
         if row is not None:
             rows.append(row)
@@ -102,7 +106,25 @@ def _format(path: Path, lines: list[bytes], name: str | None) -> TraceFormat:
     if first is None:
         raise TraceError(f"The trace {path} is empty.")
     found = detect(first)
-    if found is None:
-        shown = first[:80].decode("utf-8", "replace")
-        raise TraceError(f"The trace {path} begins with `{shown}`, which is none of the formats {known}.")
-    return FORMATS[found]
+    if found is not None:
+        return FORMATS[found]
+    if not _is_text(first):
+        raise TraceError(
+            f"The trace {path} is no text, but a binary or compressed file: give one of the formats {known}, "
+            "unpacked."
+        )
+    shown = _shown(first.decode("utf-8"))
+    raise TraceError(f"The trace {path} begins with `{shown}`, which is none of the formats {known}.")
+
+
+def _is_text(line: bytes) -> bool:
+    try:
+        return "\0" not in line.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+
+
+def _shown(text: str) -> str:
+    """What a line says may be anything, and long: shown as one short line that a terminal does not obey."""
+    text = visible(text)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,16 +10,20 @@ import msgspec
 
 from bench.simulator.hardware import Hardware, names_of
 from cluster.slo_classes import Targets
-from router.planner import Kind, best_roles
+from router.planner import NO_RATE, Kind, best_roles
+
+LEVEL = 0.02  # less is well within what predictions err
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates in requests per second; roles by kind: prefill, decode, both."""
+    """Rates in requests per second; roles by kind: prefill, decode, both. A split that serves no more than
+    `LEVEL` above all doing both is not advised; `level_split_gain` is what it would serve more."""
 
     roles: dict[str, dict[str, int]]
     predicted_rate: float
     predicted_rate_per_accelerator: float
     rate_if_both: float
+    level_split_gain: float
 
 
 def kinds_of(pool: Sequence[Hardware]) -> list[Kind]:
@@ -31,6 +36,10 @@ def plan_roles(pool: Sequence[Hardware], requests: Sequence[tuple[int, int]], ta
     kinds = kinds_of(pool)
     sample = requests[:: max(1, len(requests) // 2000)]
     best, both = best_roles(kinds, sample, targets)
+    gain = best.rate / both.rate - 1 if both.rate > NO_RATE else math.inf
+    is_level = best.rate <= NO_RATE or gain < LEVEL
+    if is_level:
+        best = both
     roles = {
         kind.name: {"prefill": role.num_prefill, "decode": role.num_decode, "both": role.num_both}
         for kind, role in zip(kinds, best.roles, strict=True)
@@ -40,4 +49,5 @@ def plan_roles(pool: Sequence[Hardware], requests: Sequence[tuple[int, int]], ta
         predicted_rate=best.rate,
         predicted_rate_per_accelerator=best.rate / len(pool),
         rate_if_both=both.rate,
+        level_split_gain=gain if is_level and math.isfinite(gain) else 0.0,
     )

@@ -7,8 +7,9 @@ a rate above what the best so far reaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from bench.load.goodput.search import GoodputSearch, to_dict
@@ -17,8 +18,10 @@ from bench.simulator.fleet.policies import PolicySpec
 from bench.simulator.fleet.trial import Outcome, Setup, run_trial
 
 OnOutcome = Callable[[Outcome], object]
+OnProgress = Callable[[float, int, float], None]  # rate, seed, share
 GOAL = 0.9
 TOLERANCE = 0.03
+MIN_RATE, MAX_RATE = 0.01, 1e6  # requests per second
 
 
 def start_rate(setup: Setup) -> float:
@@ -34,31 +37,43 @@ def start_rate(setup: Setup) -> float:
             for row in rows
         ) / len(rows)
         rate += max(0.05, 1 - model.fixed_s / targets.tpot_s) / cost_s
-    return max(0.6 * rate, 0.02)
+    return min(max(0.6 * rate, 2 * MIN_RATE), MAX_RATE)
+
+
+def new_search(setup: Setup, seeds: Sequence[int], start: float | None = None) -> GoodputSearch:
+    return GoodputSearch(
+        SearchSettings(
+            start_rate=start if start is not None else start_rate(setup),
+            targets=(GOAL,),
+            seeds=tuple(seeds),
+            growth=1.4,
+            tolerance=TOLERANCE,
+            max_probes=24 * len(seeds),
+            min_rate=MIN_RATE,
+            max_rate=MAX_RATE,
+        )
+    )
+
+
+def probes(search: GoodputSearch, setup: Setup, on_progress: OnProgress | None = None) -> Iterator[Outcome]:
+    """Each run as it ends, told to the search before it is yielded, until the search is over."""
+    while (probe := search.next()) is not None:
+        told = None if on_progress is None else partial(on_progress, probe.rate, probe.seed)
+        outcome = run_trial(setup, probe.rate, probe.seed, told)
+        search.report(
+            probe, ProbeOutcome(attainment=outcome.attainment, num_offered=outcome.num_offered, valid=True)
+        )
+        yield outcome
 
 
 def max_goodput(
     setup: Setup, seeds: Sequence[int], start: float | None = None, on_outcome: OnOutcome | None = None
 ) -> tuple[dict[str, Any], list[Outcome]]:
     """The search as a dict (answers, probes), and every run."""
-    settings = SearchSettings(
-        start_rate=start if start is not None else start_rate(setup),
-        targets=(GOAL,),
-        seeds=tuple(seeds),
-        growth=1.4,
-        tolerance=TOLERANCE,
-        max_probes=24 * len(seeds),
-        min_rate=0.01,
-        max_rate=1e6,
-    )
-    search = GoodputSearch(settings)
+    search = new_search(setup, seeds, start)
     outcomes: list[Outcome] = []
-    while (probe := search.next()) is not None:
-        outcome = run_trial(setup, probe.rate, probe.seed)
+    for outcome in probes(search, setup):
         outcomes.append(outcome)
-        search.report(
-            probe, ProbeOutcome(attainment=outcome.attainment, num_offered=outcome.num_offered, valid=True)
-        )
         if on_outcome is not None:
             on_outcome(outcome)
     return to_dict(search), outcomes

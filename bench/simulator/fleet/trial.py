@@ -12,7 +12,7 @@ build up, 40 to 240 s, and at least `MIN_REQUESTS` requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -35,6 +35,8 @@ from cluster.slo_classes import Targets
 WARM_UP, COOL_DOWN = 0.2, 0.1
 MIN_LENGTH_S, MAX_LENGTH_S, LIVES = 40.0, 240.0, 10
 MIN_REQUESTS = 1_000
+MAX_REQUESTS = 5_000_000  # of a run: about 2 GB
+PARTS = 200  # of a run, after each of which it says how far it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +106,32 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
 
 
-def run_trial(setup: Setup, rate: float, seed: int) -> Outcome:
-    """Deterministic but for `wall_s`."""
+def run_trial(
+    setup: Setup, rate: float, seed: int, on_progress: Callable[[float], None] | None = None
+) -> Outcome:
+    """Deterministic but for `wall_s`. `on_progress` takes the share of the arrivals' time that is over.
+
+    Raises:
+        ConfigError: the run would have more than `MAX_REQUESTS`.
+    """
     started = time.perf_counter()
-    requests = make_requests(setup.rows, rate, setup.num_requests(rate), seed, setup.own_rhythm)
+    num_requests = setup.num_requests(rate)
+    if num_requests > MAX_REQUESTS:
+        raise ConfigError(
+            f"{setup.offered_s:,.0f} s at {rate:.4g} req/s are {num_requests:,} requests, more than the "
+            f"{MAX_REQUESTS:,} of a run: give a shorter --duration or a lower --rate, or use "
+            "`python -m bench.simulator.large`"
+        )
+    requests = make_requests(setup.rows, rate, num_requests, seed, setup.own_rhythm)
     targets = setup.targets
     policy = setup.policy.make(targets, setup.use_prefix_cache)
     simulation = Simulation(setup.pool, requests, policy, targets.tpot_s, setup.use_prefix_cache)
     end_s = requests[-1].arrival_s
     measured = [r for r in requests if end_s * WARM_UP <= r.arrival_s <= end_s * (1 - COOL_DOWN)]
+    for part in range(1, PARTS if on_progress is not None else 1):
+        simulation.run(end_s * part / PARTS)
+        if on_progress is not None:
+            on_progress(part / PARTS)
     simulation.run(end_s + _drain_s(measured, targets))
     latencies = [_latency(request) for request in measured]
     verdicts = [

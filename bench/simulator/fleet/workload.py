@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from bench.load.plans.trace_formats import TraceRow
+from bench.load.plans.trace_times import find_holes
 from bench.load.plans.traces import Trace, read_trace
 from bench.simulator.fleet.request import Request
 from cluster.errors import ConfigError
+from cluster.readable import plural
 
-HOLE_GAPS = 200  # mean gaps without an arrival: a hole
 ROUND_IDS = 1 << 40
 
 
-def read_rows(path: Path, format_name: str | None = None) -> tuple[Trace, list[str]]:
+def read_rows(
+    path: Path, format_name: str | None = None, own_rhythm: bool = False
+) -> tuple[Trace, list[str]]:
     """The trace, and a warning for each thing about it that a reader of the result should know.
+
+    Args:
+        own_rhythm: requests come in the trace's rhythm, so in its holes nothing comes.
 
     Raises:
         TraceError: see `read_trace`.
@@ -31,25 +36,32 @@ def read_rows(path: Path, format_name: str | None = None) -> tuple[Trace, list[s
     trace = read_trace(path, format_name)
     warnings = []
     if not trace.was_sorted:
-        warnings.append(f"{path}: rows were not in order of time; they were sorted.")
+        warnings.append(
+            f"{path}: rows were not in order of time ({trace.num_out_of_order:,}); they were sorted."
+        )
     if trace.num_empty:
         warnings.append(f"{path}: {trace.num_empty:,} rows without input or output tokens were left out.")
-    hole = _longest_hole(trace.rows)
-    if hole is not None:
+    holes = find_holes([row.time_s for row in trace.rows])
+    if holes is not None:
         warnings.append(
-            f"{path}: nothing arrives for {hole[1]:,.0f} s after {hole[0]:,.0f} s (a hole?); "
-            "Poisson arrivals ignore that, --arrivals trace replays it."
+            f"{path}: nothing comes in {plural(holes.num, 'hole')} of the trace; the longest lasts "
+            f"{holes.longest_s:,.0f} s, from {holes.longest_from_s:,.0f} s on. "
+            + (
+                _crowded(trace.rows[-1].time_s, holes.total_s)
+                if own_rhythm
+                else "Its times are not replayed."
+            )
         )
     return trace, warnings
 
 
-def _longest_hole(rows: Sequence[TraceRow]) -> tuple[float, float] | None:
-    span_s = rows[-1].time_s
-    if len(rows) < 100 or span_s <= 0:
-        return None
-    gaps = ((after.time_s - row.time_s, row.time_s) for row, after in pairwise(rows))
-    longest_s, at_s = max(gaps)
-    return (at_s, longest_s) if longest_s > HOLE_GAPS * span_s / len(rows) else None
+def _crowded(span_s: float, holes_s: float) -> str:
+    """The rate asked for is a mean over the holes, too."""
+    times = span_s / max(span_s - holes_s, 1e-9)
+    return (
+        f"The rate is the mean over all of it, so in between requests come {times:.3g} times as fast: if "
+        "that is no part of the load, cut it out or use Poisson arrivals."
+    )
 
 
 def make_requests(

@@ -203,3 +203,18 @@ def test_sharegpt() -> None:
 def test_malformed_conversations_are_named(tmp_path: Path, content: str, named: str) -> None:
     with pytest.raises(TraceError, match=named):
         read_sharegpt(write(tmp_path, content))
+
+
+@pytest.mark.parametrize("junk", [b"\x7fELF\x02\x01\0\0\x03", b"\x1f\x8b\x08\xff\xfe", b"PK\x03\x04\0"])
+def test_a_binary_file_is_called_one(tmp_path: Path, junk: bytes) -> None:
+    with pytest.raises(TraceError, match="is no text, but a binary or compressed file") as caught:
+        read_trace(write(tmp_path, junk))
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("start", ["\x1b[31mhello", AZURE_HEADER + "\x1b[2Jx,1,2", "{\x1b", "z" * 5000])
+def test_what_a_file_says_is_shown_as_short_text(tmp_path: Path, start: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        read_trace(write(tmp_path, start))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 700

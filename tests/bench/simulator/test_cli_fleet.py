@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.simulator.fleet import planner
+from router.planner import RolePlan, Roles
 from tests.bench.simulator.fleet_commands import CALIBRATION, RUN, SLO, Command, plan, simulate, write_trace
 
 
@@ -165,3 +167,38 @@ def test_a_plan_for_impossible_targets_says_why(trace: Path, tmp_path: Path) -> 
     assert len(json.loads(out.read_text())["warnings"]) == 2
     _, text = plan("--trace", str(trace), "--workers", "2", *SLO)
     assert "No rate" not in text
+
+
+def test_roles_that_are_level_are_not_split(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A split that is predicted to serve 1 % more is within what predictions err; one of 5 % is not."""
+    both = RolePlan((Roles(0, 0, 4),), 100.0)
+    out = tmp_path / "plan.json"
+    for rate, num_prefill, is_told in ((101.0, 0, True), (105.0, 1, False), (100.0, 0, False)):
+        best = RolePlan((Roles(1, 0, 3),), rate) if rate > both.rate else both
+        monkeypatch.setattr(planner, "best_roles", lambda *_, best=best: (best, both))
+        code, text = plan("--trace", str(trace), "--workers", "4", *SLO, "--out", str(out))
+        assert code == 0, text
+        assert ("The best split would serve 1.00% more: level" in text) is is_told
+        written = json.loads(out.read_text())
+        assert written["roles"]["h100-llama3-8b"]["prefill"] == num_prefill
+        assert written["predicted_rate"] == (rate if num_prefill else both.rate)
+
+
+def test_a_night_in_a_trace_is_told_with_what_it_does_to_its_rhythm(tmp_path: Path) -> None:
+    """150 rows, a second apart, with a day in between: the mean rate is nothing of either half's."""
+    times = [1000 * index + (86_400_000 if index >= 75 else 0) for index in range(150)]
+    path = tmp_path / "night.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"timestamp": at, "input_length": 50, "output_length": 5}) for at in times)
+    )
+    given = ["--trace", str(path), "--workers", "1", *SLO, *RUN]
+    code, text = simulate(*given, "--arrivals", "trace")
+    assert code == 0
+    assert "1 hole of the trace; the longest lasts 86,401 s, from 74 s on" in text
+    assert "in between requests come 585 times as fast" in text
+    for code, text in (simulate(*given), plan(*given[:6])):
+        assert code == 0, text
+        assert "1 hole of the trace" in text
+        assert "Its times are not replayed." in text

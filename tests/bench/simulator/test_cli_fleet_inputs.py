@@ -70,6 +70,14 @@ BAD = {
         ["--hardware", "h100-llama3-8b:60000,h20-llama3-8b:60000", *SLO, "--rate", "1"],
         "60000`: a pool has at most 100,000 workers",
     ),
+    "more requests than memory holds": (
+        ["--workers", "2", *SLO, "--rate", "1e6"],
+        "are 40,000,000 requests, more than the 5,000,000 of a run: give a shorter --duration",
+    ),
+    "a search from next to nothing": (
+        ["--workers", "2", *SLO, "--max-goodput", "--rate", "1e-9"],
+        "--rate 1e-09: a search begins there, and at 0.01 at least",
+    ),
     "unknown arrivals": (["--workers", "2", *SLO, "--rate", "1", "--arrivals", "burst"], "poisson or trace"),
 }
 
