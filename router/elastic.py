@@ -170,7 +170,8 @@ class _Decision:
         step_s, gap_s = self._step_of_each(), self._targets.gap_s * settings.safety
         num_bytes = (ask.num_tokens if self._moving is None else self._moving) * ask.kv_bytes_per_token
         moving_s = pool.column(self._fleet.exposed_s(prefill, num_bytes, settings.handoff_s))
-        can = pool.map(of.can_decode, pool.workers, decodes, step_s, moving_s)
+        token_s = pool.same(self._fleet.per_token_s.item(prefill))
+        can = pool.map(of.can_decode, pool.workers, decodes, step_s, moving_s, token_s)
         spread_s = pool.map(of.spread_s, step_s, moving_s)
         good = pool.map(of.has_room, pool.workers, can, step_s, spread_s)
         if decodes[prefill]:  # it has the prompt's KV already

@@ -273,10 +273,12 @@ class Formulas:
         cost *= self.pool.either(worker.can_decode, 1.0, self.settings.prefill_only_worth)
         return cost
 
-    def can_decode(self, worker: Figure, decodes: Figure, step_s: Figure, moving_s: Figure) -> Figure:
+    def can_decode(
+        self, worker: Figure, decodes: Figure, step_s: Figure, moving_s: Figure, token_s: Figure
+    ) -> Figure:
         """It has room for the KV, and the hand-off fits into a gap: the transfer, the rest of the step in
         flight, which may have only begun (with chunks, where prompts wait, or come to rows that gather), and
-        the first with the row."""
+        the first with the row. `token_s`: of who computes the prompt; others come to who is no slower."""
         room = worker.kv_tokens * (1 - self.settings.kv_headroom)
         room -= worker.kv_used
         room -= worker.kv_promised
@@ -285,7 +287,8 @@ class Formulas:
             return can
         prefills = worker.work_s + worker.late_s > 0
         if not self.none_gathers:  # rows gather there, and prompts come to them before this one does
-            prefills = prefills | (worker.can_prefill & (worker.mixed_s > self.least_price_s))
+            gathers = worker.can_prefill & (worker.mixed_s > self.least_price_s)
+            prefills = prefills | (gathers & (worker.per_token_s <= token_s))
         flying_s = self.pool.instead(step_s, prefills, self.pool.at_least(step_s, self.limit_s))
         return can & (flying_s + step_s + moving_s <= self.targets.gap_s * self.settings.safety)
 

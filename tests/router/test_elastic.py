@@ -95,6 +95,14 @@ def test_with_a_gap_limit_rows_gather_only_where_no_prompt_comes_between(num_mor
     assert choose_decode(pool, ask, 0, targets, SETTINGS, 0.0) == 3
 
 
+@pytest.mark.parametrize("num_more", [0, 10])
+def test_prompts_do_not_come_between_rows_of_a_slower_kind(num_more: int) -> None:
+    dear, slower = msgspec.structs.replace(H100, mixed_s=2e-3), msgspec.structs.replace(H20, mixed_s=2e-3)
+    targets = msgspec.structs.replace(TARGETS, gap_s=0.03)
+    pool = fleet([dear, *[slower] * (1 + num_more)])
+    assert choose_decode(pool, Ask(1_000, 200.0), 0, targets, SETTINGS, 0.0) > 0
+
+
 @pytest.mark.parametrize("num_workers", [1, 14])  # looked at one by one, or all at once
 def test_a_small_prompt_does_not_wait_for_kv_that_large_ones_have_no_room_for(num_workers: int) -> None:
     """Three of 90,000 tokens are promised what 20,000 are free of: none of them begins, a small one does."""
