@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from bench.simulator import operators
 from bench.simulator.distserve import (
     KV_BYTES_PER_TOKEN,
     NVLINK_BYTES_S,
@@ -42,8 +43,6 @@ from bench.simulator.distserve import (
     MixedSteps,
     learned_model,
 )
-from bench.simulator.operators import learned_model as model_of_operators
-from bench.simulator.operators import read_times
 from cluster.errors import ConfigError
 from cluster.step_model import StepModel, StepWork
 
@@ -231,8 +230,8 @@ def hardware(name: str) -> Hardware:
 
 def _from_operators(path: Path) -> Hardware:
     base = KINDS["h100-llama3-8b"]
-    times = read_times(path, base.model.fixed_s)
-    model = model_of_operators(times, base.model)
+    times = operators.read_times(path, base.model.fixed_s)
+    model = operators.learned_model(times, base.model)
     if model.per_token_s <= 0:
         raise ConfigError(
             f"--hardware {path}: by these latencies tokens cost a step nothing; measure larger m"

@@ -17,7 +17,8 @@ layer, with 32 query and 8 KV heads of 128. Rows of one point from several sourc
 5. Links: the median rate of sends between hosts, of half the largest size or more (sources named `inter`; if
    none is, all). Their latency is part of what a hand-off costs anyway. None: the default.
 
-`learned_model` is what policies plan with, fitted to such steps as a worker fits its own.
+`learned_model` is what policies plan with, fitted to such steps as a worker fits its own. With that H100
+table it errs by 4 to 5 % in the median and 21 % at worst (a prompt of 512 tokens alone is planned too long).
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ _CHUNKS = (16, 64, 128, 256, 512, 768, 1024, 2048)
 
 
 def learned_model(times: OperatorTimes, base: StepModel) -> StepModel:
-    """See the module. `base`: what holds where no step says anything."""
+    """See the module. `base`: what holds where steps say nothing."""
     fit = StepModelFit(base)
     for rows in _ROWS:
         for context in (rows * keys for keys in _KEYS if rows * keys <= _ROOM):
