@@ -30,7 +30,8 @@ Algorithm:
   3. When D has no room within the target anywhere, the request decodes where it adds least above the target.
 
 Load is that of the moment when the prefill will have ended: rows leave at the rate at which rows end, and all
-that was placed will have come.
+that was placed will have come. Where queues take longer than a row decodes, those that come first will have
+ended by then: of rows on their way, as many count as decode at the same time.
 
 A prompt is not split between P and D: every worker that may do both lets chunks ride beside its decode rows,
 so what a D has free is already offered as a P.
@@ -108,7 +109,7 @@ class _Decision:
         self._ask = ask
         self._targets = targets
         self._settings = settings
-        self._of = Formulas(self._pool, ask, targets, settings, fleet.dearest())
+        self._of = Formulas(self._pool, ask, targets, settings, fleet.work_s, fleet.dearest())
         self._decodes = self._pool.column(fleet.can_decode if ask.may_decode is None else ask.may_decode)
         self._moving = None if ask.cached is None else float(ask.num_tokens) - ask.cached
         self._staying = 1.0  # see `Formulas.staying`

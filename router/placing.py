@@ -151,7 +151,9 @@ class Placing:
         """It finds no place. One that had one is told why it lost that."""
         if live.cause is None:
             self._legs.stats.rejected(reject.reason.value)
-        retry_after_s = max(self._queue.retry_after_s(now, live.spec.tenant), live.retry_after_s)
+        # who waits now has gone or been refused within `queue_timeout_s`
+        queue_s = min(self._queue.retry_after_s(now, live.spec.tenant), self._config.queue_timeout_s)
+        retry_after_s = max(queue_s, live.retry_after_s)
         self._fail(live, live.cause or rejection(reject, live.spec, retry_after_s), now)
 
     def _enqueue(self, live: LiveRequest, now: float) -> None:
@@ -162,6 +164,7 @@ class Placing:
             wait_s = None if live.is_recovering else self._queue.expected_wait_s(now, live.spec.tenant)
             late_s = 0.0 if wait_s is None else wait_s - (live.wait_until - now)
             if late_s > 0:
+                late_s = min(late_s, self._config.queue_timeout_s)  # see `_reject`
                 self._reject(live, Reject(RejectReason.QUEUE_TOO_SLOW, retry_after_s=late_s), now)
                 return
             if self._queue.is_full:

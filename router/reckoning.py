@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cluster.slo_classes import AGED_SHARE, LATE_SHARE, OVERDUE_SHARE, Targets
-from router.choosing import NONE, Figure, Pool
+from router.choosing import NONE, Figure, Pool, highest
 from router.fleet import Column, Flags, Worker
 
 _LONG_S = 1e6  # for "it never ends", where numbers must stay finite
@@ -78,9 +78,15 @@ class Formulas:
     """Of one request, in one pool."""
 
     def __init__(
-        self, pool: Pool, ask: Ask, targets: Targets, settings: ElasticSettings, dearest: tuple[float, float]
+        self,
+        pool: Pool,
+        ask: Ask,
+        targets: Targets,
+        settings: ElasticSettings,
+        work_s: Column,
+        dearest: tuple[float, float],
     ) -> None:
-        """`dearest`: as `Fleet.dearest`."""
+        """`work_s`: of all workers; `dearest`: as `Fleet.dearest`."""
         self.pool = pool
         self.ask = ask
         self.targets = targets
@@ -89,9 +95,21 @@ class Formulas:
         self.num_tokens = pool.number(ask.num_tokens)
         begin_s = self.limit_s / 2 / max(1.0, settings.lag_over * ask.expected_output)
         self.least_price_s = max(settings.price_from * self.limit_s, begin_s)
+        self.coming = self._coming_at_once(work_s)
         mixed_s, haste = dearest
         self.has_price = mixed_s > 0
         self.none_gathers = mixed_s <= self.least_price_s and haste <= 0
+
+    def _coming_at_once(self, work_s: Column) -> float:
+        """Share of the rows on their way to a worker that will decode there at the same time.
+
+        They come for as long as the queues take in which they are, and end as they come. The mean prompt that
+        waits does so in a queue of (sum of w^2) / (sum of w) seconds, w a worker's.
+        """
+        life_s = self.ask.life_s
+        if math.isinf(life_s) or not len(work_s) or highest(work_s) <= life_s:
+            return 1.0
+        return min(1.0, life_s * float(work_s.sum() / work_s.dot(work_s)))
 
     def may_compute(self, worker: Figure, able: Figure, decodes: Figure) -> Figure:
         """For somebody: it hands over, or goes on itself."""
@@ -148,7 +166,7 @@ class Formulas:
         share += pool.one
         share *= worker.per_token_s
         reading_s += worker.queued_load_s
-        reading_s += worker.far_load_s
+        reading_s += worker.far_load_s if self.coming == 1 else worker.far_load_s * self.coming
         share += reading_s
         held = worker.context + worker.coming_context
         bearable = worker.kv_tokens * self.settings.kv_share
@@ -221,13 +239,13 @@ class Formulas:
         if pool.is_out(decodes):
             return math.inf
         step_s = worker.rows * staying
-        step_s += worker.coming_rows
+        step_s += worker.coming_rows if self.coming == 1 else worker.coming_rows * self.coming
         step_s += pool.one
         step_s *= worker.per_token_s
         step_s = pool.at_least(step_s, worker.floor_s)
         step_s += worker.fixed_s
         reading_s = worker.context * staying
-        reading_s += worker.coming_context
+        reading_s += worker.coming_context if self.coming == 1 else worker.coming_context * self.coming
         reading_s += self.num_tokens
         reading_s *= worker.per_context_s
         step_s += reading_s

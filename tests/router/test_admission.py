@@ -115,6 +115,21 @@ def test_a_queue_that_will_not_go_in_time_refuses_at_once() -> None:
     assert world.conductor.placement_stats.rejections == {"queue_too_slow": 1}
 
 
+def test_nobody_is_told_to_stay_away_longer_than_any_of_those_who_wait_will_be_there() -> None:
+    """Ninety wait, eight went in eight seconds; but none of the ninety is there in ten more."""
+    world = World(ConductorConfig(queue_timeout_s=10.0))
+    full(world, 99)
+    for i in range(8):
+        world.work(WorkerId("d0"))
+        world.advance(1.0)
+        world.leave(f"r{i}")
+    error = overloaded(world.submit(make_spec("late")))
+    assert QUEUE_TOO_SLOW in error.message
+    assert error.retry_after_s == 10.0
+    world.advance(2.5)
+    assert world.conductor.num_queued == 0
+
+
 def test_rejections_are_counted_by_reason() -> None:
     world = World(ConductorConfig(max_queued=1, recovery_wait_s=0))
     world.submit(make_spec("nobody"))

@@ -47,6 +47,21 @@ def test_decode_load_slows_a_worker_down() -> None:
     assert placed(pool, 1_000).prefill == 1
 
 
+def test_rows_on_their_way_count_as_far_as_they_decode_at_the_same_time() -> None:
+    """Four seconds of prompts are queued, rows decode for half of one: an eighth of them at once."""
+    pool, targets = fleet([H100, H20]), msgspec.structs.replace(TARGETS, ttft_s=5.0)
+    pool.can_prefill[1] = False
+    pool.work_s[0], pool.coming_rows[1], pool.coming_context[1] = 4.0, 160, 320_000
+    ask = Ask(2_000, 100.0, life_s=0.5)
+    decision = place(pool, ask, targets, SETTINGS)
+    assert isinstance(decision, Place)
+    assert (decision.prefill, decision.decode) == (0, 1)
+    # the same rows at once: the queue is shorter than they decode
+    decision = place(pool, msgspec.structs.replace(ask, life_s=5.0), targets, SETTINGS)
+    assert isinstance(decision, Place)
+    assert (decision.prefill, decision.decode) == (0, 0)
+
+
 def test_unequal_kinds_do_what_they_are_comparatively_good_at() -> None:
     pool = fleet([H100, H100, H20, H20])
     decision = placed(pool, 1_000)
