@@ -43,7 +43,7 @@ TABLES = {GEMM: ("a", "b", "c"), DECODE: ("a", "b"), PREFILL: ("a", "b"), SENDS:
 NUM_LAYERS = 32
 LAYER_SHAPES = ((6_144, 4_096), (4_096, 4_096), (28_672, 4_096), (4_096, 14_336))  # n, k
 LOGITS_SHAPE = (128_256, 4_096)
-MOST = 1e12  # of any number in a table
+LEAST_MS, MOST = 1e-6, 1e12  # of numbers in a table
 _GROWTH_KEYS = 64  # over which a run's growth is taken
 
 _Point = tuple[float, ...]
@@ -156,13 +156,13 @@ def _read(reader: csv.DictReader[str]) -> tuple[_Tables, float | None]:
     found: dict[str, dict[_Point, list[float]]] = {table: defaultdict(list) for table in TABLES}
     sends: list[tuple[str, float, float]] = []
     for row in reader:
-        table, line = row["table"], reader.line_num
+        table, line = row["table"] or "", reader.line_num  # None in a short row
         if table not in TABLES:
             close = difflib.get_close_matches(table, TABLES, n=1)
             meant = f" (did you mean `{close[0]}`?)" if close else ""
             raise _BadTableError(f"line {line}: unknown table `{table[:40]}`{meant}; use {', '.join(TABLES)}")
-        point = tuple(_number(row[name], name, line) for name in TABLES[table])
-        seconds = _number(row["latency_ms"], "latency_ms", line) / 1e3
+        point = tuple(_count(row[name], name, line) for name in TABLES[table])
+        seconds = _milliseconds(row["latency_ms"], line) / 1e3
         found[table][point].append(seconds)
         if table == SENDS:
             sends.append((row["source"] or "", point[0], seconds))
@@ -173,16 +173,32 @@ def _read(reader: csv.DictReader[str]) -> tuple[_Tables, float | None]:
     return means, _link_bytes_s(sends)
 
 
-def _number(text: str | None, name: str, line: int) -> float:
-    try:
-        value = float(text or "")
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= MOST:  # also false where it is no number
+def _count(text: str | None, name: str, line: int) -> float:
+    value = _number(text)
+    if not (1 <= value <= MOST and value.is_integer()):
+        raise _BadTableError(f"line {line}: {name} is {_shown(text)}, not a whole number from 1 to {MOST:g}")
+    return value
+
+
+def _milliseconds(text: str | None, line: int) -> float:
+    value = _number(text)
+    if not LEAST_MS <= value <= MOST:
         raise _BadTableError(
-            f"line {line}: {name} is {repr(text or '')[:40]}, not a number above 0, up to 1e12"
+            f"line {line}: latency_ms is {_shown(text)}, not a number from {LEAST_MS:g} to {MOST:g}"
         )
     return value
+
+
+def _number(text: str | None) -> float:
+    """NaN if it is none."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return math.nan
+
+
+def _shown(text: str | None) -> str:
+    return repr(text or "")[:40]
 
 
 def _link_bytes_s(sends: Sequence[tuple[str, float, float]]) -> float | None:
