@@ -36,7 +36,10 @@ FormatOption = Annotated[
 ]
 WorkersOption = Annotated[int | None, typer.Option(help="number of workers; with one kind of hardware")]
 HardwareOption = Annotated[
-    str, typer.Option(help="KIND, or KIND:COUNT,KIND:COUNT; a kind is a name or a calibration's JSON file")
+    str,
+    typer.Option(
+        help="KIND, or KIND:COUNT,KIND:COUNT; a kind is a name, a calibration's JSON or operators' CSV file"
+    ),
 ]
 SloOption = Annotated[str, typer.Option(help="targets, such as ttft=0.5s,tpot=25ms (and gap=100ms)")]
 OutOption = Annotated[Path | None, typer.Option(help="write the result as JSON")]

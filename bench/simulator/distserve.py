@@ -84,7 +84,7 @@ class DistServeTimes:
             step_ms -= min(self.fits.prefill[0] + STAGE_MS, self._decode_fit(num_rows)[0]) + CONTROL_MS
         return step_ms / 1e3
 
-    def growth_s(self, num_rows: int) -> float:
+    def growth_s(self, num_rows: int, context: int) -> float:
         """What each step of a run of decode steps takes longer than the last: a row reads a key more."""
         return num_rows * (self._decode_fit(num_rows)[1] + CONTROL_MS_PER_TOKEN) / 1e3
 

@@ -12,6 +12,9 @@ Named kinds and where their numbers come from:
   so many A100s; steps take what `bench.simulator.distserve` says, policies plan with a model fitted to that.
   A mixed step takes as long as both of its halves; with `-fused` it reads the weights once.
 
+A CSV table of operator latencies (`bench.simulator.operators`) is Llama-3-8B on one GPU: steps take what the
+table says, policies plan with a model fitted to that; the rest is as in `h100-llama3-8b`.
+
 A file from a calibration (`{"fixed_s", "floor_s", "per_token_s", "per_context_s", "per_attention_s"}`, and
 perhaps "kv_tokens", "kv_bytes_per_token", "link_bytes_s", "mixed_s") is a kind of its own. The step model may
 also be an object of its own, "step_model". Other keys are refused: one that is misspelt would do nothing.
@@ -31,6 +34,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from bench.simulator import operators
 from bench.simulator.distserve import (
     KV_BYTES_PER_TOKEN,
     NVLINK_BYTES_S,
@@ -55,7 +59,7 @@ class StepTimes(Protocol):
 
     def step_s(self, num_rows: int, context: int, num_chunk_tokens: int, attention: float) -> float: ...
 
-    def growth_s(self, num_rows: int) -> float:
+    def growth_s(self, num_rows: int, context: int) -> float:
         """What each step of a run of decode steps takes longer than the one before."""
 
 
@@ -76,9 +80,11 @@ class Hardware:
             return self.times.step_s(num_rows, context, num_chunk_tokens, attention)
         return self.model.step_s(StepWork(num_rows + num_chunk_tokens, context, attention))
 
-    def growth_s(self, num_rows: int) -> float:
+    def growth_s(self, num_rows: int, context: int) -> float:
         """See `StepTimes`."""
-        return self.model.per_context_s * num_rows if self.times is None else self.times.growth_s(num_rows)
+        if self.times is not None:
+            return self.times.growth_s(num_rows, context)
+        return self.model.per_context_s * num_rows
 
 
 KINDS = {
@@ -201,7 +207,7 @@ def _parts(text: str) -> list[tuple[str, int | None]]:
 
 
 def hardware(name: str) -> Hardware:
-    """A named kind, or one read from a calibration file.
+    """A named kind, or one read from a file.
 
     Raises:
         ConfigError: neither.
@@ -211,10 +217,27 @@ def hardware(name: str) -> Hardware:
         return known
     if name in DISTSERVE:
         return distserve_hardware(name)
+    if name.endswith(".csv"):
+        return _from_operators(Path(name))
     if not name.endswith(".json") and not os.path.isfile(name):
         names = ", ".join([*KINDS, *DISTSERVE])
-        raise ConfigError(f"--hardware `{name}` is unknown: use {names}, or a calibration's JSON file")
+        raise ConfigError(
+            f"--hardware `{name}` is unknown: use {names}, a calibration's JSON file, "
+            "or a CSV file of operator latencies"
+        )
     return _from_file(Path(name))
+
+
+def _from_operators(path: Path) -> Hardware:
+    base = KINDS["h100-llama3-8b"]
+    times = operators.read_times(path, base.model.fixed_s)
+    model = operators.learned_model(times, base.model)
+    if model.per_token_s <= 0:
+        raise ConfigError(
+            f"--hardware {path}: by these latencies tokens cost a step nothing; measure larger m"
+        )
+    link_bytes_s = base.link_bytes_s if times.link_bytes_s is None else times.link_bytes_s
+    return Hardware(path.stem, model, base.kv_tokens, base.kv_bytes_per_token, link_bytes_s, times)
 
 
 def _from_file(path: Path) -> Hardware:

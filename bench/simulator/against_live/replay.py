@@ -48,7 +48,7 @@ class MeasuredTimes:
         work = StepWork(num_rows + num_chunk_tokens, context, attention)
         return self.measured.step_s(work, self.clock.now, self.rng)
 
-    def growth_s(self, num_rows: int) -> float:
+    def growth_s(self, num_rows: int, context: int) -> float:
         return self.measured.model_at(self.clock.now).per_context_s * num_rows
 
 

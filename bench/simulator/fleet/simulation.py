@@ -191,7 +191,7 @@ class Simulation:
             length = max(1, length)
         worker.chunks = chunks
         worker.run_start_s, worker.run_base_s, worker.run_length = self.now, seconds, length
-        worker.run_growth_s = worker.hardware.growth_s(rows)
+        worker.run_growth_s = worker.hardware.growth_s(rows, context)
         worker.is_busy = True
         worker.version += 1
         self._push(self.now + worker.run_s(length), STEP_END, worker.index, worker.version)

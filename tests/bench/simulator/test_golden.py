@@ -38,7 +38,9 @@ def test_step_times_are_those_of_the_coefficients() -> None:
     assert TP1.step_s(100, 40_000, 0, 0.0) == pytest.approx(
         (7.166189 + 23.192002 + 15.831096 + 6.0) / 1e3, abs=1e-6
     )
-    assert TP1.growth_s(50) == pytest.approx(TP1.step_s(50, 40_050, 0, 0.0) - TP1.step_s(50, 40_000, 0, 0.0))
+    assert TP1.growth_s(50, 40_000) == pytest.approx(
+        TP1.step_s(50, 40_050, 0, 0.0) - TP1.step_s(50, 40_000, 0, 0.0)
+    )
 
 
 def test_prompts_of_one_step_share_the_intercept_and_chunks_pay_it_again() -> None:
