@@ -148,9 +148,9 @@ class Elastic:
                 len(request.hashes) * view.block_size >= request.num_tokens
             ):  # the last token is always computed
                 np.minimum(cached, request.num_tokens - 1.0, out=cached)
-        life_s = view.mean_life_s()
+        life_s, paced_life_s = view.mean_life_s(), request.expected_output * self.defaults.tpot_s
         if life_s is None:
-            life_s = request.expected_output * self.defaults.tpot_s
+            life_s = paced_life_s
         is_known = math.isfinite(request.max_wait_s)
         if view.guessed and is_known:
             is_known = not any(prefills[row] for row in view.guessed)
@@ -161,6 +161,7 @@ class Elastic:
             cached=cached,
             kv_bytes_per_token=view.kv_bytes_per_token,
             life_s=life_s,
+            paced_life_s=paced_life_s,
             max_wait_s=request.max_wait_s if is_known else math.inf,
             may_prefill=prefills,
             may_decode=decodes,

@@ -51,6 +51,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     cached: Column | None = None
     kv_bytes_per_token: float = 131_072
     life_s: float = math.inf  # mean time a row decodes
+    paced_life_s: float = 0.0  # the same on a full worker, where each step takes as long as it may
     growth: float = 0.0  # KV that each row may yet take: prompts must leave it, where workers see to that
     max_wait_s: float = math.inf  # for the first token, whatever the target
     may_prefill: Flags | None = None
@@ -104,9 +105,10 @@ class Formulas:
         """Share of the rows on their way to a worker that will decode there at the same time.
 
         They come for as long as the queues take in which they are, and end as they come. The mean prompt that
-        waits does so in a queue of (sum of w^2) / (sum of w) seconds, w a worker's.
+        waits does so in a queue of (sum of w^2) / (sum of w) seconds, w a worker's. What is asked is whether
+        the worker would be full, so rows live as long as they do there.
         """
-        life_s = self.ask.life_s
+        life_s = max(self.ask.life_s, self.ask.paced_life_s)
         if math.isinf(life_s) or not len(work_s) or highest(work_s) <= life_s:
             return 1.0
         return min(1.0, life_s * float(work_s.sum() / work_s.dot(work_s)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -60,13 +61,12 @@ def no_margins(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_where_steps_err_workers_aim_lower_and_more_answers_are_in_time(
     no_margins: Callable[[], None],
 ) -> None:
-    loads = [arrivals(seed) for seed in (0, 3)]
+    loads = [arrivals(seed) for seed in range(6)]  # a seed alone says little: a dozen answers decide
     with_room = [replay_processes(world(0.3), load, 32) for load in loads]
     no_margins()
     without = [replay_processes(world(0.3), load, 32) for load in loads]
-    for better, worse in zip(with_room, without, strict=True):
-        assert slow_tokens(better) < 0.7 * slow_tokens(worse)
-        assert in_time(better) > in_time(worse) + 0.01
+    assert fmean(map(slow_tokens, with_room)) < 0.7 * fmean(map(slow_tokens, without))
+    assert fmean(map(in_time, with_room)) > fmean(map(in_time, without)) + 0.01
 
 
 def test_where_steps_take_what_is_predicted_nothing_changes(no_margins: Callable[[], None]) -> None:
