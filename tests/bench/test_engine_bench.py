@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
 import torch
 
+from bench import engine
 from bench.engine import PROBES, Engine, against_limit, fastest, measure, table
 from bench.engine_cases import Case, Formats, Rates, decode, grid, make_plan, roofline, work
 from bench.engine_profile import matrix_elements, mean_bytes, profile_case, profile_table
@@ -85,7 +86,7 @@ def test_the_longer_of_the_two_limits_counts() -> None:
     assert (compute.bound, compute.share_of_limit) == ("compute", pytest.approx(0.143, abs=0.001))
 
 
-def test_a_step_is_held_against_what_the_machine_gave_meanwhile() -> None:
+def test_a_step_is_held_against_what_the_machine_gave_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not before or after: memory's rate changes by half within seconds."""
     rates = iter(Rates(100.0 + index % 2, 50.0 - index) for index in range(PROBES + 9))
     order: list[str] = []
@@ -94,7 +95,10 @@ def test_a_step_is_held_against_what_the_machine_gave_meanwhile() -> None:
         order.append("probe")
         return next(rates)
 
-    _, _, best = fastest(lambda: (order.append("run"), time.sleep(1e-3)), probe, budget_s=0.02)
+    now_s = itertools.count()  # each look at the clock, a millisecond later
+    clock = SimpleNamespace(perf_counter=lambda: 1e-3 * next(now_s), process_time=lambda: 0.0)
+    monkeypatch.setattr(engine, "time", clock)
+    _, _, best = fastest(lambda: order.append("run"), probe, budget_s=0.02)
     assert best == Rates(101.0, 50.0)
     assert order[:2] == ["run", "probe"]
     probes = [index for index, what in enumerate(order) if what == "probe"]

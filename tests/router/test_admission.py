@@ -94,19 +94,24 @@ def test_one_that_had_a_place_is_not_turned_away() -> None:
 
 
 def full(world: World, num_waiting: int) -> None:
-    """One slot, somebody on it, others in the queue; a place becomes free every second."""
+    """One slot, somebody on it, others in the queue."""
     world.decode("d0", max_num_seqs=1)
     for i in range(num_waiting):
         world.submit(make_spec(f"r{i}", max_tokens=1000))
 
 
-def test_a_queue_that_will_not_go_in_time_refuses_at_once() -> None:
-    world = World(ConductorConfig(queue_timeout_s=10.0))
-    full(world, 18)
+def eight_leave(world: World) -> None:
+    """A place becomes free every second."""
     for i in range(8):
         world.work(WorkerId("d0"))
         world.advance(1.0)
         world.leave(f"r{i}")
+
+
+def test_a_queue_that_will_not_go_in_time_refuses_at_once() -> None:
+    world = World(ConductorConfig(queue_timeout_s=10.0))
+    full(world, 18)
+    eight_leave(world)
     assert world.conductor.num_queued == 9
     assert world.submit(make_spec("fits")).error is None  # ten seconds
     error = overloaded(world.submit(make_spec("late")))
@@ -119,10 +124,7 @@ def test_nobody_is_told_to_stay_away_longer_than_any_of_those_who_wait_will_be_t
     """Ninety wait, eight went in eight seconds; but none of the ninety is there in ten more."""
     world = World(ConductorConfig(queue_timeout_s=10.0))
     full(world, 99)
-    for i in range(8):
-        world.work(WorkerId("d0"))
-        world.advance(1.0)
-        world.leave(f"r{i}")
+    eight_leave(world)
     error = overloaded(world.submit(make_spec("late")))
     assert QUEUE_TOO_SLOW in error.message
     assert error.retry_after_s == 10.0

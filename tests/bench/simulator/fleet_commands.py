@@ -35,6 +35,11 @@ def write_trace(path: Path) -> Path:
     return path
 
 
+def searching(trace: Path, num_seeds: int) -> list[str]:
+    load = f"--workers 1 --max-goodput --seeds {num_seeds} --duration 3"
+    return ["--trace", str(trace), *load.split(), *SLO]
+
+
 def simulate(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, " ".join(result.output.split())

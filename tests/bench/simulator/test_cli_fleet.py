@@ -7,7 +7,16 @@ import pytest
 
 from bench.simulator.fleet import planner
 from router.planner import RolePlan, Roles
-from tests.bench.simulator.fleet_commands import CALIBRATION, RUN, SLO, Command, plan, simulate, write_trace
+from tests.bench.simulator.fleet_commands import (
+    CALIBRATION,
+    RUN,
+    SLO,
+    Command,
+    plan,
+    searching,
+    simulate,
+    write_trace,
+)
 
 
 @pytest.fixture
@@ -17,18 +26,7 @@ def trace(tmp_path: Path) -> Path:
 
 def test_max_goodput_is_written(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = [
-        "--trace",
-        str(trace),
-        "--workers",
-        "1",
-        *SLO,
-        "--max-goodput",
-        "--seeds",
-        "2",
-        "--duration",
-        "3",
-    ]
+    arguments = searching(trace, num_seeds=2)
     code, text = simulate(*arguments, "--out", str(out))
     assert code == 0, text
     result = json.loads(out.read_text())

@@ -15,7 +15,7 @@ from bench.simulator.fleet.policies import parse_policy
 from bench.simulator.fleet.trial import Setup, run_trial
 from bench.simulator.fleet.workload import read_rows
 from bench.simulator.hardware import parse_pool
-from tests.bench.simulator.fleet_commands import SLO, simulate, write_trace
+from tests.bench.simulator.fleet_commands import SLO, searching, simulate, write_trace
 
 
 @pytest.fixture
@@ -39,18 +39,7 @@ def leave_after(monkeypatch: pytest.MonkeyPatch, module: Any, num_runs: int) -> 
 def test_a_search_that_is_left_tells_the_seeds_that_ended(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [
-        "--trace",
-        str(trace),
-        "--workers",
-        "1",
-        *SLO,
-        "--max-goodput",
-        "--seeds",
-        "3",
-        "--duration",
-        "3",
-    ]
+    given = searching(trace, num_seeds=3)
     out = tmp_path / "whole.json"
     code, text = simulate(*given, "--out", str(out))
     assert code == 0, text
