@@ -1,10 +1,16 @@
 """`python -m bench.step_overhead`: what Python and sampling add to a decode step, by batch and by request.
 
-1. A decode scheduler with sequences of its own drives the real runner and model, as on a decode worker; the
-   tokens go through its bookkeeping into the encoded message.
+1. A decode worker's core with sequences of its own drives the real runner and model. `planned`: each step is
+   planned by the core when the one before is booked. `goes on`: the runner goes on by itself
+   (`cluster.engine.following`) as far as the core gives leave, and the core books a step while the next one
+   computes; here that is between the forward pass and the sampler. All tokens end in encoded messages.
 2. Time inside the compiled library is taken apart: the forward pass is left out, the sampler has its own
    column. The rest is Python, with caches cold: the model's weights have just gone through them.
-3. Of all steps the fastest share of each part counts: other work on the machine only ever adds time.
+3. `between` is what a step costs from the end of a forward pass to the begin of the next one, without the
+   sampler: in steps that go on, booking and messages are no part of it. What the two threads of a worker
+   cost one another (a wake-up, a lock) is in nothing here.
+4. Sequences are of different lengths, so each step some begin a block. Of all steps the fastest share of each
+   part counts: other work on the machine only ever adds time.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ from typing import Any
 
 import torch
 
-from cluster.engine.batch import StepOutput, StepPlan
+from cluster.engine.batch import StepPlan
+from cluster.engine.following import following_plan
 from cluster.engine.model_spec import Dtype
 from cluster.engine.prepare import prepare_model
 from cluster.engine.runner import ModelRunner
@@ -26,8 +33,8 @@ from cluster.ids import Attempt, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import SamplingParams
 from cluster.wire.codec import encode
-from cluster.wire.messages import TokenRow, Tokens
-from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Generated
+from cluster.worker_io import Action, RunStep, StepDone, ToRouter
+from decode_worker.core import DecodeConfig, DecodeCore
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.native import NativeKernels
 
@@ -47,47 +54,92 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "num_logprobs": 5,
     },
 }
-PARTS = ("plan", "pack", "rest of run", "account", "message", "python", "sampler")
+PARTS = ("plan", "pack", "rest of run", "account", "message", "python", "between", "sampler")
 
 
 class Timed:
-    """A function of the library, and the seconds spent in it."""
+    """A function, the seconds spent in it, and when it was called last."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.spent_s = 0.0
+        self.spent_s = self.began_s = self.ended_s = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
-        started_s = time.perf_counter()
+        self.began_s = time.perf_counter()
         result = self._function(*arguments)
-        self.spent_s += time.perf_counter() - started_s
+        self.ended_s = time.perf_counter()
+        self.spent_s += self.ended_s - self.began_s
         return result
 
 
-def message(generated: list[Generated]) -> bytes:
-    rows = [
-        TokenRow(new.sequence.request, new.sequence.attempt, new.token_index, [new.output], new.finish_reason)
-        for new in generated
-    ]
-    return encode(Tokens(rows=rows))
+class Worker:
+    """A decode worker's core with sequences that have their prompt's KV and one token to go on from, and its
+    engine."""
 
+    def __init__(self, num_seqs: int, vocab_size: int, request: dict[str, Any], runner: ModelRunner) -> None:
+        blocks = BlockManager(num_blocks(num_seqs), BLOCK_SIZE, "overhead")
+        self._actions: list[Action] = []
+        core = self._core = DecodeCore(DecodeConfig(block_bytes=1, max_num_seqs=num_seqs), blocks)
+        for index in range(num_seqs):
+            length = CONTEXT - 7 * index % BLOCK_SIZE
+            tokens = [(7919 * index + 31 * i) % (vocab_size - 9) + 5 for i in range(length)]
+            params = SamplingParams(max_tokens=CONTEXT, seed=index, eos_token_ids=(vocab_size,), **request)
+            sequence = Sequence(
+                RouterId("r"),
+                RequestId(f"request-{index}"),
+                Attempt(1),
+                tokens,
+                length,
+                params,
+                "",
+                index,
+                0.0,
+            )
+            assert sequence.reserve(blocks, CONTEXT // BLOCK_SIZE + 1)
+            sequence.num_computed = length
+            sequence.append(5)
+            sequence.pace.first_token(0.0)
+            core._scheduler.add(sequence)
+        self._run = runner.run
+        self.pack = runner._packer.pack = Timed(runner._packer.pack)  # type: ignore
+        self.core_plan = core._scheduler.plan = Timed(core._scheduler.plan)  # type: ignore
+        plan = core._scheduler.plan(0.0)
+        assert plan is not None
+        self._plan: StepPlan = plan
+        self._now_s = 0.0
+        self.followed_s = self.began_s = self.accounted_s = self.told_s = 0.0
+        self._output = self._run(plan)
+        self._may_go_on = core.may_go_on()
 
-def make_scheduler(num_seqs: int, vocab_size: int, request: dict[str, Any]) -> DecodeScheduler:
-    """With sequences that have their prompt's KV and one token to go on from."""
-    blocks = BlockManager(num_seqs * (CONTEXT // BLOCK_SIZE + 4) + 1, BLOCK_SIZE, "overhead")
-    scheduler = DecodeScheduler(DecodeSchedulerConfig(), blocks)
-    for index in range(num_seqs):
-        tokens = [(7919 * index + 31 * i) % (vocab_size - 9) + 5 for i in range(CONTEXT)]
-        params = SamplingParams(max_tokens=CONTEXT, seed=index, min_tokens=0, eos_token_ids=(), **request)
-        sequence = Sequence(
-            RouterId("r"), RequestId(str(index)), Attempt(1), tokens, CONTEXT, params, "", index, 0.0
-        )
-        assert sequence.reserve(blocks, CONTEXT // BLOCK_SIZE + 1)
-        sequence.num_computed = CONTEXT
-        sequence.append(5)
-        sequence.pace.first_token(0.0)
-        scheduler.add(sequence)
-    return scheduler
+    def planned_step(self) -> None:
+        self._tell(went_on=False)
+        step = self._actions[-1]
+        assert isinstance(step, RunStep)
+        self._plan = step.plan
+        self._output = self._run(self._plan)
+
+    def step_that_goes_on(self) -> bool:
+        """Where the core gives no leave, or a request ends, it is a planned one."""
+        following = following_plan(self._plan, self._output) if self._may_go_on else None
+        self.followed_s = time.perf_counter()
+        if following is None:
+            self.planned_step()
+            return False
+        self._plan = following
+        self._output = self._run(following, self._tell)
+        return True
+
+    def _tell(self, went_on: bool = True) -> None:
+        """The core of the end of a step, and routers of its tokens."""
+        self.began_s = time.perf_counter()
+        self._now_s += 0.05
+        self._actions = self._core.handle(StepDone(self._output, went_on), self._now_s)
+        self._may_go_on = self._core.may_go_on()
+        self.accounted_s = time.perf_counter()
+        for action in self._actions:
+            if isinstance(action, ToRouter):
+                encode(action.message)
+        self.told_s = time.perf_counter()
 
 
 class Bench:
@@ -102,41 +154,57 @@ class Bench:
         self._prepared = prepare_model(model, dtype, self._backend)
         self._dtype = dtype
 
-    def measure(self, num_seqs: int, request: dict[str, Any], num_steps: int) -> dict[str, float]:
-        """Microseconds of each of `PARTS` in a decode step."""
+    def measure(
+        self, num_seqs: int, request: dict[str, Any], num_steps: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Microseconds of each of `PARTS` in a decode step: a planned one, and one that goes on."""
         spec = self._prepared.spec
-        scheduler = make_scheduler(num_seqs, spec.vocab_size, request)
-        num_blocks = num_seqs * (CONTEXT // BLOCK_SIZE + 4) + 1
-        shape = (num_blocks, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+        shape = (num_blocks(num_seqs), spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         pool = torch.full(shape, 0.01, dtype=TORCH_DTYPES[self._dtype])
-        runner = ModelRunner(self._prepared, pool, self._backend)
-        pack = Timed(runner._packer.pack)
-        runner._packer.pack = pack  # type: ignore[assignment]
         with torch.inference_mode():  # as an engine's thread, which lives in it
-            steps = [self._step(scheduler, runner, pack) for _ in range(num_steps)]
-        return {part: min(step[part] for step in steps) * 1e6 for part in PARTS}
+            runner = ModelRunner(self._prepared, pool, self._backend)
+            worker = Worker(num_seqs, spec.vocab_size, request, runner)
+            planned, on = [], []
+            for _ in range(num_steps):
+                planned.append(self._step(worker, worker.planned_step)[0])
+            for _ in range(num_steps):
+                part, went_on = self._step(worker, worker.step_that_goes_on)
+                if went_on:
+                    on.append(part)
+        assert len(on) > 1, "no step went on"
+        return _least(planned[1:]), _least(on[1:])  # of the first, what was before it is not known
 
-    def _step(self, scheduler: DecodeScheduler, runner: ModelRunner, pack: Timed) -> dict[str, float]:
-        for timed in (pack, self._forward, self._choose):
-            timed.spent_s = 0.0
-        clock = [time.perf_counter()]
+    def _step(self, worker: Worker, step: Callable[[], bool | None]) -> tuple[dict[str, float], bool]:
+        """The parts of one step, which begins with the end of the one before."""
+        for one in (worker.pack, worker.core_plan, self._forward, self._choose):
+            one.spent_s = 0.0
+        computed_s = self._forward.ended_s
+        began_s = time.perf_counter()
+        went_on = bool(step())
+        python_s = time.perf_counter() - began_s - self._forward.spent_s - self._choose.spent_s
+        part = {
+            "plan": worker.followed_s - began_s if went_on else worker.core_plan.spent_s,
+            "pack": worker.pack.spent_s,
+            "account": worker.accounted_s - worker.began_s - worker.core_plan.spent_s,
+            "message": worker.told_s - worker.accounted_s,
+            "python": python_s,
+            "between": self._forward.began_s - computed_s - self._no_part_s,
+            "sampler": self._choose.spent_s,
+        }
+        part["rest of run"] = python_s - sum(part[name] for name in ("plan", "pack", "account", "message"))
+        told_s = worker.told_s - worker.began_s if went_on else 0.0
+        self._no_part_s = self._choose.spent_s + told_s
+        return part, went_on
 
-        def lap() -> float:
-            clock.append(time.perf_counter())
-            return clock[-1] - clock[-2]
+    _no_part_s = 0.0  # of what is between two forward passes: the sampler, and what is told meanwhile
 
-        plan = scheduler.plan(0.0)
-        assert isinstance(plan, StepPlan)
-        part = {"plan": lap()}
-        output: StepOutput = runner.run(plan)
-        part["rest of run"] = lap() - pack.spent_s - self._forward.spent_s - self._choose.spent_s
-        generated = scheduler.account(output, 0.0)
-        part["account"] = lap()
-        message(generated)
-        part["message"] = lap()
-        part["pack"], part["sampler"] = pack.spent_s, self._choose.spent_s
-        part["python"] = sum(part[name] for name in PARTS[:5])
-        return part
+
+def num_blocks(num_seqs: int) -> int:
+    return num_seqs * (CONTEXT // BLOCK_SIZE + 6) + 1
+
+
+def _least(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {part: min(step[part] for step in steps) * 1e6 for part in PARTS}
 
 
 def main() -> None:
@@ -144,16 +212,24 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="as `baton serve --model`")
     parser.add_argument("--dtype", default="bf16", choices=[dtype.value for dtype in Dtype])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=12, help="per case; of each part the least counts")
+    parser.add_argument("--steps", type=int, default=12, help="of each kind; of each part the least counts")
     parser.add_argument("--batch", type=int, nargs="*", default=BATCH_SIZES)
+    parser.add_argument("--requests", nargs="*", default=list(REQUESTS), choices=list(REQUESTS))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     bench = Bench(arguments.model, Dtype(arguments.dtype), arguments.threads)
-    print(f"{'µs per decode step':<24}{'batch':>6}" + "".join(f"{part:>13}" for part in PARTS))
-    for name, request in REQUESTS.items():
+    head = f"{'µs per decode step':<24}{'batch':>6}  {'step':<8}"
+    print(head + "".join(f"{part:>12}" for part in PARTS))
+    for name in arguments.requests:
         for num_seqs in arguments.batch:
-            us = bench.measure(num_seqs, request, arguments.steps)
-            print(f"{name:<24}{num_seqs:>6}" + "".join(f"{us[part]:>13.0f}" for part in PARTS), flush=True)
+            kinds = zip(
+                ("planned", "goes on"),
+                bench.measure(num_seqs, REQUESTS[name], arguments.steps),
+                strict=True,
+            )
+            for kind, us in kinds:
+                line = f"{name:<24}{num_seqs:>6}  {kind:<8}"
+                print(line + "".join(f"{us[part]:>12.0f}" for part in PARTS), flush=True)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,7 @@ class LiveStepModel:
         self._fitted = assumed  # `model` is this one, slower by `_told_slowness`
         self._slowness = self._told_slowness = 0.0  # logarithms, against the fitted model
         self._latest: deque[tuple[StepWork, float]] = deque(maxlen=_NUM_LATEST)
-        self._errors = np.zeros(_NUM_ERRORS)
-        self._predicted_s = np.zeros(_NUM_ERRORS)
+        self._predicted: deque[tuple[float, float]] = deque(maxlen=_NUM_ERRORS)  # seconds, actual / these - 1
         self.num_observed = 0  # steps
 
     def reset(self, model: StepModel) -> None:
@@ -61,6 +60,7 @@ class LiveStepModel:
         self._latest.clear()
         self.is_measured = True
         self._fit = StepModelFit(model)
+        self._predicted.clear()
         self.num_observed = 0
 
     def observe(self, work: StepWork, seconds: float) -> bool:
@@ -68,12 +68,13 @@ class LiveStepModel:
         if work.num_tokens <= 0 or not 0 < seconds < math.inf:
             return False
         predicted_s = max(self.model.step_s(work), 1e-9)
-        self._errors[self.num_observed % _NUM_ERRORS] = seconds / predicted_s - 1
-        self._predicted_s[self.num_observed % _NUM_ERRORS] = predicted_s
+        self._predicted.append((predicted_s, seconds / predicted_s - 1))
         self.num_observed += 1
         self._fit.add(work, seconds)
         self._latest.append((work, seconds))
-        surprise = self._slower(work, seconds) - self._slowness
+        is_fitted = self.model is self._fitted
+        slower = math.log(seconds / predicted_s) if is_fitted else self._slower(work, seconds)
+        surprise = slower - self._slowness
         self._slowness += _SPEED_SHARE * max(-_MOST_SURPRISE, min(surprise, _MOST_SURPRISE))
         if self.num_observed % REFIT_EVERY and self.num_observed not in _FIRST_REFITS:
             if abs(self._slowness - self._told_slowness) <= SAME_SPEED:
@@ -84,10 +85,9 @@ class LiveStepModel:
         return True
 
     def _refit(self) -> None:
-        errors = self._errors[: self.num_observed]
+        predicted_s, errors = np.array(self._predicted).T.copy()
         self.error = median(np.abs(errors))
         self.error_p90 = quantile(errors, 0.9)
-        predicted_s = self._predicted_s[: self.num_observed]
         cut = np.clip(errors, -_MOST_SURPRISE, _MOST_SURPRISE)
         self.bias = float(cut @ predicted_s / predicted_s.sum())
         self.spread = max(0.0, weighted_quantile(cut, predicted_s, 0.9) - self.bias)

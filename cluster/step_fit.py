@@ -18,6 +18,7 @@ Pure and without a clock.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from cluster.step_model import StepModel, StepWork
 
 _Array = NDArray[np.float64]
+_Ring = deque[tuple[int, int, float, float]]  # the latest steps: tokens, context, attention, seconds
 
 _SMALLEST_ERROR = 0.005  # relative; below it a row weighs no more
 _SETTLED = 1e-4  # relative change of the predictions
@@ -44,19 +46,22 @@ class StepModelFit:
         assert base.per_token_s > 0, "a base model without a slope has no ridge"
         self._base = base
         self._anchors = _anchors(base)
-        self._rings = (_Ring(capacity), _Ring(capacity))  # without and with chunks
+        self._rings: tuple[_Ring, _Ring] = (
+            deque(maxlen=capacity),
+            deque(maxlen=capacity),
+        )  # without, with chunks
 
     def __len__(self) -> int:
-        return sum(ring.count for ring in self._rings)
+        return sum(map(len, self._rings))
 
     def add(self, work: StepWork, seconds: float) -> None:
         """A step that ran; steps without tokens or time say nothing."""
-        if work.num_tokens > 0 and seconds > 0 and math.isfinite(seconds):
-            self._rings[work.attention > 0].add(work, seconds)
+        if work.num_tokens > 0 and 0 < seconds < math.inf:
+            self._rings[work.attention > 0].append((work.num_tokens, work.context, work.attention, seconds))
 
     def fit(self, start: StepModel | None = None, num_rounds: int = 40) -> StepModel:
         """The base model where no step ran. `start`: the model to improve on."""
-        steps = np.concatenate([ring.steps for ring in self._rings], axis=1)
+        steps = self._steps()
         num_steps = steps.shape[1]
         if not num_steps:
             return self._base
@@ -87,10 +92,14 @@ class StepModelFit:
 
     def error_quantile(self, model: StepModel, share: float) -> float:
         """The `share` quantile of actual / predicted - 1: what a safe prediction adds."""
-        steps = np.concatenate([ring.steps for ring in self._rings], axis=1)
+        steps = self._steps()
         if not steps.size:
             return 0.0
         return quantile(steps[3] / _predict(model, steps) - 1, share)
+
+    def _steps(self) -> _Array:
+        """[4, steps] of tokens, context, attention, seconds."""
+        return np.array([step for ring in self._rings for step in ring]).reshape(-1, 4).T.copy()
 
 
 def median(values: _Array) -> float:
@@ -115,29 +124,8 @@ def weighted_quantile(values: _Array, weights: _Array, share: float) -> float:
     return float(values[order[np.searchsorted(weight, share * weight[-1])]])
 
 
-class _Ring:
-    """The latest `capacity` steps: (4, steps) of tokens, context, attention, seconds."""
-
-    def __init__(self, capacity: int) -> None:
-        self._all = np.empty((4, capacity))
-        self._capacity = capacity
-        self._next = 0
-        self.count = 0
-
-    @property
-    def steps(self) -> _Array:
-        return self._all[:, : self.count]
-
-    def add(self, work: StepWork, seconds: float) -> None:
-        steps, at = self._all, self._next
-        steps[0, at], steps[1, at] = work.num_tokens, work.context
-        steps[2, at], steps[3, at] = work.attention, seconds
-        self._next = (self._next + 1) % self._capacity
-        self.count = min(self.count + 1, self._capacity)
-
-
 def _predict(model: StepModel, steps: _Array) -> _Array:
-    """Seconds of each step; `steps`: as `_Ring.steps`."""
+    """Seconds of each step; `steps`: as `StepModelFit._steps`."""
     predicted: _Array = model.per_token_s * steps[0]
     np.maximum(model.floor_s, predicted, out=predicted)
     predicted += model.fixed_s
@@ -179,7 +167,7 @@ def _as_long_as(seconds: float, each_s: float, most: float) -> float:
 
 
 class _Relative:
-    """Weighted least squares of relative errors, with the ridge where it is. `steps`: as `_Ring.steps`."""
+    """Weighted least squares of relative errors, with the ridge where it is."""
 
     def __init__(self, steps: _Array) -> None:
         self._tokens, seconds = steps[0], steps[3]

@@ -11,9 +11,11 @@ order of magnitude matters: a stuck step takes forever.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from cluster.engine.batch import StepPlan
+from cluster.engine.batch import Row, StepPlan
+from cluster.engine.following import FollowingRows
 
 MIN_S: Final = 2.5
 FACTOR: Final = 5.0
@@ -29,21 +31,28 @@ class StepWatchdog:
         self._max_s = max_s
         self._min_s = min(min_s, max_s)
         self._slowest_s = 0.0  # per unit of work; 0: nothing measured
+        self._rows: Sequence[Row] = ()  # looked at last ...
+        self._work = FIXED_TOKENS  # ... and what they are
 
     def limit_s(self, plan: StepPlan) -> float:
         """Seconds after which this step counts as stuck."""
         if not self._slowest_s:
             return self._max_s
-        return min(self._max_s, max(self._min_s, FACTOR * self._slowest_s * work(plan)))
+        return min(self._max_s, max(self._min_s, FACTOR * self._slowest_s * self._work_of(plan)))
 
     def observe(self, plan: StepPlan, compute_s: float) -> None:
         """A step ended by itself."""
-        self._slowest_s = max(FORGET * self._slowest_s, compute_s / work(plan))
+        self._slowest_s = max(FORGET * self._slowest_s, compute_s / self._work_of(plan))
+
+    def _work_of(self, plan: StepPlan) -> float:
+        """A step of a run is as much as the one that the run began with."""
+        rows = plan.rows.run.rows if isinstance(plan.rows, FollowingRows) else plan.rows
+        if rows is not self._rows:
+            self._rows, self._work = rows, work(rows)
+        return self._work
 
 
-def work(plan: StepPlan) -> float:
+def work(rows: Sequence[Row]) -> float:
     """See the module."""
-    tokens = sum(
-        len(row.token_ids) * (1 + (row.start + len(row.token_ids)) / CONTEXT_TOKENS) for row in plan.rows
-    )
-    return tokens + FIXED_TOKENS
+    tokens = [len(row.token_ids) * (1 + (row.start + len(row.token_ids)) / CONTEXT_TOKENS) for row in rows]
+    return sum(tokens) + FIXED_TOKENS

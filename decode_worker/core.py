@@ -5,8 +5,8 @@ Life of a request here:
 1. `Reserve`: the intake grants a lease, or the answer is `Nack`. A local one starts in the scheduler at once.
 2. Its KV arrives, or its prompt is prefilled here. `Committed` tells the router that decoding goes on from
    here; after a local prefill `FirstToken` goes before it, as a prefill worker would have sent it.
-3. Each step's new tokens go out as one `Tokens` per router. `index` goes on after a preemption: no token
-   is sent twice.
+3. Each step's new tokens go out as one `Tokens` per router, or `NextTokens` where a step went on and there is
+   nothing but tokens to tell. `index` goes on after a preemption: no token is sent twice.
 4. It ends by its own last token, or earlier by `Finish`, `Abort`, `RouterLost`, a newer attempt, a failed
    step (`AttemptFailed`) or the end of a drain. Its blocks are released in the same call, or when the
    running step or whoever may still write into them is done.
@@ -17,7 +17,6 @@ While sequences wait that were preempted, new reserves are refused: what is here
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 
 from cluster.clock import soonest
 from cluster.engine.batch import StepOutput
@@ -74,10 +73,11 @@ from cluster.worker_io import (
     WriterGone,
 )
 from decode_worker.admission import IntakeConfig, attempt_failed, nack
+from decode_worker.decode_step import Generated
 from decode_worker.gauges import Gauges
 from decode_worker.intake import Intake
 from decode_worker.lease_table import LeaseTable
-from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Generated
+from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,15 +272,18 @@ class DecodeCore:
 
     def _step_done(self, output: StepOutput, now: float, went_on: bool) -> list[Action]:
         self._gauges.step_done(output)
+        if went_on and (told := self._scheduler.go_on(output, now)) is not None:
+            return [ToRouter(router, message) for router, message in told]
         actions: list[Action] = []
         rows: dict[RouterId, list[TokenRow]] = {}
-        for of_row in _by_row(self._scheduler.account(output, now, went_on=went_on), bool(output.further)):
-            first, last = of_row[0], of_row[-1]
-            if first.token_index == 0:
-                actions += self._first_token(first, now)
+        for new in self._scheduler.account(output, now, went_on=went_on):
+            if new.token_index == 0:
+                actions += self._first_token(new, now)
                 continue
-            sequence, outputs = first.sequence, [new.output for new in of_row]
-            row = TokenRow(sequence.request, sequence.attempt, first.token_index, outputs, last.finish_reason)
+            sequence = new.sequence
+            row = TokenRow(
+                sequence.request, sequence.attempt, new.token_index, new.outputs, new.finish_reason
+            )
             rows.setdefault(sequence.router, []).append(row)
         actions += [ToRouter(router, Tokens(rows=of_router)) for router, of_router in rows.items()]
         return actions
@@ -292,7 +295,7 @@ class DecodeCore:
         first = FirstToken(
             request=sequence.request,
             attempt=sequence.attempt,
-            output=new.output,
+            output=new.outputs[0],
             finish_reason=new.finish_reason,
             cached_tokens=sequence.num_cached,
             queue_s=sequence.started_s - sequence.accepted_s,
@@ -356,10 +359,3 @@ class DecodeCore:
     def _stale(self) -> list[Action]:
         self._gauges.stale()
         return []
-
-
-def _by_row(generated: list[Generated], has_further: bool) -> list[list[Generated]]:
-    """The tokens of a step, those of a sequence together."""
-    if not has_further:
-        return [[new] for new in generated]
-    return [list(of_row) for _, of_row in groupby(generated, key=lambda new: new.sequence.key)]

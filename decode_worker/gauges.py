@@ -45,10 +45,13 @@ class Gauges:
             self._num_right_drafts += sum(map(len, output.further.values()))
         if output.compute_s <= 0:
             return
-        if self._scheduler.step_is_pure_decode:
-            self._decode_step_s = _smooth(self._decode_step_s, output.compute_s)
+        step = self._scheduler.step
+        assert step is not None
+        if step.is_pure_decode:
+            old = self._decode_step_s
+            self._decode_step_s += (SMOOTHING if old else 1.0) * (output.compute_s - old)
         else:
-            self._prefill_rate.add(self._scheduler.num_step_tokens, output.compute_s)
+            self._prefill_rate.add(step.num_tokens, output.compute_s)
 
     def step_failed(self) -> None:
         self._num_steps += 1
@@ -87,7 +90,3 @@ class Gauges:
             row_life_s=0.0 if math.isinf(scheduler.lives.mean_s) else scheduler.lives.mean_s,
         )
         return scheduler.pacer.gauges(load)
-
-
-def _smooth(old: float, new: float) -> float:
-    return old + SMOOTHING * (new - old) if old else new

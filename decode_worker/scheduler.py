@@ -6,15 +6,16 @@
    `max_chunk_tokens` as a bound. Sequences that yield (`cluster.engine.pace`) are in the steps that bear it.
 3. Where few decode and no chunk rides along, rows may bring drafts as far as their blocks reach
    (`cluster.engine.speculation`): a step then gives some of them several tokens, and computes their KV.
-4. A decoding sequence takes a block when it fills its last one. If none is left, the youngest sequence is
-   preempted: its full blocks go to the prefix cache, and its tokens so far are prefilled again later (the
-   bits are the same, so nothing changes for the client). The youngest itself waits, it preempts nobody.
-   So the oldest sequence can always go on, unless leases hold the rest, and those end by themselves.
+4. A decoding sequence takes a block when it fills its last one, and sooner where many are left
+   (`decode_worker.room`). If none is left, the youngest sequence is preempted: its full blocks go to the
+   prefix cache, and its tokens so far are prefilled again later (the bits are the same, so nothing changes
+   for the client). The youngest itself waits, it preempts nobody. So the oldest sequence can always go on,
+   unless leases hold the rest, and those end by themselves.
 5. Preempted sequences come back oldest first, before anything younger is let in, once their
    blocks and one more for every running sequence fit. They are then due as a new prompt would be.
 6. `account` books the step and tells what was generated. Ended sequences leave their full blocks, generated
    tokens included, as prefix cache. A step that nothing waits for may have gone on to the next one with the
-   same rows (`may_go_on`).
+   same rows (`may_go_on`): mostly all there is to book then is a token each (`go_on`).
 7. `cancel` drops a sequence. Its blocks are released at once, or when the step that computes it is done.
 
 Work per step is proportional to rows and new tokens, not to lengths; hashing happens once per block.
@@ -25,19 +26,20 @@ from __future__ import annotations
 import math
 from bisect import insort
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from cluster.engine.batch import Row, StepOutput, StepPlan
+from cluster.engine.batch import PlainOutputs, StepOutput, StepPlan
 from cluster.engine.draft_policy import MOST_ROWS
 from cluster.engine.pacing import Pacer, WaitingPrompt
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
-from cluster.ids import RequestId
+from cluster.ids import RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
-from cluster.sampling import FinishReason, TokenOutput
+from cluster.sampling import TokenOutput
 from cluster.slo_classes import DEFAULT_TARGETS, DecodeBatch, Targets
 from cluster.step_model import StepWork, chunk_attention
+from cluster.wire.messages import NextTokens
 from decode_worker.batch_load import Lives, decode_batch
-from decode_worker.draft_room import rows_with_room
+from decode_worker.decode_step import DecodeStep, Generated
+from decode_worker.room import rows_with_room, take_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,6 @@ class DecodeSchedulerConfig:
     growth_blocks: int = 1
     targets: Targets = DEFAULT_TARGETS
     speculates: bool = False
-
-
-class Generated(NamedTuple):
-    """One sampled token. `token_index` counts this attempt's tokens before it."""
-
-    sequence: Sequence
-    token_index: int
-    output: TokenOutput
-    finish_reason: FinishReason | None
 
 
 def _age(sequence: Sequence) -> int:
@@ -84,15 +77,13 @@ class DecodeScheduler:
         self._prefilling: list[Sequence] = []
         self._preempted: list[Sequence] = []  # without blocks
         self._prompts: dict[SequenceKey, WaitingPrompt] = {}  # of those that prefill
-        self._step: list[tuple[Sequence, int]] = []
-        self._num_decode_rows = 0  # the first rows of the step
-        self._cancelled: set[SequenceKey] = set()  # gone, but in the step
+        self._step: DecodeStep | None = None  # in flight
         self.num_preemptions = 0
 
     @property
     def busy(self) -> bool:
         """A step is in flight."""
-        return bool(self._step)
+        return self._step is not None
 
     @property
     def num_sequences(self) -> int:
@@ -109,10 +100,12 @@ class DecodeScheduler:
     @property
     def decode_context(self) -> int:
         """Keys that the decoding sequences read in a step."""
+        self._settle()
         return sum(len(sequence.token_ids) for sequence in self._decoding)
 
     def yielding(self) -> tuple[int, int]:
         """Of the sequences that decode, those that need not be in every step: (how many, their keys)."""
+        self._settle()
         lengths = [len(sequence.token_ids) for sequence in self._decoding if sequence.pace.yields]
         return len(lengths), sum(lengths)
 
@@ -126,18 +119,17 @@ class DecodeScheduler:
         return sum(sequence.num_remaining for sequence in (*self._prefilling, *self._preempted))
 
     @property
-    def num_step_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self._step)
-
-    @property
-    def step_is_pure_decode(self) -> bool:
-        return len(self._step) == self._num_decode_rows
+    def step(self) -> DecodeStep | None:
+        """In flight."""
+        return self._step
 
     def get(self, request: RequestId) -> Sequence | None:
         """The running attempt of a request."""
+        self._settle()
         return self._all.get(request)
 
     def sequences(self) -> tuple[Sequence, ...]:
+        self._settle()
         return tuple(self._all.values())
 
     def add(self, sequence: Sequence) -> None:
@@ -150,7 +142,7 @@ class DecodeScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed. Not while a step is in flight."""
-        assert not self._step
+        assert self._step is None
         if not self._all:
             return None
         if self._preempted:
@@ -169,8 +161,7 @@ class DecodeScheduler:
             if planned.num_yielding < batch.num_yielding:
                 resting = _resting(decoding, batch.num_yielding - planned.num_yielding)
                 decoding = [sequence for sequence in decoding if sequence.key not in resting]
-        self._num_decode_rows = len(decoding)
-        self._step = [(sequence, 1) for sequence in decoding]
+        step = [(sequence, 1) for sequence in decoding]
         attention, total = 0.0, len(decoding)
         for prompt, num_tokens in chunks:
             sequence = prompt.sequence
@@ -178,37 +169,39 @@ class DecodeScheduler:
                 sequence.started_s = now
             attention += chunk_attention(sequence.num_computed, num_tokens)
             total += num_tokens
-            self._step.append((sequence, num_tokens))
-        if not self._step:
+            step.append((sequence, num_tokens))
+        if not step:
             return None
         context = sum([len(sequence.token_ids) for sequence in decoding])
+        self._step = DecodeStep(step, len(decoding), context)
         self.pacer.begin(StepWork(total, context, attention), now)
-        if self._config.speculates and len(decoding) <= MOST_ROWS and not chunks:
-            return self._open_to_drafts(decoding, now)
-        rows: list[Row] = [sequence.row(num_tokens) for sequence, num_tokens in self._step]
-        return StepPlan(tuple(rows))
+        if not chunks:
+            # blocks are for those that were preempted, if there are any
+            keep_free = self._blocks.num_blocks if self._preempted else self.num_running
+            take_ahead(decoding, self._blocks, keep_free)
+            if self._config.speculates and len(decoding) <= MOST_ROWS:
+                return self._open_to_drafts(decoding, now)
+        return StepPlan(tuple([sequence.row(num_tokens) for sequence, num_tokens in step]))
 
     def _batch(self, decoding: list[Sequence], now: float) -> DecodeBatch:
         pacer, lives = self.pacer, self.lives
         return decode_batch(decoding, now, pacer.model, pacer.settings, lives.mean_s, lives.mean_output)
 
     def _open_to_drafts(self, decoding: list[Sequence], now: float) -> StepPlan:
-        """All that is in the step decodes. Blocks are for those that were preempted, if there are any."""
+        """All that is in the step decodes."""
         batch = self._batch(decoding, now)
-        keep_free = self._blocks.num_blocks if self._preempted else self.num_running
-        rows = rows_with_room(decoding, self._blocks, keep_free)
+        rows = rows_with_room(decoding, self._blocks.block_size)
         return StepPlan(rows, longest_s=math.inf if batch.budget_s is None else batch.budget_s)
 
     def may_go_on(self) -> bool:
         """Whether the next step would be the same rows, each with the token it gets in this one: all that is
         here decodes, is wanted, and has a place for it. Of the places for more, rows know themselves."""
         step = self._step
-        if not step or self._prefilling or self._preempted or self._cancelled:
+        if step is None or self._prefilling or self._preempted or step.cancelled:
             return False
-        if not self.step_is_pure_decode or len(step) != len(self._decoding):
+        if not step.is_pure_decode or len(step.rows) != len(self._decoding):
             return False
-        size = self._blocks.block_size
-        return all(len(one.token_ids) < len(one.block_ids) * size and not one.pace.yields for one, _ in step)
+        return step.has_room(self._blocks.block_size)
 
     def account(self, output: StepOutput, now: float, *, went_on: bool = False) -> list[Generated]:
         """Book a finished step: the new tokens of the sequences that are still wanted, in row order.
@@ -216,13 +209,15 @@ class DecodeScheduler:
         `went_on`: a step with the same rows is in flight, each with its last new token; so none has ended.
         What was cancelled since then stays in it, and holds its blocks.
         """
-        self.pacer.end(output.compute_s, now, is_typical=not output.num_drafted)
-        step, self._step = self._step, []
-        assert len(step) == len(output.outputs), "one output per row"
+        step = self._step
+        assert step is not None
+        step.settle()
+        if not went_on:
+            self.pacer.end(output.compute_s, now, is_typical=not output.num_drafted)
         generated: list[Generated] = []
-        for index, ((sequence, num_tokens), token) in enumerate(zip(step, output.outputs, strict=True)):
+        for index, ((sequence, num_tokens), token) in enumerate(zip(step.rows, output.outputs, strict=True)):
             sequence.advance(num_tokens)
-            if self._cancelled and sequence.key in self._cancelled:
+            if step.cancelled and sequence.key in step.cancelled:
                 if went_on:
                     assert token is not None
                     sequence.append(token.token_id)  # nobody is told, but its history is that of its step
@@ -232,45 +227,55 @@ class DecodeScheduler:
                 else:
                     self._free(sequence)
             elif token is not None:
-                if index >= self._num_decode_rows:  # its prompt is complete
+                if index >= step.num_decode_rows:  # its prompt is complete
                     sequence.publish(self._blocks)
                     self._unwait(sequence)
                     insort(self._decoding, sequence, key=_age)
-                generated.append(self._append(sequence, token, now))
-                for further in output.further.get(index, ()):
-                    sequence.advance(1)  # of the token before, a draft that was right
-                    generated.append(self._append(sequence, further, now))
+                generated.append(self._append(sequence, [token, *output.further.get(index, ())], now))
         if went_on:
-            self._go_on(step, now)
+            step.went_on(len(step.rows) + sum(map(len, output.further.values())))
+            self._pace_on(step, output, now)
         else:
-            self._cancelled.clear()
+            self._step = None
         return generated
 
-    def _go_on(self, step: list[tuple[Sequence, int]], now: float) -> None:
+    def go_on(self, output: StepOutput, now: float) -> list[tuple[RouterId, NextTokens]] | None:
+        """Book a step that went on, and what to tell of it. None, and nothing is booked, if that is more than
+        a token of each row: then it is to be `account`ed."""
+        step, outputs = self._step, output.outputs
+        assert step is not None
+        if step.cancelled or output.further or not isinstance(outputs, PlainOutputs):
+            return None
+        told = step.go_on(outputs.token_ids)  # when its rows had a token last is told when the run ends
+        self._pace_on(step, output, now)
+        return told
+
+    def _pace_on(self, step: DecodeStep, output: StepOutput, now: float) -> None:
         """The same rows are in flight again."""
-        self._step = step
-        context = sum(len(sequence.token_ids) for sequence, _ in step)
-        self.pacer.begin(StepWork(len(step), context), now)
+        work = StepWork(len(step.rows), step.context)
+        self.pacer.go_on(output.compute_s, work, now, is_typical=not output.num_drafted)
 
     def fail_step(self) -> list[Sequence]:
         """The step raised: its sequences are gone; the ones that were still wanted are returned."""
         self.pacer.drop()
-        step, self._step = self._step, []
+        self._settle()
+        step, self._step = self._step, None
+        assert step is not None
         failed: list[Sequence] = []
-        for sequence, _ in step:
-            if sequence.key in self._cancelled:
+        for sequence, _ in step.rows:
+            if sequence.key in step.cancelled:
                 self._free(sequence)
             else:
                 failed.append(sequence)
                 self.cancel(sequence)
-        self._cancelled.clear()
         return failed
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop a sequence; its blocks follow at once, or after the step that computes it."""
+        self._settle()
         self._drop(sequence)
-        if any(other is sequence for other, _ in self._step):
-            self._cancelled.add(sequence.key)
+        if self._step is not None and self._step.has(sequence):
+            self._step.cancelled.add(sequence.key)
         else:
             self._free(sequence)
 
@@ -347,18 +352,27 @@ class DecodeScheduler:
 
     # ---- tokens
 
-    def _append(self, sequence: Sequence, token: TokenOutput, now: float) -> Generated:
+    def _settle(self) -> None:
+        """Somebody is about to look at sequences: a run may have left them behind."""
+        if self._step is not None:
+            self._step.settle()
+
+    def _append(self, sequence: Sequence, outputs: list[TokenOutput], now: float) -> Generated:
+        """Behind the first, those that follow drafts which were right: only the last can end it."""
         index = sequence.num_generated
         if index == 0:
             sequence.pace.first_token(now)
         else:
             sequence.pace.token(now)
-        reason = sequence.append(token.token_id)
+        reason = sequence.append(outputs[0].token_id)
+        for further in outputs[1:]:
+            sequence.advance(1)
+            reason = sequence.append(further.token_id)
         if reason is not None:
             self.lives.ended(sequence, now)
             self._drop(sequence)
             self._free(sequence)
-        return Generated(sequence, index, token, reason)
+        return Generated(sequence, index, outputs, reason)
 
     def _drop(self, sequence: Sequence) -> None:
         del self._all[sequence.request]

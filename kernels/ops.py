@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NewType, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.coded import CodedMatrix
@@ -190,15 +192,19 @@ class ChosenTokens(NamedTuple):
     num_broken: int  # rows with a NaN or +infinity among their logits
 
 
+Positions = Sequence[int] | NDArray[np.int32]
+
+
 class FusedSampler(Protocol):
     """Chooses the tokens of all rows in one call. One thread at a time."""
 
     largest_vocabulary: int  # it refuses larger ones
 
     def __call__(
-        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
+        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions
     ) -> ChosenTokens:
-        """For each row of logits its request, and the position in its sequence of the token to choose."""
+        """For each row of logits its request, and the position in its sequence of the token to choose. What
+        is in `requests` does not change but in their answers: the same list is not looked over twice."""
         ...
 
 

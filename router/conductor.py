@@ -8,7 +8,7 @@ Life of a request (`handle` is called with each event, in the order they happene
 3. `FirstToken`: delivered at once; STREAMING_KV (DECODING when local). If it ends the request, D's lease is
    given up.
 4. `Committed`: DECODING; P is done with it.
-5. `Tokens`: delivered in order, each index once; with the finish reason DONE.
+5. `Tokens`, `NextTokens`: delivered in order, each index once; with the finish reason DONE.
 6. The client finishes or leaves: FINISH or ABORT to every holder, nothing remains here.
 7. A worker is lost, an attempt fails, a wait ends: RETRY. The holders that live are told, and attempt + 1
    is placed elsewhere with the prompt *and the tokens already delivered* as its input: the same bits go on at
@@ -44,6 +44,7 @@ from cluster.wire.messages import (
     Grant,
     Heartbeat,
     Nack,
+    NextTokens,
     Refused,
     Register,
     RenewLeases,
@@ -176,7 +177,7 @@ class Conductor:
 
     def _on_message(self, worker: WorkerId, message: WorkerSays, now: float) -> None:
         match message:
-            case Tokens():
+            case Tokens() | NextTokens():
                 for row in message.rows:
                     self._take(worker, row, now)
             case FirstToken() | Committed() | Grant() | Nack() | AttemptFailed():

@@ -2,8 +2,9 @@
 
 1. Each dials the router over a real control stream, grants every RESERVE and "prefills" it within its next
    step: `FirstToken`, `Committed`.
-2. A step posts one `Tokens` message with the next token of every stream it holds. Steps come at a set
-   interval; the workers' intervals differ by a few percent, so their steps meet in every way there is.
+2. A step posts one message with the next token of every stream it holds, as decode workers do: in columns
+   (`NextTokens`) if no stream ends or begins. Steps come at a set interval; the workers' intervals differ by
+   a few percent, so their steps meet in every way there is.
 3. The moment right before each post is kept for every token on the clock that the load client uses. Streams
    are told apart by the number in their prompt (`prompt_text`).
 4. When stdin ends, the moments are written to the log, and the process with them.
@@ -36,6 +37,7 @@ from cluster.wire.messages import (
     FirstToken,
     Grant,
     KVGeometry,
+    NextTokens,
     Register,
     Reserve,
     Role,
@@ -73,6 +75,15 @@ class EngineLog(msgspec.Struct, frozen=True):
 
     moments_ns: dict[int, list[int]]
     cpu_s: float
+
+
+def _in_columns(rows: list[TokenRow]) -> NextTokens:
+    return NextTokens(
+        requests=[row.request for row in rows],
+        attempts=[row.attempt for row in rows],
+        indices=[row.index for row in rows],
+        token_ids=[row.outputs[0].token_id for row in rows],
+    )
 
 
 def prompt_text(number: int) -> str:
@@ -130,6 +141,7 @@ class PacedDecode:
         self._due_ns = max(self._due_ns + self._interval_ns, now_ns)
         self._alarm.set(self._due_ns)
         self._num_steps += 1
+        num_streams = len(self._streams)
         rows: list[TokenRow] = []
         ended: list[_Stream] = []
         for stream in self._streams.values():
@@ -147,7 +159,7 @@ class PacedDecode:
         for stream in ended:
             del self._streams[stream.request, stream.attempt]
         if rows:
-            self.link.post(Tokens(rows=rows))
+            self.link.post(_in_columns(rows) if len(rows) == num_streams and not ended else Tokens(rows=rows))
 
     def _begin(self, stream: _Stream, output: TokenOutput, reason: FinishReason | None) -> None:
         request, attempt = stream.request, stream.attempt

@@ -72,7 +72,8 @@ def check_books(worker: WorkerProcess) -> None:
     if isinstance(core, DecodeCore):
         scheduler, leases = core._scheduler, core._leases
         sequences = list(scheduler.sequences())
-        sequences += [sequence for sequence, _ in scheduler._step if sequence.key in scheduler._cancelled]
+        if scheduler.step is not None:
+            sequences += [one for one, _ in scheduler.step.rows if one.key in scheduler.step.cancelled]
         for lease in leases.values():
             owners.update(lease.sequence.block_ids)
             writable.update(lease.sequence.block_ids[lease.sequence.num_computed // size :])

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from bench.simulator.violation import Violation
-from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
+from cluster.engine.batch import PlainOutputs, Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine.drafts import sort_out
 from cluster.ids import BlockId, RequestId
 from cluster.kv.block_manager import BlockManager
@@ -39,8 +39,15 @@ def chain(value: int, token: int) -> int:
 
 
 def sample(value: int, seed: int) -> TokenOutput:
+    """One request in four has a log-probability with each token."""
     mixed = hash((value, seed, 99)) % 1_000_003
-    return TokenOutput(mixed % VOCABULARY, -(mixed % 997) / 100)
+    return TokenOutput(mixed % VOCABULARY, -(mixed % 997) / 100 if seed % 4 == 0 else None)
+
+
+def as_engine_tells(outputs: Sequence[TokenOutput | None]) -> Sequence[TokenOutput | None]:
+    """A step in which nobody has more than a token is told as such."""
+    token_ids = [one.token_id for one in outputs if one is not None and one.logprob is None]
+    return PlainOutputs(token_ids) if len(token_ids) == len(outputs) else outputs
 
 
 class Oracle:
@@ -154,7 +161,7 @@ class Engine:
         for index, row in enumerate(plan.rows):
             if row.sample is not None:
                 self._check_sampled(row, row.sample, 1 + len(further.get(index, ())))
-        return StepOutput(outputs, compute_s, further=further)
+        return StepOutput(as_engine_tells(outputs), compute_s, further=further)
 
     def spoil(self, plan: StepPlan) -> None:
         """The step raised in the middle: garbage where it was to write."""

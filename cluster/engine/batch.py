@@ -5,9 +5,9 @@ A prefill chunk and a decode row differ only in how many tokens they bring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, overload
 
 import msgspec
 
@@ -54,13 +54,50 @@ class StepPlan(msgspec.Struct, frozen=True):
     """A packed batch. `copies` (source, destination) blocks are copied before anything is computed.
     `longest_s`: how long the step may take with drafts in it; 0: it brings none."""
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]  # a tuple, or `cluster.engine.following.FollowingRows`
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     longest_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
+
+
+class PlainOutputs(Sequence[TokenOutput]):
+    """Tokens of which there is nothing more to say than their ids: made when they are looked at."""
+
+    __slots__ = ("_outputs", "token_ids")
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self._outputs: tuple[TokenOutput, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenOutput: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenOutput]: ...
+    def __getitem__(self, index: int | slice) -> TokenOutput | Sequence[TokenOutput]:
+        return self._made()[index]
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        return iter(self._made())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def _made(self) -> tuple[TokenOutput, ...]:
+        if self._outputs is None:
+            self._outputs = tuple(map(TokenOutput, self.token_ids))
+        return self._outputs
+
+    def __repr__(self) -> str:
+        return f"PlainOutputs({self.token_ids})"
 
 
 class StepOutput(msgspec.Struct, frozen=True):
@@ -72,7 +109,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     that it brought.
     """
 
-    outputs: tuple[TokenOutput | None, ...]
+    outputs: Sequence[TokenOutput | None]
     compute_s: float
     num_borrowed: int = 0
     further: Mapping[int, tuple[TokenOutput, ...]] = msgspec.field(default_factory=dict)

@@ -23,9 +23,9 @@ class BlockTables:
         self._lists: list[Sequence[BlockId]] = []  # of the rows in the table
         self._counts: list[int] = []  # blocks of each that are in the table
 
-    def holds(self, lists: list[Sequence[BlockId]], counts: list[int]) -> bool:
-        """Whether `update` would find nothing to do."""
-        return counts == self._counts and all(map(is_, lists, self._lists))
+    def holds(self, lists: list[Sequence[BlockId]]) -> bool:
+        """Whether they are those of the table, in their order, whatever has been appended since."""
+        return len(lists) == len(self._lists) and all(map(is_, lists, self._lists))
 
     def update(self, lists: list[Sequence[BlockId]], counts: list[int]) -> NDArray[np.int32]:
         """Row r holds the `counts[r]` blocks of `lists[r]`, then 0; there may be more rows than lists.
@@ -34,7 +34,7 @@ class BlockTables:
         """
         if len(lists) > self._table.shape[0] or max(counts) > self._table.shape[1]:
             self._grow(len(lists), max(counts))
-        if len(lists) != len(self._lists) or not all(map(is_, lists, self._lists)):
+        if not self.holds(lists):
             self._rearrange(lists)
         if counts != self._counts:
             for row, (old, new) in enumerate(zip(self._counts, counts, strict=True)):

@@ -16,11 +16,10 @@ from functools import partial
 
 import torch
 
-from cluster.engine.batch import StepOutput, StepPlan
+from cluster.engine.batch import PlainOutputs, StepOutput, StepPlan
 from cluster.engine.decode_graphs import DecodeGraphs
 from cluster.engine.runner import ModelRunner
 from cluster.errors import DeviceLost, StepError, first_line
-from cluster.sampling import TokenOutput
 
 
 class GpuRunner:
@@ -62,11 +61,12 @@ class GpuRunner:
             step = self._graphs.step(plan, await_history)
             if step is None:
                 return None
-            if step.token_ids is None:
-                outputs = self._runner.choose(step.result, plan.rows)
-            else:
-                outputs = [TokenOutput(token_id) for token_id in step.token_ids]
-        return StepOutput(tuple(outputs), time.perf_counter() - started_s)
+            outputs = (
+                self._runner.choose(step.result, plan.rows)
+                if step.token_ids is None
+                else PlainOutputs(step.token_ids)
+            )
+        return StepOutput(outputs, time.perf_counter() - started_s)
 
     def _compute(self, plan: StepPlan, await_history: Callable[[], object] | None) -> StepOutput:
         started_s = time.perf_counter()

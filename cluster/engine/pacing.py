@@ -124,12 +124,28 @@ class Pacer:
             self._late_rate = kept * self._late_rate + (1 - kept) * self._late_s / (now - began_s)
             self._late_weight = kept * self._late_weight + (1 - kept)
         if is_typical and self.steps.observe(work, max(compute_s, now - began_s)):
-            steps = self.steps
-            self.prompts.model = steps.model
-            if steps.num_observed >= _MEASURED:
-                self._roomy = with_margins(self._plain, steps.bias, steps.spread)
+            self._take_model()
         # A margin comes out of what is left to prompts: while some are late, there is nothing to spare.
         self.prompts.settings = self._plain if self.prompts.num_late else self._roomy
+
+    def go_on(self, compute_s: float, work: StepWork, now: float, *, is_typical: bool = True) -> None:
+        """`end` of a step, and `begin` of `work`, which is in flight already: at half the price where no
+        prompt waits, and so none is late."""
+        if self._late_s is not None or len(self.prompts):
+            self.end(compute_s, now, is_typical=is_typical)
+            self.begin(work, now)
+            return
+        assert self._step is not None
+        (before, began_s), self._step = self._step, (work, now)
+        if is_typical and self.steps.observe(before, max(compute_s, now - began_s)):
+            self._take_model()
+            self.prompts.settings = self._roomy
+
+    def _take_model(self) -> None:
+        steps = self.steps
+        self.prompts.model = steps.model
+        if steps.num_observed >= _MEASURED:
+            self._roomy = with_margins(self._plain, steps.bias, steps.spread)
 
     def drop(self) -> None:
         """The step failed: it says nothing."""

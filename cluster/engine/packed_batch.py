@@ -3,7 +3,8 @@
 1. `Packer.pack` checks every row, then writes into arrays that grow by doubling and are used again and again.
 2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
 3. The tensors are views of those arrays. While the numbers of rows and tokens stay the same, so do the views.
-4. Rows that go on by one token within their blocks, which most steps consist of, are counted on in place.
+4. The rows of a run (`cluster.engine.following`), which most steps consist of, are counted on in place:
+   nothing of them is looked at but their tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from cluster.engine.batch import Row
 from cluster.engine.block_tables import BlockTables
+from cluster.engine.following import FollowingRows
 from cluster.ids import BlockId
 
 
@@ -47,8 +49,13 @@ class Packer:
         self._batch: PackedBatch | None = None  # views for the sizes and the table below
         self._sizes = (0, 0, 0)  # rows, tokens, samples
         self._table: NDArray[np.int32] | None = None
-        self._next_starts: list[int] = []  # of the rows of the batch, should each go on by one token
-        self._num_more = 0  # steps in which they can, before one of them needs its next block
+        self._decodes = False  # the batch is rows of one token each, which sample, in memory of the host
+        self._counted: tuple[NDArray[Any], ...] = ()  # what grows by 1 where such rows go on by a token
+        self._num_counted = 0  # how often it has
+        self._entering: list[list[int]] = []  # by that number modulo block size: rows that begin a block
+        self._run_rows: Sequence[Row] = ()  # what a run began with if the batch is a step of it ...
+        self._num_on = 0  # ... and which one
+        self._num_more = 0  # steps of the run that have room in the block tables
         self._per_row = _RowArrays(8)
         self._per_token = _TokenArrays(64)
 
@@ -58,13 +65,19 @@ class Packer:
         Raises:
             ValueError: a row without tokens, past `max_model_len`, or whose block table does not cover it.
         """
+        if isinstance(rows, FollowingRows) and self._goes_on(rows):
+            assert self._batch is not None
+            return self._batch
         num_rows = len(rows)
         token_lists = [row.token_ids for row in rows]
         block_lists = [row.block_ids for row in rows]
         num_blocks = [len(blocks) for blocks in block_lists]
-        if self._num_more and self._go_on(rows, token_lists, block_lists, num_blocks):
+        if self._decodes and self._is_next(rows, token_lists, block_lists, num_blocks):
             assert self._batch is not None
+            self._count_on([token_ids[0] for token_ids in token_lists])
+            self._begin_run(rows, num_blocks)
             return self._batch
+        self._decodes = False
         self._num_more = 0
         if num_rows > len(self._per_row.starts):
             self._per_row, self._batch = _RowArrays(2 * num_rows), None
@@ -95,11 +108,11 @@ class Packer:
         np.add(blocks, within, out=self._per_token.slots[:num_tokens])
 
         num_samples = self._ask(rows, query_ends)
+        batch = self._views((num_rows, num_tokens, num_samples), table)
         if num_tokens == num_rows == num_samples and self._device.type == "cpu":
-            self._next_starts = context_lens.tolist()
-            room = self._max_model_len - int(context_lens.max())
-            self._num_more = min(self._block_size - 1 - int(within.max()), room)
-        return self._views((num_rows, num_tokens, num_samples), table)
+            self._begin_counting(num_rows)
+            self._begin_run(rows, num_blocks)
+        return batch
 
     def _ask(self, rows: Sequence[Row], query_ends: NDArray[np.int32]) -> int:
         """Write `logit_rows`; how many there are."""
@@ -117,28 +130,71 @@ class Packer:
             np.subtract(ends, 1, out=self._per_token.logit_rows[:num_samples])
         return num_samples
 
-    def _go_on(
+    def _begin_counting(self, num_rows: int) -> None:
+        """The batch, as it is now, can be counted on."""
+        per_token, size = self._per_token, self._block_size
+        slots = per_token.slots[:num_rows]
+        self._counted = per_token.positions[:num_rows], slots, self._per_row.context_lens[:num_rows]
+        self._entering = [[] for _ in range(size)]
+        for row, slot in enumerate(slots.tolist()):
+            self._entering[-slot % size].append(row)
+        self._num_counted, self._decodes = 0, True
+
+    def _begin_run(self, rows: Sequence[Row], num_blocks: list[int]) -> None:
+        """The batch is these rows: a run may begin with it, or is that far."""
+        if isinstance(rows, FollowingRows):
+            self._run_rows, self._num_on = rows.run.rows, rows.num_on
+        else:
+            self._run_rows, self._num_on = rows, 0
+        size, most = self._block_size, self._max_model_len
+        room = [min(blocks * size, most) - row.start for blocks, row in zip(num_blocks, rows, strict=True)]
+        self._num_more = min(room) - 1
+
+    def _is_next(
         self,
         rows: Sequence[Row],
         token_lists: list[Sequence[int]],
         block_lists: list[Sequence[BlockId]],
         num_blocks: list[int],
     ) -> bool:
-        """Turn the batch into the next one, if these are its rows with a token more each."""
-        if [row.start for row in rows] != self._next_starts or not self._tables.holds(
-            block_lists, num_blocks
-        ):
+        """Whether these are the rows of the batch with a token more each, and room for it; blocks that are
+        new are in the table then."""
+        if len(rows) != self._sizes[0] or not self._tables.holds(block_lists):
             return False
-        tokens = list(chain.from_iterable(token_lists))
-        if len(tokens) != len(rows) or any(row.sample is None for row in rows) or not all(token_lists):
+        if [row.start for row in rows] != self._per_row.context_lens[: len(rows)].tolist():
             return False
-        num_rows = len(rows)
-        self._per_token.tokens[:num_rows] = tokens
-        for array in (self._per_token.positions, self._per_token.slots, self._per_row.context_lens):
-            array[:num_rows] += 1
-        self._next_starts = [start + 1 for start in self._next_starts]
+        if any([len(tokens) != 1 for tokens in token_lists]) or any([row.sample is None for row in rows]):
+            return False
+        size, most = self._block_size, self._max_model_len
+        if any([min(blocks * size, most) <= row.start for blocks, row in zip(num_blocks, rows, strict=True)]):
+            return False
+        return self._tables.update(block_lists, num_blocks) is self._table
+
+    def _goes_on(self, rows: FollowingRows) -> bool:
+        """Turn the batch into the next one, if that is these rows."""
+        num_on = self._num_on + 1
+        if rows.num_on != num_on or rows.run.rows is not self._run_rows or not self._num_more:
+            return False
+        self._num_on = num_on
         self._num_more -= 1
+        self._count_on(rows.token_ids)
         return True
+
+    def _count_on(self, token_ids: Sequence[int]) -> None:
+        """As little as can be: what is cold by now costs far more than what it does."""
+        self._per_token.tokens[: len(token_ids)] = token_ids
+        for array in self._counted:
+            np.add(array, 1, array)
+        self._num_counted += 1
+        size = self._block_size
+        for row in self._entering[self._num_counted % size]:
+            assert self._table is not None
+            block = self._per_token.positions.item(row) // size
+            self._per_token.slots[row] = self._table.item(row, block) * size
+
+    def next_positions(self, num_rows: int) -> NDArray[np.int32]:
+        """Of the token after each of the batch's rows: its `context_lens`, on the host."""
+        return self._per_row.context_lens[:num_rows]
 
     def _check(
         self,

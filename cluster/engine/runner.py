@@ -4,13 +4,13 @@
 2. `pack` lays the rows out as one batch; the decoder computes it and writes its keys and values.
 3. Logits are taken only for rows that sample; the sampler chooses by each row's own parameters and history.
    Prompts whose own log-probabilities are wanted are scored as they pass. Of drafts, what is right is kept.
+4. Of rows that go on (`cluster.engine.following`) all that is known already: they have neither.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine.decoder import Decoder
-from cluster.engine.drafts import asked_of, sort_out
+from cluster.engine.drafts import Further, asked_of, sort_out
+from cluster.engine.following import FollowingRows
 from cluster.engine.grammar_masks import GrammarMasks
 from cluster.engine.load import load_decoder
 from cluster.engine.packed_batch import PackedBatch, Packer
@@ -31,13 +32,10 @@ from cluster.engine.token_choice import TokenChooser
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
-from kernels.ops import Backend, StepResult, row_size
+from kernels.ops import Backend, Positions, StepResult, row_size
 
 if TYPE_CHECKING:
     from cluster.grammar import Grammars
-
-
-_NOTHING = nullcontext()
 
 
 class ModelRunner:
@@ -69,6 +67,8 @@ class ModelRunner:
         if pool.device != backend.device:
             raise ValueError(f"KV pool on {pool.device} does not fit a backend on {backend.device}")
         self._pool = pool
+        self._fused = self.decoder.fused
+        self._forward = self._fused or self.decoder.forward
         self._num_borrowed = 0  # pieces of all steps so far
         self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
         self._choose = TokenChooser(
@@ -82,13 +82,12 @@ class ModelRunner:
             ValueError: a row is empty, too long, or not covered by its block table; nothing was written.
         """
         started_s = time.perf_counter()
-        # a thread that lives in this mode need not enter it in every step
-        with _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode():
-            batch = self._packer.pack(plan.rows) if plan.rows else None
-            copy_blocks(self._pool, plan)
-            sampled = self._compute(batch, plan.rows, await_history) if batch is not None else ()
-        outputs, further = sort_out(plan.rows, sampled)
-        fused, before = self.decoder.fused, self._num_borrowed
+        if torch.is_inference_mode_enabled():  # a thread that lives in this mode need not enter it each time
+            outputs, further = self._run(plan, await_history)
+        else:
+            with torch.inference_mode():
+                outputs, further = self._run(plan, await_history)
+        fused, before = self._fused, self._num_borrowed
         self._num_borrowed = 0 if fused is None else fused.num_borrowed
         num_borrowed = self._num_borrowed - before
         return StepOutput(outputs, time.perf_counter() - started_s, num_borrowed, further)
@@ -113,29 +112,60 @@ class ModelRunner:
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
 
+    def _run(
+        self, plan: StepPlan, await_history: Callable[[], object] | None
+    ) -> tuple[Sequence[TokenOutput | None], Further]:
+        rows = plan.rows
+        if not rows:
+            copy_blocks(self._pool, plan)
+            return (), {}
+        batch = self._packer.pack(rows)
+        if isinstance(rows, FollowingRows):
+            return self._compute_on(batch, rows, await_history), {}
+        copy_blocks(self._pool, plan)
+        return self._compute(batch, rows, await_history)
+
     def _compute(
-        self, batch: PackedBatch, rows: tuple[Row, ...], await_history: Callable[[], object] | None
-    ) -> list[TokenOutput]:
+        self, batch: PackedBatch, rows: Sequence[Row], await_history: Callable[[], object] | None
+    ) -> tuple[Sequence[TokenOutput | None], Further]:
         specs = [row.sample for row in rows if row.sample is not None]
         self._choose.prepare(specs)
-        has_scores = any(row.score is not None for row in rows)
-        result = self.decoder.forward(batch, self._pool, keep_hidden=has_scores)
+        has_scores = any([row.score is not None for row in rows])
+        result = self._forward(batch, self._pool, keep_hidden=has_scores)
         if await_history is not None:
             await_history()
         if has_scores:
             score_prompts(result.hidden, rows, self.decoder.logits)
-        return self.choose(result, rows) if specs else []
+        if len(specs) == len(rows) and not any([row.num_drafts for row in rows]):
+            return self._tokens(result, specs, self._packer.next_positions(len(rows))), {}
+        return sort_out(rows, self.choose(result, rows) if specs else [])
 
-    def choose(self, result: StepResult, rows: Sequence[Row]) -> list[TokenOutput]:
+    def _compute_on(
+        self, batch: PackedBatch, rows: FollowingRows, await_history: Callable[[], object] | None
+    ) -> Sequence[TokenOutput]:
+        result = self._forward(batch, self._pool, keep_hidden=False)
+        if await_history is not None:
+            await_history()
+        return self._choose(result, rows.run.specs, self._packer.next_positions(len(rows)))
+
+    def choose(self, result: StepResult, rows: Sequence[Row]) -> Sequence[TokenOutput]:
         """The tokens of the rows that sample, and those after their drafts; `result` has a row of logits for
         each. Those whose grammars are not prepared wait for them here."""
-        specs, positions = asked_of(rows)
+        return self._tokens(result, *asked_of(rows))
+
+    def _tokens(
+        self, result: StepResult, specs: list[SampleSpec], positions: Positions
+    ) -> Sequence[TokenOutput]:
         outputs = self._choose(result, specs, positions)
-        for index, spec in enumerate(specs):
-            if spec.notes.scores:
-                scores, spec.notes.scores = tuple(spec.notes.scores), []
-                outputs[index] = msgspec.structs.replace(outputs[index], prompt_scores=scores)
-        return outputs
+        scored = [index for index, spec in enumerate(specs) if spec.notes.scores]
+        if not scored:
+            return outputs
+        told = list(outputs)
+        for index in scored:
+            notes = specs[index].notes
+            scores, notes.scores = tuple(notes.scores), []
+            told[index] = msgspec.structs.replace(told[index], prompt_scores=scores)
+        return told
 
 
 def copy_blocks(pool: Tensor, plan: StepPlan) -> None:

@@ -179,6 +179,11 @@ class Sequence:
         self.output_ids.append(token_id)
         return finish_reason_at(self.sampling, token_id, len(self.output_ids))
 
+    def catch_up(self, num_tokens: int) -> None:
+        """`output_ids` took so many tokens by itself, a step each: the rest of the sequence follows."""
+        self.token_ids += self.output_ids[-num_tokens:]
+        self.advance(num_tokens)
+
     def finish_reason_of(self, token_id: int) -> FinishReason | None:
         """Why generation would end with this token, or None; the sequence does not change."""
         return finish_reason_at(self.sampling, token_id, len(self.output_ids) + 1)

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cluster.engine.batch import SampleSpec
+from cluster.engine.batch import PlainOutputs, SampleSpec
 from cluster.engine.grammar_masks import GrammarMasks
 from cluster.engine.processors import make_finite
 from cluster.engine.sampler import sample, with_logprobs
 from cluster.sampling import BROKEN_TOKEN_ID, TokenOutput
-from kernels.ops import Backend, StepResult
+from kernels.ops import Backend, Positions, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ class TokenChooser:
         fits = sampler is not None and vocab_size <= sampler.largest_vocabulary
         self._sampler = sampler if fits else None
         self._grammars = grammars
+        self._specs: Sequence[SampleSpec] = ()  # the list that was looked over last
+        self._has_grammar = False  # one of those
 
     def prepare(self, specs: Iterable[SampleSpec]) -> None:
         """Begin what choosing the tokens of these requests needs, before their step is computed."""
@@ -38,20 +40,23 @@ class TokenChooser:
                 self._grammars.prepare(spec)
 
     def __call__(
-        self, result: StepResult, specs: Sequence[SampleSpec], positions: Sequence[int]
-    ) -> list[TokenOutput]:
+        self, result: StepResult, specs: Sequence[SampleSpec], positions: Positions
+    ) -> Sequence[TokenOutput]:
         """One token per row of logits; `positions` are those of the tokens to choose. A row whose grammar
-        gave up gets `BROKEN_TOKEN_ID`.
+        gave up gets `BROKEN_TOKEN_ID`. What is in `specs` does not change: the same list is not looked over
+        twice.
 
         Raises:
             ValueError: a request has a grammar, but this chooser takes none.
         """
-        if not any(spec.params.grammar for spec in specs):
+        if specs is not self._specs:
+            self._specs, self._has_grammar = specs, any([spec.params.grammar for spec in specs])
+        if not self._has_grammar:
             return self._choose(result, specs, positions)
         if self._grammars is None:
             raise ValueError("a request has a grammar, and there is no vocabulary to follow it with")
         masked = self._grammars.apply(result, specs)
-        outputs = self._choose(result, specs, positions)
+        outputs = list(self._choose(result, specs, positions))
         for row, raw in masked.raw.items():
             num_logprobs = specs[row].params.num_logprobs
             assert num_logprobs is not None
@@ -63,14 +68,17 @@ class TokenChooser:
         return outputs
 
     def _choose(
-        self, result: StepResult, specs: Sequence[SampleSpec], positions: Sequence[int]
-    ) -> list[TokenOutput]:
+        self, result: StepResult, specs: Sequence[SampleSpec], positions: Positions
+    ) -> Sequence[TokenOutput]:
         if self._sampler is None:
-            return sample(result.logits, specs, positions, result.best.tolist())
+            return sample(result.logits, specs, np.asarray(positions).tolist(), result.best.tolist())
         tokens, details, num_broken = self._sampler(result, specs, positions)
-        outputs = [TokenOutput(token) for token in tokens]
-        for row, logprob, top_logprobs in details:
-            outputs[row] = TokenOutput(tokens[row], logprob, top_logprobs)
         if num_broken:
             logger.error("NaN or +inf in the logits of %d of %d rows", num_broken, len(specs))
+        plain = PlainOutputs(tokens)
+        if not details:
+            return plain
+        outputs = list(plain)
+        for row, logprob, top_logprobs in details:
+            outputs[row] = TokenOutput(tokens[row], logprob, top_logprobs)
         return outputs

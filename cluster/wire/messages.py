@@ -5,7 +5,7 @@
 2. Router → D `Reserve`; D → router `Grant` or `Nack`. A local reserve also starts the prefill on D.
 3. Router → P `Prefill`. P moves the prompt's KV to D (`cluster.wire.kv_messages`).
 4. P → router `FirstToken`, without waiting for the transfer.
-5. D → router `Committed` once it can decode, then one `Tokens` per step for all its requests.
+5. D → router `Committed` once it can decode, then one `Tokens` or `NextTokens` per step for all its requests.
 6. Router → D `RenewLeases` while waiting; `Finish` or `Abort` to whoever holds state.
 
 Plain frozen values; decoding validates types and refuses unknown tags and fields. Times are durations
@@ -22,7 +22,7 @@ from cluster.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Role(Enum):
@@ -316,6 +316,26 @@ class Tokens(Message, frozen=True, kw_only=True):
     rows: list[TokenRow]
 
 
+class NextTokens(Message, frozen=True, kw_only=True):
+    """D → router: of a step, one more token of each of these requests, which goes on, and of which there is
+    nothing else to say. Columns of what would be `rows` of `Tokens`."""
+
+    requests: list[RequestId]
+    attempts: list[Attempt]
+    indices: list[int]
+    token_ids: list[int]
+
+    def __post_init__(self) -> None:
+        if not len(self.requests) == len(self.attempts) == len(self.indices) == len(self.token_ids):
+            raise ValueError("columns of `NextTokens` are not of one length")
+
+    @property
+    def rows(self) -> list[TokenRow]:
+        outputs = map(TokenOutput, self.token_ids)
+        columns = zip(self.requests, self.attempts, self.indices, outputs, strict=True)
+        return [TokenRow(request, attempt, index, [output]) for request, attempt, index, output in columns]
+
+
 class AttemptFailed(Message, frozen=True, kw_only=True):
     """Worker → router: this attempt cannot go on here. `code` is a slug, `message` one sentence."""
 
@@ -328,5 +348,15 @@ class AttemptFailed(Message, frozen=True, kw_only=True):
 
 RouterToWorker = Welcome | Partners | Refused | Reserve | Prefill | RenewLeases | Finish | Abort | Drain
 WorkerToRouter = (
-    Register | Heartbeat | Grant | Nack | FirstToken | Committed | Tokens | AttemptFailed | Drained | Refused
+    Register
+    | Heartbeat
+    | Grant
+    | Nack
+    | FirstToken
+    | Committed
+    | Tokens
+    | NextTokens
+    | AttemptFailed
+    | Drained
+    | Refused
 )

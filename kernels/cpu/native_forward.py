@@ -108,7 +108,9 @@ class NativeForward:
         self._best = torch.empty(0, dtype=torch.int64)
         self._maxima = torch.empty((0, -(-self._vocab_size // MAXIMA_BLOCK)))
         self._bad_index = ctypes.c_int64()
-        self._seen: tuple[Tensor, ...] = ()  # of the step that the arguments and the result are for
+        self._batch: StepBatch | None = None  # that the arguments and the result are for; None: look
+        self._pool: Tensor | None = None  # with that
+        self._seen: tuple[Tensor, ...] = ()  # all of their tensors
         self._keeps_hidden = True
         self._copies: list[Tensor] = []
         self._arguments: tuple[Any, ...] = ()
@@ -120,6 +122,22 @@ class NativeForward:
         IndexError: a token, position, slot, block or logit row is out of range, or logit rows do not ascend
         and hidden states are not kept; nothing was written.
         """
+        if batch is not self._batch or pool is not self._pool or keep_hidden is not self._keeps_hidden:
+            self._meet(batch, pool, keep_hidden)
+        fault = self._library.baton_forward(*self._arguments)
+        if fault:
+            num_blocks, _, _, block_size = pool.shape[:4]
+            raise IndexError(
+                f"{_FAULTS[fault]} {self._bad_index.value} of the batch is out of range: "
+                f"{batch.tokens.shape[0]} tokens, "
+                f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "
+                f"{num_blocks} blocks of {block_size}"
+            )
+        return self._result
+
+    def _meet(self, batch: StepBatch, pool: Tensor, keep_hidden: bool) -> None:
+        """A batch is only read once it is made, so the very one of the step before needs no look."""
+        self._batch = None
         tensors = (
             batch.tokens,
             batch.positions,
@@ -133,16 +151,8 @@ class NativeForward:
         is_known = keep_hidden is self._keeps_hidden and len(self._seen) == len(tensors)
         if not is_known or not all(map(is_, tensors, self._seen)):
             self._look_over(tensors, keep_hidden)
-        fault = self._library.baton_forward(*self._arguments)
-        if fault:
-            num_blocks, _, _, block_size = pool.shape[:4]
-            raise IndexError(
-                f"{_FAULTS[fault]} {self._bad_index.value} of the batch is out of range: "
-                f"{batch.tokens.shape[0]} tokens, "
-                f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "
-                f"{num_blocks} blocks of {block_size}"
-            )
-        return self._result
+        if self._seen:
+            self._batch, self._pool = batch, pool
 
     def _look_over(self, tensors: tuple[Tensor, ...], keep_hidden: bool) -> None:
         """Check the tensors of a step and list the library's arguments. A step with the same tensors,

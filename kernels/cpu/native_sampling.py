@@ -17,9 +17,11 @@ import torch
 
 from kernels.cpu.checks import check_index
 from kernels.cpu.sampling_rules import History, Rule
+from kernels.draw_kind import is_greedy
 from kernels.ops import (
     MAXIMA_BLOCK,
     ChosenTokens,
+    Positions,
     SamplingParameters,
     SamplingRequest,
     StepResult,
@@ -45,10 +47,12 @@ class NativeSampler:
         self._rules: dict[int, Rule] = {}  # by the id of the parameters, which the entry keeps alive
         self._histories: dict[int, History] = {}  # by the id of the request
         self._prompts: dict[int, History] = {}  # one of those, by the id of the prompt's ids
+        self._requests: Sequence[SamplingRequest] = ()  # the list that was looked over last
         self._params: list[SamplingParameters] = []  # of the rows the arrays below were written for
         self._row_rules: list[Rule] = []
         self._num_top = 0
         self._detailed: list[tuple[int, int]] = []  # (row, num_logprobs)
+        self._draws = False  # a row's token depends on its position
         self._following: list[int] = []  # rows whose rule looks at the history, or at its length
         self._seen: StepResult | None = None  # what the arguments are for; its tensors are never others
         self._arguments: tuple[Any, ...] = ()
@@ -57,7 +61,7 @@ class NativeSampler:
         self._grow(8)
 
     def __call__(
-        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
+        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions
     ) -> ChosenTokens:
         """Raises:
         TypeError, ValueError: a tensor has another dtype or shape than it must.
@@ -71,10 +75,14 @@ class NativeSampler:
             raise ValueError(
                 f"{len(positions)} positions, {num_rows} requests, {self._arguments[4]} rows of logits"
             )
-        params = [request.params for request in requests]
-        if params != self._params:
-            self._lay_out(params)
-        self._progress[:num_rows, 0] = positions
+        if requests is not self._requests:
+            self._requests = ()
+            params = [request.params for request in requests]
+            if params != self._params:
+                self._lay_out(params)
+            self._requests = requests
+        if self._draws:
+            self._progress[:num_rows, 0] = positions
         if self._following:
             self._follow(requests)
         num_top = self._num_top
@@ -125,6 +133,7 @@ class NativeSampler:
             self._grow(2 * len(rules))
         self._addresses[: len(rules)] = [rule.address for rule in rules]
         self._progress.fill(0)
+        self._draws = not all(map(is_greedy, params))
         self._following = [i for i, rule in enumerate(rules) if rule.needs_history or rule.needs_count]
         self._detailed = [
             (i, rule.num_logprobs) for i, rule in enumerate(rules) if rule.num_logprobs is not None

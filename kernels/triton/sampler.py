@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.draw_kind import is_greedy
-from kernels.ops import ChosenTokens, SamplingRequest, StepResult, TokenDetail
+from kernels.ops import ChosenTokens, Positions, SamplingRequest, StepResult, TokenDetail
 from kernels.triton.ahead import compile_sampling
 from kernels.triton.availability import interpreting
 from kernels.triton.sampling_edits import LARGEST, Seen, edit, is_neutral, mend, needs_seen
@@ -38,7 +38,7 @@ class TritonSampler:
         self._seen: dict[int, Seen] = {}  # by the id of the request, which the entry keeps alive
 
     def __call__(
-        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Sequence[int]
+        self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions
     ) -> ChosenTokens:
         """Raises:
         ValueError: not one request and position per row of logits, or too large a vocabulary.
@@ -65,7 +65,8 @@ class TritonSampler:
         ]
         tokens = np.zeros(num_rows, np.int64)
         plain = sorted(set(range(num_rows)) - set(apart))
-        self._choose(logits, plain, plain, requests, positions, best[plain], peaks[plain], tokens)
+        at = np.asarray(positions).tolist()
+        self._choose(logits, plain, plain, requests, at, best[plain], peaks[plain], tokens)
         if apart:
             scores = mend(logits[apart])
             edit(
@@ -76,7 +77,7 @@ class TritonSampler:
             found = scores.argmax(dim=1)
             ends = torch.stack([found.double(), scores.gather(1, found[:, None])[:, 0].double()])
             best, peaks = ends.cpu().numpy()
-            self._choose(scores, range(len(apart)), apart, requests, positions, best, peaks, tokens)
+            self._choose(scores, range(len(apart)), apart, requests, at, best, peaks, tokens)
         if len(self._seen) > 2 * num_rows + _SPARE_ENTRIES:
             current = {id(request) for request in requests}
             self._seen = {key: value for key, value in self._seen.items() if key in current}

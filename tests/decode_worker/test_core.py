@@ -109,7 +109,7 @@ def test_abort_frees_at_once_unless_the_step_runs() -> None:
     one, blocks = core()
     plan = to_decoding(one, {"r1": ROUTER})
     one.handle(FromRouter(ROUTER, Abort(request=R1, attempt=A1, reason="left")), 0.0)
-    assert blocks.counts().used == 2
+    assert blocks.counts().used == 3
     actions = one.handle(step_done(plan), 0.0)
     assert not to_router(actions, Tokens)
     assert plan_of(actions) is None

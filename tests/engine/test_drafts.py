@@ -67,7 +67,7 @@ def serve(
             outputs, reason = answers[new.sequence.request]
             assert reason is None, "a token after the last one"
             assert new.token_index == len(outputs), "a token twice, or one left out"
-            answers[new.sequence.request] = [*outputs, new.output], new.finish_reason
+            answers[new.sequence.request] = [*outputs, *new.outputs], new.finish_reason
 
     def steps(most: int) -> None:
         """Up to `most` that were planned, and those that followed at once."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.engine.batch import Row, SampleSpec
+from cluster.engine.following import FollowingRows, Run
 from cluster.engine.packed_batch import PackedBatch, Packer, pack
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams
@@ -162,3 +163,67 @@ def test_an_impossible_row_is_refused_and_the_next_batch_is_right(bad, message):
     with pytest.raises(ValueError, match=message):
         packer.pack([good[1], bad])
     assert plain(packer.pack(good), good) == expected(good)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6))
+def test_any_run_is_counted_on_as_if_each_step_were_packed_anew(seed):
+    """Rows begin blocks at different steps; in between come batches of others, steps that are left out, and
+    blocks that are appended."""
+    rng = random.Random(seed)
+    packer = Packer(BLOCK, 70, CPU)
+    others = [row([1, 2, 3], 0, [BlockId(9)]), row([4], 3, [BlockId(8)])]
+    for _ in range(4):
+        starts = [rng.randrange(1, 30) for _ in range(rng.randint(1, 6))]
+        lists = [[BlockId(rng.randrange(1, 99)) for _ in range(start // BLOCK + 1 + 6)] for start in starts]
+        first = tuple(row([rng.randrange(99)], s, b) for s, b in zip(starts, lists, strict=True))
+        packer.pack(first)
+        run = Run(first, [SAMPLE] * len(first))
+        for num_on in range(1, 24):
+            tokens = [rng.randrange(99) for _ in first]
+            event = rng.randrange(20)
+            if event == 0:
+                packer.pack(others)
+            elif event == 1:
+                lists[0].append(BlockId(rng.randrange(1, 99)))
+            elif event == 2:
+                continue
+            rows = FollowingRows(run, num_on, tokens)
+            assert [(one.start, tuple(one.token_ids)) for one in rows] == [
+                (start + num_on, (token,)) for start, token in zip(starts, tokens, strict=True)
+            ]
+            assert_packed(packer, rows, list(rows), lists)
+
+
+def assert_packed(packer, rows, made, lists):
+    """Blocks that were appended since a run began need not be in the table before they are needed."""
+    batch = packer.pack(rows)
+    found, right = plain_but_tables(batch), expected(made)
+    for at, blocks in enumerate(right.pop("block_tables")):
+        needed = blocks[: made[at].start // BLOCK + 1]
+        assert batch.block_tables[at, : len(needed)].tolist() == needed
+    assert found == right
+    assert packer.next_positions(len(made)).tolist() == [one.start + 1 for one in made]
+    assert all(one.block_ids is blocks for one, blocks in zip(made, lists, strict=True))
+
+
+def plain_but_tables(batch):
+    return {
+        field.name: getattr(batch, field.name).tolist()
+        for field in fields(batch)
+        if field.name != "block_tables"
+    }
+
+
+@pytest.mark.parametrize("num_blocks", [2, 30])
+def test_a_run_without_room_is_refused_like_any_batch(num_blocks):
+    packer = Packer(BLOCK, 12, CPU)
+    first = (row([5], 6, [BlockId(3)] * num_blocks), row([5], 2, [BlockId(4)] * 30))
+    packer.pack(first)
+    run = Run(first, [SAMPLE, SAMPLE])
+    num_good = 1 if num_blocks == 2 else 5
+    for num_on in range(1, num_good + 1):
+        packer.pack(FollowingRows(run, num_on, [1, 2]))
+    with pytest.raises(ValueError, match="2 blocks for 9 tokens" if num_blocks == 2 else "reaches 13 tokens"):
+        packer.pack(FollowingRows(run, num_good + 1, [1, 2]))
+    assert plain(packer.pack(first), first) == expected(first)

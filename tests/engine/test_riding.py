@@ -44,7 +44,7 @@ def serve(
         output = runner.run(plan)
         now += 0.02
         for new in scheduler.account(output, now):
-            outputs[new.sequence.request].append(new.output)
+            outputs[new.sequence.request] += new.outputs
         return True
 
     for index, prompt in enumerate(prompts(lengths=LENGTHS)):

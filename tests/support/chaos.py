@@ -93,6 +93,10 @@ def calm(pair: SimulatedPair, rng: random.Random) -> None:
             pair.restart(worker)
     pair.failing.clear()
     pair.settle(rng.randrange)
+    for worker in pair.silent_writers():  # nobody needs their lost edges any more: only their ends are proof
+        pair.kill(worker)
+        pair.restart(worker)
+    pair.settle(rng.randrange)
     pair.check_quiet()
 
 

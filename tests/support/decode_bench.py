@@ -15,7 +15,8 @@ from cluster.kv.block_manager import BlockManager
 from cluster.sampling import SamplingParams
 from cluster.slo_classes import DEFAULT_TARGETS, Targets
 from cluster.step_model import StepModel, StepWork, chunk_attention
-from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig, Generated
+from decode_worker.decode_step import Generated
+from decode_worker.scheduler import DecodeScheduler, DecodeSchedulerConfig
 from tests.support.scripted_model import EOS, Oracle, ScriptedRunner, TagPool
 
 
@@ -90,7 +91,8 @@ class DecodeBench:
         new = self.scheduler.account(output, self.now)
         for one in new:
             assert one.token_index == len(self.tokens[one.sequence.request]), "a token twice, or one left out"
-            self._note(one.sequence.request, one.output.token_id)
+            for output in one.outputs:
+                self._note(one.sequence.request, output.token_id)
         self.blocks.check_integrity()
         return new
 

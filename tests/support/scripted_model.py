@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bench.simulator.model import as_engine_tells
 from cluster.engine.batch import Row, StepOutput, StepPlan
 from cluster.engine.drafts import sort_out
 from cluster.ids import BlockId, RequestId
@@ -30,7 +31,7 @@ def chain(tag: int, token: int) -> int:
 
 def sample(tag: int, params: SamplingParams) -> TokenOutput:
     mixed = hash((tag, params.seed, 99)) % 1_000_003
-    return TokenOutput(mixed % VOCABULARY, -(mixed % 997) / 100)
+    return TokenOutput(mixed % VOCABULARY, -(mixed % 997) / 100 if params.seed % 4 == 0 else None)
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ class ScriptedRunner:
                 assert list(row.sample.output_ids) == oracle.tokens[len(oracle.prompt) : end]
         outputs, further = sort_out(plan.rows, sampled)
         seconds = 0.001 * plan.num_tokens
+        outputs = as_engine_tells(outputs)
         return StepOutput(outputs, compute_s=seconds, num_borrowed=2, further=further)
 
     def crash(self, plan: StepPlan) -> None:

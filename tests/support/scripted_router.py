@@ -22,6 +22,7 @@ from cluster.wire.messages import (
     Grant,
     Nack,
     NackReason,
+    NextTokens,
     Prefill,
     RenewLeases,
     Reserve,
@@ -175,7 +176,8 @@ class ScriptedRouter:
 
     def receive(self, worker: WorkerId, message: object) -> None:
         match message:
-            case Tokens(rows=rows):
+            case Tokens() | NextTokens():
+                rows = message.rows
                 assert len({row.request for row in rows}) == len(rows)
                 for row in rows:
                     tracked = self._current(row.request, row.attempt)

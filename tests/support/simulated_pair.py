@@ -191,6 +191,17 @@ class SimulatedPair:
             self.advance(max(min(deadlines) - self.now, 0.0) + 0.001)
         raise AssertionError("deadlines without end")
 
+    def silent_writers(self) -> list[WorkerId]:
+        """Prefill workers that may still write in place, into blocks of requests that have ended."""
+        leases = [
+            lease
+            for node in self.nodes.values()
+            if isinstance(node.core, DecodeCore)
+            for lease in node.core._leases.values()
+            if lease.writer_may_write
+        ]
+        return sorted({lease.writer.worker for lease in leases if lease.writer is not None})
+
     def check_quiet(self) -> None:
         """Nothing is used anywhere, and every request got what it should."""
         for node in self.nodes.values():
@@ -286,7 +297,8 @@ class SimulatedPair:
             sequences = [attempt.sequence for attempt in core._attempts]
         else:
             sequences = list(core._scheduler.sequences())
-            sequences += [s for s, _ in core._scheduler._step if s.key in core._scheduler._cancelled]
+            step = core._scheduler.step
+            sequences += [s for s, _ in step.rows if s.key in step.cancelled] if step is not None else []
             for lease in core._leases.values():
                 owners.update(lease.sequence.block_ids)
                 num_cached = lease.sequence.num_computed // self.block_size

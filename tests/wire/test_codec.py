@@ -61,6 +61,7 @@ WORKER_TO_ROUTER: list[msgspec.Struct] = [
         prefill_s=0.1,
     ),
     m.Tokens(rows=[m.TokenRow(R, A, 1, [TokenOutput(9)], None)]),
+    m.NextTokens(requests=[R, RequestId("q")], attempts=[A, A], indices=[3, 90], token_ids=[7, 49_000]),
     m.Drained(),
     m.Refused(reason="no"),
 ]
@@ -106,6 +107,17 @@ ROUTER_TO_WORKER: list[msgspec.Struct] = [
 
 def frame(body: bytes) -> bytes:
     return len(body).to_bytes(PREFIX_BYTES, "big") + body
+
+
+def test_columns_are_rows_of_one_token_and_of_one_length() -> None:
+    columns = {"requests": [R, RequestId("q")], "attempts": [A, A], "indices": [3, 90], "token_ids": [7, 8]}
+    assert m.NextTokens(**columns).rows == [
+        m.TokenRow(R, A, 3, [TokenOutput(7)]),
+        m.TokenRow(RequestId("q"), A, 90, [TokenOutput(8)]),
+    ]
+    body = msgspec.msgpack.encode({"t": "NextTokens", **columns, "token_ids": [7]})
+    with pytest.raises(ProtocolError, match="not of one length"):
+        decode_all(frame(body))
 
 
 def decode_all(data: bytes, decode_type: Any = m.WorkerToRouter, limit: int = 1 << 20) -> list[Any]:

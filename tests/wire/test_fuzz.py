@@ -41,6 +41,10 @@ SMALL_BYTES = 2 << 20  # what reading any hostile frame may take
 def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
     """Values of a declared type; a type that is new here must be added."""
     match kind:
+        case inspect.StructType() if kind.cls is m.NextTokens:
+            number = st.integers(-(2**63), 2**64 - 1)
+            rows = st.lists(st.tuples(st.text(max_size=20), number, number, number), max_size=4)
+            return rows.map(next_tokens)
         case inspect.StructType():
             fields = {field.name: values(field.type) for field in kind.fields}
             return st.builds(lambda cls=kind.cls, **given: cls(**given), **fields)  # type: ignore[arg-type]
@@ -69,6 +73,12 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.DictType():
             return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=3)
     raise NotImplementedError(f"no strategy for {kind}")
+
+
+def next_tokens(rows: list[tuple[Any, ...]]) -> m.NextTokens:
+    """Its columns are of one length, or it is none."""
+    columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
+    return m.NextTokens(**dict(zip(m.NextTokens.__struct_fields__, columns, strict=True)))
 
 
 MESSAGES = {name: values(inspect.type_info(union)) for name, union in DIRECTIONS.items()}

@@ -78,12 +78,13 @@ def test_a_replayed_proof_is_refused() -> None:
 def test_other_version_is_named_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     dialler, listener = DiallerHandshake(TOKEN), ListenerHandshake(TOKEN)
     hello = bytearray(dialler.start())
-    hello[6:8] = (10).to_bytes(2, "big")
+    other = PROTOCOL_VERSION + 1
+    hello[6:8] = other.to_bytes(2, "big")
     reject = listener.receive(bytes(hello))
-    assert f"version 10, this is {PROTOCOL_VERSION}" in str(listener.error)
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 10)
+    assert f"version {other}, this is {PROTOCOL_VERSION}" in str(listener.error)
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", other)
     dialler.receive(reject)
-    assert f"version {PROTOCOL_VERSION}, this is 10" in str(dialler.error)
+    assert f"version {PROTOCOL_VERSION}, this is {other}" in str(dialler.error)
 
 
 def test_short_token_is_refused() -> None:
