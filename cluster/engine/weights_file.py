@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
-import warnings
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ import torch
 from torch import Tensor
 
 from cluster.engine.prepared_model import damaged
+from cluster.engine.weight_pages import HugePageWriter, map_file_huge
 from cluster.engine.weights_pack import StoredTensor
+from cluster.errors import ConfigError
 
 DATA = "weights.bin"
 INDEX = "weights.json"
@@ -42,7 +43,7 @@ def write_weights(directory: Path, tensors: Iterable[StoredTensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     entries: dict[str, dict[str, Any]] = {}
     offset = 0
-    with (directory / DATA).open("wb") as file:
+    with (directory / DATA).open("wb", buffering=0) as file, closing(HugePageWriter(file)) as writer:
         for stored in tensors:
             tensor = stored.tensor.detach().cpu().contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -59,9 +60,9 @@ def write_weights(directory: Path, tensors: Iterable[StoredTensor]) -> str:
             }
             digest.update(json.dumps([stored.name, dtype, list(tensor.shape)]).encode())
             digest.update(content)
-            file.write(content)
+            writer.write(content)
             padding = -content.nbytes % ALIGNMENT
-            file.write(bytes(padding))
+            writer.write(bytes(padding))
             offset += content.nbytes + padding
     (directory / INDEX).write_text(json.dumps({"num_bytes": offset, "tensors": entries}))
     return digest.hexdigest()
@@ -79,22 +80,12 @@ def map_weights(directory: Path) -> MappedWeights:
             size = file.seek(0, 2)
             if size != index["num_bytes"]:
                 raise ValueError(f"{DATA} has {size} bytes instead of {index['num_bytes']}")
-            mapping = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
-        data = _read_only_tensor(mapping)
+            data = torch.frombuffer(map_file_huge(file.fileno(), size), dtype=torch.uint8)
         tensors = {name: _view(data, entry) for name, entry in index["tensors"].items()}
         unpacked = frozenset(name for name, entry in index["tensors"].items() if entry["unpacked"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ConfigError) as error:
         raise damaged(directory, error) from error
     return MappedWeights(tensors, unpacked, size)
-
-
-def _read_only_tensor(mapping: mmap.mmap) -> Tensor:
-    """The whole mapping as uint8; the tensor holds the mapping."""
-    with warnings.catch_warnings():
-        # torch warns that a read-only buffer makes writing to the tensor undefined: nothing writes to
-        # weights
-        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _view(data: Tensor, entry: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory for KV pools: zero, aligned to huge pages, and on them where the system has any.
+"""Memory aligned to huge pages, and on them where the system has any: zero, for KV pools, or a file's.
 
 A decode step reads each block once, in stretches of some 24 KB, so with small pages it translates an address
 for every 4 KB. `python -m bench.engine` told 248 ms for `decode 32 x 1024` before, 127 to 150 ms since.
@@ -31,7 +31,8 @@ _PIECE_BYTES = 32 * HUGE_PAGE_BYTES  # committed at a time
 
 # <linux/mman.h>; `mmap` names only some of them
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 10, 14, 23, 25
+_MADV_WILLNEED, _MADV_DONTFORK, _MADV_HUGEPAGE = 3, 10, 14
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25
 _FAILED = ctypes.c_void_p(-1).value
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,34 @@ def map_file(num_bytes: int, fd: int) -> ctypes.Array[ctypes.c_char]:
         ConfigError: it cannot be mapped.
     """
     return _map(num_bytes, mmap.MAP_SHARED, fd)
+
+
+def map_readable(num_bytes: int, fd: int) -> ctypes.Array[ctypes.c_char]:
+    """A file of at least `num_bytes`, which nobody may write to through this mapping. It asks for huge pages.
+
+    Raises:
+        ConfigError: it cannot be mapped.
+    """
+    buffer = _map(num_bytes, mmap.MAP_SHARED, fd, mmap.PROT_READ)
+    _advise(_libc(), ctypes.addressof(buffer), _whole_pages(num_bytes), _MADV_HUGEPAGE)
+    return buffer
+
+
+def populate(buffer: ctypes.Array[ctypes.c_char]) -> None:
+    """Have all of a mapped file in memory; a file that cannot be read says so when it is."""
+    libc, start = _libc(), ctypes.addressof(buffer)
+    if _advise(libc, start, len(buffer), _MADV_POPULATE_READ):  # a kernel before 5.14: it is read ahead
+        _advise(libc, start, len(buffer), _MADV_WILLNEED)
+
+
+def collapse(buffer: ctypes.Array[ctypes.c_char]) -> bool:
+    """Have small pages of a mapping put together, one huge page at a time; whether all were."""
+    libc, start = _libc(), ctypes.addressof(buffer)
+    for offset in range(0, _whole_pages(len(buffer)), HUGE_PAGE_BYTES):
+        if error := _advise(libc, start + offset, HUGE_PAGE_BYTES, _MADV_COLLAPSE):
+            logger.debug("a mapping stays on small pages: %s", os.strerror(error))
+            return False
+    return True
 
 
 def commit(buffer: ctypes.Array[ctypes.c_char]) -> bool:
@@ -90,7 +119,9 @@ def dont_fork(buffer: ctypes.Array[ctypes.c_char]) -> None:
         raise OSError(error, os.strerror(error))
 
 
-def _map(num_bytes: int, flags: int, fd: int) -> ctypes.Array[ctypes.c_char]:
+def _map(
+    num_bytes: int, flags: int, fd: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
+) -> ctypes.Array[ctypes.c_char]:
     libc = _libc()
     num_reserved = _pages(num_bytes) + HUGE_PAGE_BYTES
     reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -98,7 +129,6 @@ def _map(num_bytes: int, flags: int, fd: int) -> ctypes.Array[ctypes.c_char]:
     if base == _FAILED:
         raise _cannot_map(num_bytes)
     start = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    access = mmap.PROT_READ | mmap.PROT_WRITE
     if libc.mmap(start, num_bytes, access, flags | _MAP_FIXED, fd, 0) == _FAILED:
         error = _cannot_map(num_bytes)
         libc.munmap(base, num_reserved)
@@ -133,7 +163,7 @@ def _advise(libc: Any, address: int, num_bytes: int, advice: int) -> int:
 
 def _cannot_map(num_bytes: int) -> ConfigError:
     reason = os.strerror(ctypes.get_errno())
-    return ConfigError(f"{num_bytes} bytes for the KV pool cannot be mapped: {reason}")
+    return ConfigError(f"{num_bytes} bytes cannot be mapped: {reason}")
 
 
 def _pages(num_bytes: int) -> int:

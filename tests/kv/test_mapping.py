@@ -105,7 +105,7 @@ def test_reservations_leave_nothing_behind() -> None:
 
 
 def test_what_cannot_be_mapped_is_one_sentence(file: int) -> None:
-    with pytest.raises(ConfigError, match=r"^1152921504606846976 bytes for the KV pool cannot be mapped: \w"):
+    with pytest.raises(ConfigError, match=r"^1152921504606846976 bytes cannot be mapped: \w"):
         map_private(2**60)
     fd, other = os.pipe()
     with pytest.raises(ConfigError, match="cannot be mapped"):
