@@ -50,7 +50,8 @@ class LiveStepModel:
         self._fitted = assumed  # `model` is this one, slower by `_told_slowness`
         self._slowness = self._told_slowness = 0.0  # logarithms, against the fitted model
         self._latest: deque[tuple[StepWork, float]] = deque(maxlen=_NUM_LATEST)
-        self._errors: list[tuple[float, float]] = []  # of the latest steps: error, predicted seconds
+        self._errors = np.zeros(_NUM_ERRORS)
+        self._predicted_s = np.zeros(_NUM_ERRORS)
         self.num_observed = 0  # steps
 
     def reset(self, model: StepModel) -> None:
@@ -60,7 +61,6 @@ class LiveStepModel:
         self._latest.clear()
         self.is_measured = True
         self._fit = StepModelFit(model)
-        self._errors.clear()
         self.num_observed = 0
 
     def observe(self, work: StepWork, seconds: float) -> bool:
@@ -68,11 +68,8 @@ class LiveStepModel:
         if work.num_tokens <= 0 or not 0 < seconds < math.inf:
             return False
         predicted_s = max(self.model.step_s(work), 1e-9)
-        error = seconds / predicted_s - 1, predicted_s
-        if self.num_observed < _NUM_ERRORS:
-            self._errors.append(error)
-        else:
-            self._errors[self.num_observed % _NUM_ERRORS] = error
+        self._errors[self.num_observed % _NUM_ERRORS] = seconds / predicted_s - 1
+        self._predicted_s[self.num_observed % _NUM_ERRORS] = predicted_s
         self.num_observed += 1
         self._fit.add(work, seconds)
         self._latest.append((work, seconds))
@@ -87,9 +84,10 @@ class LiveStepModel:
         return True
 
     def _refit(self) -> None:
-        errors, predicted_s = np.array(self._errors).T.copy()
+        errors = self._errors[: self.num_observed]
         self.error = median(np.abs(errors))
         self.error_p90 = quantile(errors, 0.9)
+        predicted_s = self._predicted_s[: self.num_observed]
         cut = np.clip(errors, -_MOST_SURPRISE, _MOST_SURPRISE)
         self.bias = float(cut @ predicted_s / predicted_s.sum())
         self.spread = max(0.0, weighted_quantile(cut, predicted_s, 0.9) - self.bias)

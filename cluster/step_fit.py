@@ -116,30 +116,24 @@ def weighted_quantile(values: _Array, weights: _Array, share: float) -> float:
 
 
 class _Ring:
-    """The latest `capacity` steps: tokens, context, attention, seconds. Plain values until a fit asks for
-    arrays: a step comes every few milliseconds, a fit a few times a second."""
+    """The latest `capacity` steps: (4, steps) of tokens, context, attention, seconds."""
 
     def __init__(self, capacity: int) -> None:
-        self._all: list[tuple[float, float, float, float]] = []
+        self._all = np.empty((4, capacity))
         self._capacity = capacity
         self._next = 0
-
-    @property
-    def count(self) -> int:
-        return len(self._all)
+        self.count = 0
 
     @property
     def steps(self) -> _Array:
-        """(4, steps)"""
-        return np.array(self._all, dtype=np.float64).reshape(-1, 4).T.copy()
+        return self._all[:, : self.count]
 
     def add(self, work: StepWork, seconds: float) -> None:
-        step = (work.num_tokens, work.context, work.attention, seconds)
-        if len(self._all) < self._capacity:
-            self._all.append(step)
-        else:
-            self._all[self._next] = step
-            self._next = (self._next + 1) % self._capacity
+        steps, at = self._all, self._next
+        steps[0, at], steps[1, at] = work.num_tokens, work.context
+        steps[2, at], steps[3, at] = work.attention, seconds
+        self._next = (self._next + 1) % self._capacity
+        self.count = min(self.count + 1, self._capacity)
 
 
 def _predict(model: StepModel, steps: _Array) -> _Array:
