@@ -91,7 +91,7 @@ class EngineThread:
         """Start a step. The core promises that none is in flight."""
         assert self._watched is None, "two steps in flight"
         self._may_go_on = False
-        self._watch(plan, self._judge.begin(plan))
+        self._watch(plan, self._judge.limit_s(plan))
         self._plans.put(plan)
 
     def allow(self, may_go_on: bool) -> None:
@@ -139,13 +139,14 @@ class EngineThread:
             self._on_stuck(f"a step of {rows} rows, {num_tokens} tokens did not end within {limit}")
 
     def _outcome(self, outcome: StepDone | StepFailed, following: StepPlan | None) -> None:
-        self._watched = None
+        watched, self._watched = self._watched, None
         if isinstance(outcome, StepDone):
-            self._judge.end(outcome.output.compute_s)
+            assert watched is not None, "a step ended that nobody watched"
+            self._judge.observe(watched.plan, outcome.output.compute_s)
         if following is None:
             self._on_outcome(outcome)
             return
-        self._watch(following, self._judge.begin(following))
+        self._watch(following, self._judge.limit_s(following))
         self._on_outcome(outcome)
         self._untold.release()
 

@@ -1,9 +1,9 @@
 """How long a step may take before it counts as stuck: judged by what steps have taken here. Pure.
 
-1. `begin(plan)` before a step gives its limit: `FACTOR` times what the slowest step so far, per unit of work,
-   predicts for this one; at least `min_s`, at most `max_s`, which also holds while nothing is measured.
-2. `end(compute_s)` after it, unless it failed. The slowest is forgotten slowly, so that one hiccup does not
-   blunt the watch for good.
+1. `limit_s(plan)` before a step: `FACTOR` times what the slowest step so far, per unit of work, predicts for
+   this one; at least `min_s`, at most `max_s`, which also holds while nothing is measured.
+2. `observe(plan, compute_s)` after it. The slowest is forgotten slowly, so that one hiccup does not blunt the
+   watch for good.
 
 A step's work, in tokens: `sum over rows of tokens x (1 + context / CONTEXT_TOKENS) + FIXED_TOKENS`. Only its
 order of magnitude matters: a stuck step takes forever.
@@ -29,24 +29,21 @@ class StepWatchdog:
         self._max_s = max_s
         self._min_s = min(min_s, max_s)
         self._slowest_s = 0.0  # per unit of work; 0: nothing measured
-        self._work = 0.0  # of the step that runs
 
-    def begin(self, plan: StepPlan) -> float:
+    def limit_s(self, plan: StepPlan) -> float:
         """Seconds after which this step counts as stuck."""
-        self._work = work(plan)
         if not self._slowest_s:
             return self._max_s
-        return min(self._max_s, max(self._min_s, FACTOR * self._slowest_s * self._work))
+        return min(self._max_s, max(self._min_s, FACTOR * self._slowest_s * work(plan)))
 
-    def end(self, compute_s: float) -> None:
-        """The step ended by itself."""
-        self._slowest_s = max(FORGET * self._slowest_s, compute_s / self._work)
+    def observe(self, plan: StepPlan, compute_s: float) -> None:
+        """A step ended by itself."""
+        self._slowest_s = max(FORGET * self._slowest_s, compute_s / work(plan))
 
 
 def work(plan: StepPlan) -> float:
     """See the module."""
-    total = FIXED_TOKENS
-    for row in plan.rows:
-        num_tokens = len(row.token_ids)
-        total += num_tokens * (1 + (row.start + num_tokens) / CONTEXT_TOKENS)
-    return total
+    tokens = sum(
+        len(row.token_ids) * (1 + (row.start + len(row.token_ids)) / CONTEXT_TOKENS) for row in plan.rows
+    )
+    return tokens + FIXED_TOKENS

@@ -27,7 +27,7 @@ from functools import partial
 from cluster.errors import ProtocolError, WireError
 from cluster.ids import Epoch, RouterId, WorkerId
 from cluster.wire.kv_events import DiallerSays, RouterSays
-from cluster.wire.messages import Heartbeat, Lifeline, Refused, Register, Tokens, Welcome
+from cluster.wire.messages import Heartbeat, Lifeline, Refused, Register, Welcome
 from cluster.wire.stream import Stream
 from router.believable import unbelievable
 from router.conductor_io import Event, FromWorker, WorkerGone, WorkerJoined
@@ -130,14 +130,13 @@ class WorkerLinks:
         if self._links.get(register.worker) is not link:
             return False  # replaced
         link.last_sign_at = self._time()
-        if type(message) is not Tokens:  # nearly all are
-            if isinstance(message, (Register, Lifeline)):
-                raise ProtocolError(f"{register.worker} registered twice on one stream")
-            if isinstance(message, Refused):
-                link.end = f"it refused: {message.reason}"
-                return False
-            if isinstance(message, Heartbeat):
-                _doubt(link, message)
+        if isinstance(message, (Register, Lifeline)):
+            raise ProtocolError(f"{register.worker} registered twice on one stream")
+        if isinstance(message, Refused):
+            link.end = f"it refused: {message.reason}"
+            return False
+        if isinstance(message, Heartbeat):
+            _doubt(link, message)
         self._feed(FromWorker(register.worker, register.epoch, message))
         return True
 

@@ -1,7 +1,7 @@
 """One authenticated connection as a stream of typed messages: what `connect` and `listen` hand out.
 
-1. `post` queues a message without waiting; `send` also waits for room. What the system has not taken is
-   bounded: a peer that does not read loses the stream.
+1. `post` sends a message without waiting, at once if the system takes it; `send` also waits for room. What
+   the system has not taken is bounded: a peer that does not read loses the stream.
 2. Iterating yields messages; `pump` hands them over within the event that brought them, which costs no turn
    of the loop. Both end when the peer closed or died, and raise `WireError` when the stream had to be given
    up: garbage, a frame cut short, overflow.
@@ -100,7 +100,7 @@ class Stream(Generic[M]):
                 WireError(f"{self.peer} does not read: {num_pending_bytes} bytes wait, the limit is {limit}")
             )
             return
-        self._transport.write(frame)  # uvloop joins the writes of one turn
+        self._transport.write(frame)
 
     async def send(self, message: msgspec.Struct, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """Queue `message` and wait until the peer leaves room for more.

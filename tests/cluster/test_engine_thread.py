@@ -337,16 +337,15 @@ async def test_a_step_that_waits_for_the_loop_has_not_computed_meanwhile() -> No
 
 
 def test_nothing_measured_means_the_longest_limit() -> None:
-    assert StepWatchdog(60.0).begin(plan(512)) == 60.0
+    assert StepWatchdog(60.0).limit_s(plan(512)) == 60.0
 
 
 @pytest.mark.parametrize(("num_tokens", "context"), [(1, 0), (512, 0), (512, 8192), (64, 100_000)])
 def test_the_limit_grows_with_the_work(num_tokens: int, context: int) -> None:
     """A model that needs 10 ms a token: a long chunk over a long context is no hang."""
     judge = StepWatchdog(100_000.0, min_s=0.001)
-    judge.begin(plan(*[1] * 8))
-    judge.end(0.010 * (8 + 16))
-    limit_s = judge.begin(plan(num_tokens, start=context))
+    judge.observe(plan(*[1] * 8), 0.010 * (8 + 16))
+    limit_s = judge.limit_s(plan(num_tokens, start=context))
     assert limit_s >= FACTOR * 0.0099 * num_tokens * (1 + context / 2048)
 
 
@@ -354,7 +353,6 @@ def test_the_limit_grows_with_the_work(num_tokens: int, context: int) -> None:
 def test_a_step_like_one_seen_is_never_stuck(steps: list[tuple[int, float]]) -> None:
     judge = StepWatchdog(60.0)
     for num_tokens, compute_s in steps:
-        judge.begin(plan(num_tokens))
-        judge.end(compute_s)
-        assert compute_s <= judge.begin(plan(num_tokens)) <= 60.0
-        assert judge.begin(plan(num_tokens)) >= 2.5
+        judge.observe(plan(num_tokens), compute_s)
+        assert compute_s <= judge.limit_s(plan(num_tokens)) <= 60.0
+        assert judge.limit_s(plan(num_tokens)) >= 2.5
