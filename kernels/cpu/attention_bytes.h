@@ -7,7 +7,7 @@
 // 3. Where many rows share keys and values, these become int16, and `attention_pairs.h` does the rest. Few rows take them
 //    as they lie, four bytes at a time, and have their own n in two bytes, n = 128 high + low: keys are made unsigned for
 //    it (k + 128, hence 128 sum n too much), weights are so. Interleaving four values leaves elements in an order of its
-//    own within each group of kQuadGroup (`store_quads_in_order` undoes it), which sums keep until the end.
+//    own within each group of kQuadGroup (`load_quads_in_order` undoes it), which sums keep until the end.
 //
 // Sums are exact integers, below 2^31 for rows of up to 1,024 elements: the same in every order and on both ways. What is
 // rounded is what the row alone says: its query to 1 / 32,512 of its largest element, its weights to 1 / 65,280.
@@ -184,10 +184,19 @@ inline void interleave_quad(const char* const* rows, int64_t d, IntVec (&words)[
     words[2] = IntVec(mix_low(ab_high, cd_high)), words[3] = IntVec(mix_high(ab_high, cd_high));
 }
 
-// A group's sums as `interleave_quad` has left them, to the order of elements.
-inline void store_quads_in_order(const float* sums, float* target) {
+// A group's sums as `interleave_quad` has left them, in the order of elements.
+inline void load_quads_in_order(const float* sums, Vec (&ordered)[4]) {
+#if defined(BATON_AVX512)  // in registers: memory would wait for four short writes at each read
+    const __m512 a = load(sums), b = load(sums + 16), c = load(sums + 32), d = load(sums + 48);
+    const __m512 ab_low = _mm512_shuffle_f32x4(a, b, 0x44), ab_high = _mm512_shuffle_f32x4(a, b, 0xee);
+    const __m512 cd_low = _mm512_shuffle_f32x4(c, d, 0x44), cd_high = _mm512_shuffle_f32x4(c, d, 0xee);
+    ordered[0] = _mm512_shuffle_f32x4(ab_low, cd_low, 0x88), ordered[1] = _mm512_shuffle_f32x4(ab_low, cd_low, 0xdd);
+    ordered[2] = _mm512_shuffle_f32x4(ab_high, cd_high, 0x88), ordered[3] = _mm512_shuffle_f32x4(ab_high, cd_high, 0xdd);
+#else
+    float* const target = reinterpret_cast<float*>(ordered);
     for (int64_t quarter = 0; quarter < kWidth / 4; ++quarter)
         for (int64_t i = 0; i < 4; ++i) std::memcpy(target + quarter * 16 + i * 4, sums + i * kWidth + quarter * 4, 16);
+#endif
 }
 
 // out[r] += sum of quads of weights times quads of values, integers; values are read where they lie. Weights are of rows

@@ -121,14 +121,20 @@ private:
             if (d < head_dim_) store_partial(target + d, round_to<T>(sum / head.running_sum[r]), head_dim_ - d);
         };
         for (int64_t d = 0; d < dim_; d += kUnit) {
-            alignas(64) float ordered[kUnit];
-            if (kIntegers && in_place_)
-                store_quads_in_order(sums + d, ordered);
-            else if constexpr (kPairs || kIntegers)
-                for (int64_t i = 0; i < kUnit; i += kGroup) store_pairs_in_order(sums + d + i, ordered + i);
+            alignas(64) Vec ordered[kUnit / kWidth];
+            if constexpr (kIntegers) {
+                if (in_place_) {
+                    load_quads_in_order(sums + d, ordered);
+                    for (int64_t i = 0; i < kUnit / kWidth; ++i) give(d + i * kWidth, ordered[i]);
+                    continue;
+                }
+            }
+            float* const target_order = reinterpret_cast<float*>(ordered);
+            if constexpr (kPairs || kIntegers)
+                for (int64_t i = 0; i < kUnit; i += kGroup) store_pairs_in_order(sums + d + i, target_order + i);
             else
-                std::memcpy(ordered, sums + d, sizeof ordered);
-            for (int64_t i = 0; i < kUnit; i += kWidth) give(d + i, load(ordered + i));
+                std::memcpy(target_order, sums + d, sizeof ordered);
+            for (int64_t i = 0; i < kUnit / kWidth; ++i) give(d + i * kWidth, ordered[i]);
         }
     }
 

@@ -18,13 +18,21 @@ struct Pages {
     const Shape& shape;
 
     const char* token(int64_t position, int64_t which) const {
-        const int64_t block_size = shape.kv.block_size;
-        const int64_t slot = block_table[position / block_size] * block_size + position % block_size;
-        return pool + shape.kv.offset(slot, shape.layer, which);
+        const Place place = at(position);
+        return pool + shape.kv.offset(block_table[place.block], place.within, shape.layer, which);
     }
     // Positions from `position` to the end of its block or to `end`.
     int64_t run_length(int64_t position, int64_t end) const {
-        return std::min(shape.kv.block_size - position % shape.kv.block_size, end - position);
+        return std::min(shape.kv.block_size - at(position).within, end - position);
+    }
+
+private:
+    struct Place {
+        int64_t block, within;
+    };
+    Place at(int64_t position) const {
+        const uint32_t size = uint32_t(shape.kv.block_size), some = uint32_t(position);  // divided sooner
+        return {some / size, some % size};
     }
 };
 
@@ -41,7 +49,7 @@ struct Reading {
 class Ahead {
 public:
     Ahead(const Pages& pages, const Reading& own, const Reading* then)
-        : pages_(pages), reading_(own), has_then_(then != nullptr) {
+        : pages_(pages), reading_(own), has_then_(then != nullptr), token_bytes_(pages.shape.kv.token_bytes()) {
         if (has_then_) then_ = *then;
         begin_half();
         advance(kAheadBytes);
@@ -49,30 +57,48 @@ public:
 
     // `bytes` were used.
     void advance(int64_t bytes) {
-        for (credit_ += bytes; credit_ >= reading_.num_bytes && start_ < reading_.end; credit_ -= reading_.num_bytes)
-            next();
+        while (bytes > 0) {
+            if (at_ == span_end_ && !next_span()) return;
+            const int64_t some = std::min<int64_t>(bytes, span_end_ - at_);
+            ask(at_ + some);
+            bytes -= some;
+        }
     }
 
 private:
-    void next() {
+    // What is not asked for yet up to `to`, whole lines.
+    void ask(const char* to) {
+        const char* line = at_ - reinterpret_cast<uintptr_t>(at_) % kLine;
+        if (line == last_line_) line += kLine;
+        for (; line < to; line += kLine) prefetch_l2(line);
+        last_line_ = line - kLine;
+        at_ = to;
+    }
+
+    // The next bytes that lie side by side: a run of tokens, if all heads are read, else a token's. False: there are no more.
+    bool next_span() {
         if (left_ == 0) {
+            if (position_ == half_end_ && !next_half()) return false;
             left_ = pages_.run_length(position_, half_end_);
             token_ = pages_.token(position_, which_) + reading_.first_byte;
             position_ += left_;
         }
-        const char* const token_end = token_ + reading_.num_bytes;
-        if (asked_ < token_ || asked_ > token_end) asked_ = token_ - reinterpret_cast<uintptr_t>(token_) % kLine;
-        for (; asked_ < token_end; asked_ += kLine) prefetch_l2(asked_);
-        token_ += pages_.shape.kv.token_bytes();
-        if (--left_ == 0 && position_ == half_end_) {
-            start_ += which_ == 1 ? kPartition : 0;
-            which_ = 1 - which_;
-            if (start_ >= reading_.end && has_then_) {
-                reading_ = then_, pages_.block_table = then_.block_table;
-                start_ = 0, has_then_ = false;
-            }
-            if (start_ < reading_.end) begin_half();
+        const int64_t tokens = reading_.num_bytes == token_bytes_ ? left_ : 1;
+        at_ = token_, span_end_ = token_ + (tokens - 1) * token_bytes_ + reading_.num_bytes;
+        token_ += tokens * token_bytes_, left_ -= tokens;
+        return true;
+    }
+
+    bool next_half() {
+        start_ += which_ == 1 ? kPartition : 0;
+        which_ = 1 - which_;
+        if (start_ >= reading_.end) {
+            if (!has_then_) return which_ = 1, start_ -= kPartition, false;  // as before
+            reading_ = then_, pages_.block_table = then_.block_table;
+            start_ = 0, has_then_ = false;
         }
+        begin_half();
+        return true;
     }
 
     void begin_half() {
@@ -83,9 +109,10 @@ private:
     Pages pages_;
     Reading reading_, then_{};
     bool has_then_;
+    const int64_t token_bytes_;
     int64_t start_ = 0, which_ = 0, position_ = 0, half_end_ = 0;  // of the partition; in its keys or values
-    int64_t left_ = 0, credit_ = 0;                                // tokens of the run; bytes used, not yet asked for
-    const char *token_ = nullptr, *asked_ = nullptr;
+    int64_t left_ = 0;                                             // tokens of the run
+    const char *token_ = nullptr, *at_ = nullptr, *span_end_ = nullptr, *last_line_ = nullptr;
 };
 
 }  // namespace baton

@@ -28,8 +28,11 @@ struct KvShape {
     int64_t token_bytes() const { return num_kv_heads * row_bytes; }
     // Of the first head's key (`which` 0) or value (1) of a slot's token.
     int64_t offset(int64_t slot, int64_t layer, int64_t which) const {
-        const int64_t half = (slot / block_size * num_layers + layer) * 2 + which;
-        return (half * block_size + slot % block_size) * token_bytes();
+        return offset(slot / block_size, slot % block_size, layer, which);
+    }
+    // The same of a block's token.
+    int64_t offset(int64_t block, int64_t token, int64_t layer, int64_t which) const {
+        return (((block * num_layers + layer) * 2 + which) * block_size + token) * token_bytes();
     }
 };
 
