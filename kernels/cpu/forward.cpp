@@ -129,7 +129,9 @@ private:
     // The keys and values that products ask for: fewer rows leave memory no time for it, more need caches themselves, and
     // those of a prompt alone are so few beside its products that asking costs more.
     KvAhead kv_to_come() const {
-        if (batch_.num_tokens < kFewestRidden || batch_.num_tokens > kMostRidden) return {};
+        const bool decodes = is_coded(header_of(model_.layers[0].gate_up).kind);
+        const int64_t fewest = decodes ? kCodedRideRows : kFewestRidden;
+        if (batch_.num_tokens < fewest || batch_.num_tokens > kMostRidden) return {};
         KvAhead all(shape_.kv, pool_, batch_.context_lens, batch_.block_tables, batch_.max_blocks, batch_.num_seqs);
         return all.num_bytes() < batch_.num_tokens * kFewestRowBytes ? KvAhead() : all;
     }

@@ -128,11 +128,13 @@ void decode(const char* panel, int64_t num_blocks, bool is_tiles, char* words) {
 #if defined(BATON_DOT)
 
 template <WeightKind Kind, int Rows>
-void coded_sums(const char* x, int64_t stride, int64_t num_blocks, const char* panel, float* out) {
-    const int64_t block_bytes = CodedWeight::block_bytes(Kind);
+void coded_sums(const char* x, int64_t stride, int64_t num_blocks, const char* panel, const Ride& ride, float* out) {
+    const int64_t block_bytes = CodedWeight::block_bytes(Kind), rides = ceil_div(ride.num_lines, num_blocks);
     RowSums<DotPairs, Rows> sums;
     for (int64_t b = 0; b < num_blocks; ++b, x += stride, panel += block_bytes) {
         for (int64_t i = 0; i < block_bytes; i += 64) prefetch(panel + kPrefetchBytes + i);
+        if (Rows >= kCodedRideRows)
+            for (int64_t i = b * rides; i < (b + 1) * rides; ++i) ride.ask(i);
         IntVec last_low, last_high;
         decode_block<Kind>(panel, [&](int64_t word, IntVec low, IntVec high) [[gnu::always_inline]] {
             low = kept(low), high = kept(high);
@@ -177,14 +179,15 @@ void decode_panel(const CodedWeight& weight, const char* panel, char* words) {
 
 #if defined(BATON_DOT)
 
-void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeight& weight, const char* panel, float* sums) {
+void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeight& weight, const char* panel,
+                const Ride& ride, float* sums) {
     const int64_t blocks = weight.num_blocks();
     const bool nibbles = is_nibbles(weight.kind);
     switch (num_rows) {
 #define BATON_ROWS(ROWS)                                                                           \
     case ROWS:                                                                                     \
-        return nibbles ? coded_sums<WeightKind::kNibbles, ROWS>(x, stride, blocks, panel, sums)    \
-                       : coded_sums<WeightKind::kBytes, ROWS>(x, stride, blocks, panel, sums);
+        return nibbles ? coded_sums<WeightKind::kNibbles, ROWS>(x, stride, blocks, panel, ride, sums)    \
+                       : coded_sums<WeightKind::kBytes, ROWS>(x, stride, blocks, panel, ride, sums);
         BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6) BATON_ROWS(7) BATON_ROWS(8)
 #undef BATON_ROWS
     }

@@ -26,6 +26,7 @@ namespace baton {
 
 constexpr int64_t kBlockSize = 32;   // values of k
 constexpr int64_t kFusedRows = 8;  // at most so many are multiplied while weights are decoded
+constexpr int64_t kCodedRideRows = 4;  // of them; fewer leave memory no time for anything else
 
 constexpr int64_t kAmxCodedRows = 32;  // more meet decoded tiles, where there are any
 
@@ -55,7 +56,8 @@ struct CodedWeight {
 };
 
 // `num_rows` rows (at most kFusedRows) against a panel: sums[row * kWordPanel + column]. `x` as `LineRows::tile`.
-void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeight& weight, const char* panel, float* sums);
+void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeight& weight, const char* panel,
+                const Ride& ride, float* sums);
 
 // This thread's memory for a decoded panel.
 char* decoded_words(const CodedWeight& weight);
@@ -74,8 +76,9 @@ void gemm_coded(const LineRows& x, const CodedWeight& weight, int64_t begin, int
     alignas(64) float sums[kWordRowTile * kWordPanel];
     const PanelStream stream = weight.stream();
     if (cut.num_rows <= kFusedRows && cut.num_tiles == 1) {
+        KvRide::Cursor cursor(ride, begin, 1);
         for (int64_t panel = begin; panel < end; ++panel) {
-            coded_tile(cut.num_rows, x.tile(0), x.stride(), weight, stream.panel(panel), sums);
+            coded_tile(cut.num_rows, x.tile(0), x.stride(), weight, stream.panel(panel), cursor.next(), sums);
             write_sums(cut, 0, panel, sums, output);
         }
         return;

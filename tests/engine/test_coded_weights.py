@@ -27,7 +27,7 @@ from kernels.cpu.native import bind
 from kernels.cpu.weight_kind import WeightKind
 from tests.engine.test_fused import make_batches
 from tests.engine.test_gguf import write_gguf
-from tests.engine.tiny_models import BLOCK_SIZE, Engine
+from tests.engine.tiny_models import BLOCK_SIZE, Engine, same_bits
 from tests.support.isa_emulation import emulated_library
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
@@ -127,6 +127,28 @@ def test_a_model_gives_the_same_bits_in_every_form(
         for (hidden, logits), (expected_hidden, expected_logits) in zip(found, expected, strict=True):
             assert hidden.equal(expected_hidden)
             assert logits.equal(expected_logits)
+
+
+@pytest.mark.parametrize("num_seqs", [3, 4, 8])
+def test_keys_that_few_rows_ask_for_ahead_change_no_bit(
+    num_seqs: int, checkpoint: Any, prepare: Any, make_backend: Any, tmp_path: Path
+) -> None:
+    """Decoding leaves memory idle from 4 rows on (`kCodedRideRows`), fewer do not ask (`kv_ahead.h`)."""
+    length = 72
+    path = write_gguf(tmp_path / "tiny.gguf", checkpoint("llama"), "llama", Type.Q4_1)
+    backend = make_backend("small")
+    prepared = prepare(path, Dtype.BF16, backend)
+    num_blocks = num_seqs * -(-(length + 1) // BLOCK_SIZE)
+    results = []
+    for fuse in (True, False):
+        engine = Engine(prepared, backend, fuse=fuse, num_blocks=num_blocks, block_seed=1)
+        for tokens, start in (([7] * length, 0), ([9], length)):
+            rows = [engine.row(i, [token + i for token in tokens], start) for i in range(num_seqs)]
+            with torch.inference_mode():
+                result = engine.decoder.forward(pack(rows, BLOCK_SIZE, 512, engine.device), engine.pool)
+        results.append((result.hidden.clone(), result.logits.clone(), engine.pool))
+    for ours, theirs in zip(*results, strict=True):
+        assert same_bits(ours, theirs)
 
 
 def kinds_of(prepared: Any) -> dict[str, WeightKind]:
