@@ -41,6 +41,14 @@ T = TypeVar("T")
 LATE_S = 0.25  # a timer this late says that the whole process stood still, not the step
 
 
+class _Watched(msgspec.Struct, frozen=True):
+    """The step in flight, and when it counts as stuck."""
+
+    plan: StepPlan
+    limit_s: float
+    due: float  # in the loop's time
+
+
 class EngineThread:
     """Runs steps one at a time on a daemon thread (a stuck step must not keep the process alive)."""
 
@@ -66,6 +74,7 @@ class EngineThread:
         self._waited_s = 0.0  # for histories, within the step that runs
         self._loop = asyncio.get_running_loop()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._watched: _Watched | None = None  # the step in flight
         self._watchdog: asyncio.TimerHandle | None = None
         self._may_go_on = self._is_closing = False
         self._untold = threading.Lock()  # held from a step that goes on until the loop has dealt with it
@@ -80,7 +89,7 @@ class EngineThread:
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step. The core promises that none is in flight."""
-        assert self._watchdog is None, "two steps in flight"
+        assert self._watched is None, "two steps in flight"
         self._may_go_on = False
         self._watch(plan, self._judge.limit_s(plan))
         self._plans.put(plan)
@@ -103,23 +112,37 @@ class EngineThread:
             self._watchdog = None
 
     def _watch(self, plan: StepPlan, limit_s: float) -> None:
+        """There is one timer for all steps, due no later than the step in flight: one that is too early looks
+        again, so a step costs no timer of its own."""
         due = self._loop.time() + limit_s
-        self._watchdog = self._loop.call_at(due, self._look, plan, limit_s, due)
+        self._watched = _Watched(plan, limit_s, due)
+        if self._watchdog is None or due < self._watchdog.when():
+            self._look_at(due)
 
-    def _look(self, plan: StepPlan, limit_s: float, due: float) -> None:
-        if self._loop.time() - due > LATE_S:  # the step stood still with us: its time starts anew
-            self._watch(plan, limit_s)
-            return
-        self._on_stuck(
-            f"a step of {len(plan.rows)} rows, {plan.num_tokens} tokens did not end within {limit_s:.1f} s"
-        )
-
-    def _outcome(self, plan: StepPlan, outcome: StepDone | StepFailed, following: StepPlan | None) -> None:
+    def _look_at(self, due: float) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
-            self._watchdog = None
+        self._watchdog = self._loop.call_at(due, self._look)
+
+    def _look(self) -> None:
+        self._watchdog = None
+        watched, now = self._watched, self._loop.time()
+        if watched is None:
+            return
+        if now < watched.due:
+            self._look_at(watched.due)
+        elif now - watched.due > LATE_S:  # the step stood still with us: its time starts anew
+            self._watch(watched.plan, watched.limit_s)
+        else:
+            rows, num_tokens = len(watched.plan.rows), watched.plan.num_tokens
+            limit = f"{watched.limit_s:.1f} s"
+            self._on_stuck(f"a step of {rows} rows, {num_tokens} tokens did not end within {limit}")
+
+    def _outcome(self, outcome: StepDone | StepFailed, following: StepPlan | None) -> None:
+        watched, self._watched = self._watched, None
         if isinstance(outcome, StepDone):
-            self._judge.observe(plan, outcome.output.compute_s)
+            assert watched is not None, "a step ended that nobody watched"
+            self._judge.observe(watched.plan, outcome.output.compute_s)
         if following is None:
             self._on_outcome(outcome)
             return
@@ -167,7 +190,7 @@ class EngineThread:
             outcome = StepFailed(f"{type(error).__name__}: {error}")
         if following is not None:
             self._untold.acquire()
-        self._post(self._outcome, plan, outcome, following)
+        self._post(self._outcome, outcome, following)
         if lost is not None:
             self._post(self._on_stuck, lost)
         return following

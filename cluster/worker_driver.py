@@ -94,6 +94,7 @@ class WorkerDriver:
         self._lifelines: dict[str, Held] = {}  # by the router's address
         self._reports = None if cache is None else CacheReports(cache)
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
         self._in_handle = False
         self._last_state = core.state()
         self._idle = asyncio.Event()
@@ -163,8 +164,9 @@ class WorkerDriver:
             return
         assert not self._in_handle, "an action was answered synchronously"
         self._in_handle = True
+        now = self._clock.now()
         try:
-            for action in self._core.handle(event, self._clock.now()):
+            for action in self._core.handle(event, now):
                 self._carry(action)
         except Exception as error:  # a fault in the core: end the process, the next epoch starts clean
             logger.exception("the worker core failed on %s", type(event).__name__)
@@ -172,7 +174,7 @@ class WorkerDriver:
             return
         finally:
             self._in_handle = False
-        self._after_event()
+        self._after_event(now)
 
     def device_lost(self, reason: str) -> None:
         """An edge found that the device computes no more: this process ends, its launcher starts another."""
@@ -194,27 +196,32 @@ class WorkerDriver:
             assert self._edges is not None
             self._edges.carry(action)
 
-    def _after_event(self) -> None:
+    def _after_event(self, now: float) -> None:
         self._engine.allow(self._core.may_go_on())
         state = self._core.state()
         if state is not self._last_state:
             self._last_state = state
             for stream in self._streams.values():
                 self._beat(stream)
-        self._report()
+        if self._reports is not None and self._reports.is_due(now):
+            self._report(now)
         if state is WorkerState.DRAINING:  # nobody else asks
             load = self._core.load()
             if load.running == 0 and load.waiting == 0:
                 self._idle.set()
             else:
                 self._idle.clear()
+        self._arm(now)
+
+    def _arm(self, now: float) -> None:
+        """Keep one timer, due no later than the next deadline. One that is too early ticks for nothing."""
         due = self._core.next_deadline()
+        if due is None or (self._timer is not None and self._timer_due <= due):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            delay_s = max(0.0, due - self._clock.now())
-            self._timer = self._loop.call_later(delay_s, self._tick)
+        self._timer_due = due
+        self._timer = self._loop.call_later(max(0.0, due - now), self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -274,16 +281,20 @@ class WorkerDriver:
             self._reports.joined(router)
         beats = asyncio.create_task(self._heartbeats(stream, welcome.heartbeat_interval_s))
         lifeline = asyncio.create_task(self._dial_lifeline(address, welcome.link))
+
+        def take(message: RouterSays) -> bool:
+            if isinstance(message, Refused):
+                raise ConfigError(f"the router refused worker `{register.worker}`: {message.reason}")
+            if isinstance(message, KvResync):
+                if self._reports is not None:
+                    self._reports.resync(router)
+                self._report(self._clock.now())
+            else:
+                self.dispatch(FromRouter(router, message))
+            return True
+
         try:
-            async for message in stream:
-                if isinstance(message, Refused):
-                    raise ConfigError(f"the router refused worker `{register.worker}`: {message.reason}")
-                if isinstance(message, KvResync):
-                    if self._reports is not None:
-                        self._reports.resync(router)
-                    self._report(force=True)
-                else:
-                    self.dispatch(FromRouter(router, message))
+            await stream.pump(take)
         finally:
             beats.cancel()
             lifeline.cancel()
@@ -311,14 +322,14 @@ class WorkerDriver:
 
     async def _heartbeats(self, stream: Stream[RouterSays], interval_s: float) -> None:
         while True:
-            self._report(force=True)
+            self._report(self._clock.now())
             self._beat(stream)
             await asyncio.sleep(interval_s)
 
-    def _report(self, *, force: bool = False) -> None:
+    def _report(self, now: float) -> None:
         """What has changed in the cache, to all routers."""
         if self._reports is not None:
-            for router, report in self._reports.due(self._clock.now(), force=force):
+            for router, report in self._reports.due(now, force=True):
                 self._streams[router].post(report)
 
     def _beat(self, stream: Stream[RouterSays]) -> None:

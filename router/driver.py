@@ -146,7 +146,8 @@ class ConductorDriver:
         finally:
             self._is_feeding = False
         self._arm()
-        self._consider_warm_up()
+        if not self._judge.is_warm:
+            self._consider_warm_up()
 
     def start_draining(self) -> None:
         """Take no new requests; what runs goes on."""

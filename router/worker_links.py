@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.errors import ProtocolError, WireError
 from cluster.ids import Epoch, RouterId, WorkerId
@@ -51,6 +52,7 @@ class _Link:
     suspected: bool = False  # silent at the last look; what it sent meanwhile may still be unread
     is_fenced: bool = False  # hung: dead for the conductor
     is_doubted: bool = False  # it reported what cannot be, and the log says so
+    end: str = "it closed its stream"  # why, if nothing else ends it
 
 
 class WorkerLinks:
@@ -73,6 +75,7 @@ class WorkerLinks:
         self._links: dict[WorkerId, _Link] = {}
         self._numbered: dict[int, _Link] = {}  # all whose stream is open, also the fenced
         self._num_links = 0
+        self._time = asyncio.get_running_loop().time
         self._epochs: dict[WorkerId, Epoch] = {}  # the latest seen of each name
 
     def __len__(self) -> int:
@@ -80,7 +83,7 @@ class WorkerLinks:
 
     def silence_s(self, worker: WorkerId) -> float:
         """Seconds since the last sign of life of a worker that is here."""
-        return asyncio.get_running_loop().time() - self._links[worker].last_sign_at
+        return self._time() - self._links[worker].last_sign_at
 
     def post(self, worker: WorkerId, message: RouterSays) -> None:
         """Send without waiting; dropped if the worker is gone, whose `WorkerGone` is then on its way.
@@ -108,32 +111,34 @@ class WorkerLinks:
             stream.post(Refused(reason=reason))
             return
         link = self._take_in(stream, register)
-        end = "it closed its stream"
         try:
-            async for message in stream:
-                if link.is_fenced:
-                    if not self._drop(link, message):
-                        return
-                    continue
-                if self._links.get(register.worker) is not link:
-                    return  # replaced
-                link.last_sign_at = asyncio.get_running_loop().time()
-                if isinstance(message, Register | Lifeline):
-                    raise ProtocolError(f"{register.worker} registered twice on one stream")
-                if isinstance(message, Refused):
-                    end = f"it refused: {message.reason}"
-                    break
-                if isinstance(message, Heartbeat):
-                    _doubt(link, message)
-                self._feed(FromWorker(register.worker, register.epoch, message))
+            await stream.pump(partial(self._take, link))
         except WireError as error:
-            end = str(error)
+            link.end = str(error)
             raise
         finally:
             del self._numbered[link.number]
-            self._let_out(link, end)
+            self._let_out(link, link.end)
             if link.lifeline is not None:  # a host that is lost never ends it
                 link.lifeline.abort()
+
+    def _take(self, link: _Link, message: DiallerSays) -> bool:
+        """A message on a link; False: the stream ends here."""
+        register = link.register
+        if link.is_fenced:
+            return self._drop(link, message)
+        if self._links.get(register.worker) is not link:
+            return False  # replaced
+        link.last_sign_at = self._time()
+        if isinstance(message, (Register, Lifeline)):
+            raise ProtocolError(f"{register.worker} registered twice on one stream")
+        if isinstance(message, Refused):
+            link.end = f"it refused: {message.reason}"
+            return False
+        if isinstance(message, Heartbeat):
+            _doubt(link, message)
+        self._feed(FromWorker(register.worker, register.epoch, message))
+        return True
 
     async def _follow(self, stream: Stream[DiallerSays], lifeline: Lifeline) -> None:
         link = self._numbered.get(lifeline.link)
@@ -166,7 +171,7 @@ class WorkerLinks:
 
     def _take_in(self, stream: Stream[DiallerSays], register: Register) -> _Link:
         self._num_links += 1
-        link = _Link(stream, self._num_links, register, asyncio.get_running_loop().time())
+        link = _Link(stream, self._num_links, register, self._time())
         self._numbered[link.number] = link
         old = self._links.get(register.worker)
         self._links[register.worker] = link
@@ -199,7 +204,7 @@ class WorkerLinks:
         link.watch = loop.call_at(due, self._check, link, due)
 
     def _check(self, link: _Link, due: float) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._time()
         silent_s = now - link.last_sign_at
         verdict = judge(silent_s, now - due, self._silence_limit_s, link.suspected)
         link.suspected = verdict.is_suspected

@@ -57,7 +57,8 @@ class FrameDecoder(Generic[M]):
     def __init__(self, decode_type: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = _body_decoder(decode_type)
         self._max_frame_bytes = max_frame_bytes
-        self._buffer = bytearray()
+        self._buffer = bytearray()  # of a frame that is not complete
+        self._num_needed = PREFIX_BYTES  # until more can be said of it
         self._error: ProtocolError | None = None
 
     @property
@@ -73,8 +74,13 @@ class FrameDecoder(Generic[M]):
         Raises (while iterating, after every message before the fault):
             ProtocolError: an oversized length, an unknown tag or field, a wrong type, or no MessagePack.
         """
+        if not self._buffer:  # nearly always: most reads bring whole frames
+            return self._messages(data)
         self._buffer += data
-        return self._messages()
+        if len(self._buffer) < self._num_needed:
+            return iter(())
+        data, self._buffer = self._buffer, bytearray()
+        return self._messages(data)
 
     def finish(self) -> None:
         """The peer closed its side.
@@ -85,35 +91,32 @@ class FrameDecoder(Generic[M]):
         if self._buffer and self._error is None:
             raise ProtocolError(f"stream ended inside a frame: {len(self._buffer)} bytes of it arrived")
 
-    def _messages(self) -> Iterator[M]:
-        offset = 0
+    def _messages(self, data: bytes | bytearray | memoryview) -> Iterator[M]:
+        offset, num_fed, self._num_needed = 0, len(data), PREFIX_BYTES
+        if self._error is not None:
+            raise self._error
         try:
-            while len(self._buffer) - offset >= PREFIX_BYTES:
-                if self._error is not None:
-                    raise self._error
-                (num_bytes,) = _PREFIX.unpack_from(self._buffer, offset)
+            while num_fed - offset >= PREFIX_BYTES:
+                (num_bytes,) = _PREFIX.unpack_from(data, offset)
                 if num_bytes > self._max_frame_bytes:
                     raise self._fail(
                         f"frame of {num_bytes} bytes is over the limit of {self._max_frame_bytes}"
                     )
-                end = offset + PREFIX_BYTES + num_bytes
-                if len(self._buffer) < end:
+                start, end = offset + PREFIX_BYTES, offset + PREFIX_BYTES + num_bytes
+                if num_fed < end:
+                    self._num_needed = PREFIX_BYTES + num_bytes
                     break
-                message = self._decode(bytes(memoryview(self._buffer)[offset + PREFIX_BYTES : end]))
+                try:
+                    message = self._decoder.decode(data[start:end])
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+                    # MemoryError: a header may claim 2**32 elements. RecursionError: nesting is the sender's
+                    # choice.
+                    raise self._fail(f"unreadable frame of {num_bytes} bytes: {error}") from error
                 offset = end
                 yield message
         finally:
-            if self._error is not None:
-                self._buffer.clear()
-            else:
-                del self._buffer[:offset]
-
-    def _decode(self, body: bytes) -> M:
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
-            # MemoryError: a header may claim 2**32 elements. RecursionError: nesting is the sender's choice.
-            raise self._fail(f"unreadable frame of {len(body)} bytes: {error}") from error
+            if offset < num_fed and self._error is None:
+                self._buffer = bytearray(data[offset:])
 
     def _fail(self, message: str) -> ProtocolError:
         self._error = ProtocolError(message)

@@ -1,12 +1,13 @@
 """One authenticated connection as a stream of typed messages: what `connect` and `listen` hand out.
 
-1. `post` queues a message without waiting; all posts of one loop iteration leave in one write. `send` also
-   waits for room. What is queued is bounded: a peer that does not read loses the stream.
-2. Iterating yields messages. It ends when the peer closed or died, and raises `WireError` when the stream
-   had to be given up: garbage, a frame cut short, overflow.
+1. `post` sends a message without waiting, at once if the system takes it; `send` also waits for room. What
+   the system has not taken is bounded: a peer that does not read loses the stream.
+2. Iterating yields messages; `pump` hands them over within the event that brought them, which costs no turn
+   of the loop. Both end when the peer closed or died, and raise `WireError` when the stream had to be given
+   up: garbage, a frame cut short, overflow.
 3. `close` writes out what is queued, within a deadline.
 
-The end of the iteration is the one place where a stream's death is learned: posts to a dead stream are
+The end of the messages is the one place where a stream's death is learned: posts to a dead stream are
 dropped.
 """
 
@@ -23,12 +24,11 @@ import msgspec
 
 from cluster.errors import ProtocolError, WireError
 from cluster.wire.codec import MAX_FRAME_BYTES, PREFIX_BYTES, FrameDecoder, encode
+from cluster.wire.line import Line
 
 MAX_PENDING_BYTES: Final = 32 << 20
 SEND_TIMEOUT_S: Final = 10.0
 CLOSE_TIMEOUT_S: Final = 2.0
-
-_READ_BYTES: Final = 256 << 10
 
 M = TypeVar("M")
 
@@ -45,13 +45,12 @@ K = TypeVar("K", bound=Kept)
 class Stream(Generic[M]):
     """One authenticated connection; made by `connect` and `listen` only.
 
-    Belongs to the event loop it was made in. One consumer iterates; anyone on the loop may post.
+    Belongs to the event loop it was made in. One consumer iterates or pumps; anyone on the loop may post.
     """
 
     def __init__(
         self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        line: Line,
         decode_type: Any,
         *,
         peer: str,
@@ -59,27 +58,24 @@ class Stream(Generic[M]):
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         self.peer = peer  # the other end's address, for messages to people
-        self.peer_pid = peer_pid(writer)  # unix sockets on Linux only
-        self._reader = reader
-        self._writer = writer
+        self.peer_pid = peer_pid(line.transport)  # unix sockets on Linux only
+        self._line = line
+        self._transport = line.transport
         self._decoder: FrameDecoder[M] = FrameDecoder(decode_type, max_frame_bytes)
         self._max_frame_bytes = max_frame_bytes
         self._max_pending_bytes = max_pending_bytes
         self._incoming: Iterator[M] = iter(())  # messages of the last read, decoded as they are taken
-        self._pending: list[bytes] = []
-        self._num_pending_bytes = 0
-        self._flush_scheduled = False
         self._error: WireError | None = None  # why this side gave the stream up
         self._is_closed = False
 
     @property
     def is_closed(self) -> bool:
-        return self._is_closed or self._writer.is_closing()
+        return self._is_closed or self._transport.is_closing()
 
     @property
     def num_pending_bytes(self) -> int:
         """Bytes posted that the system has not taken yet."""
-        return self._num_pending_bytes + self._writer.transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size()
 
     def post(self, message: msgspec.Struct) -> None:
         """Queue `message`; never waits. Dropped when the stream is closed.
@@ -89,7 +85,7 @@ class Stream(Generic[M]):
         Raises:
             ProtocolError: the message is longer than a frame may be; the stream lives on.
         """
-        if self.is_closed:
+        if self._is_closed or self._transport.is_closing():
             return
         frame = encode(message)
         if len(frame) - PREFIX_BYTES > self._max_frame_bytes:
@@ -97,19 +93,14 @@ class Stream(Generic[M]):
                 f"{type(message).__name__} of {len(frame) - PREFIX_BYTES} bytes is over the frame limit of "
                 f"{self._max_frame_bytes}"
             )
-        if self.num_pending_bytes + len(frame) > self._max_pending_bytes:
+        num_pending_bytes = self._transport.get_write_buffer_size()
+        if num_pending_bytes + len(frame) > self._max_pending_bytes:
+            limit = self._max_pending_bytes
             self._give_up(
-                WireError(
-                    f"{self.peer} does not read: {self.num_pending_bytes} bytes wait, "
-                    f"the limit is {self._max_pending_bytes}"
-                )
+                WireError(f"{self.peer} does not read: {num_pending_bytes} bytes wait, the limit is {limit}")
             )
             return
-        self._pending.append(frame)
-        self._num_pending_bytes += len(frame)
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush)
+        self._transport.write(frame)
 
     async def send(self, message: msgspec.Struct, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """Queue `message` and wait until the peer leaves room for more.
@@ -120,10 +111,9 @@ class Stream(Generic[M]):
         if self.is_closed:
             raise self._error or WireError(f"stream to {self.peer} is closed")
         self.post(message)
-        self._flush()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._writer.drain()
+                await self._line.drain()
         except TimeoutError:
             self._give_up(WireError(f"{self.peer} did not read for {timeout_s:g} s"))
         except OSError as error:
@@ -147,27 +137,59 @@ class Stream(Generic[M]):
                 raise self._error
             if self._is_closed:
                 raise StopAsyncIteration
-            try:
-                data = await self._reader.read(_READ_BYTES)
-            except OSError:  # reset: the peer died with our bytes unread; for us the same as EOF
-                data = b""
+            data = await self._line.read()
             if not data:
                 self._end()
                 raise StopAsyncIteration
             self._incoming = self._decoder.feed(data)
 
+    async def pump(self, take: Callable[[M], bool]) -> None:
+        """Hand each message to `take` the moment it is read, until the stream ends or `take` says False.
+
+        Raises:
+            WireError: as iterating does.
+            Exception: what `take` raised; if it is a `ProtocolError`, the stream is given up.
+        """
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def read(data: bytes) -> None:
+            if over.done():
+                return
+            try:
+                self._incoming = self._decoder.feed(data)
+                goes_on = all(map(take, self._incoming))
+                if goes_on and data:
+                    return
+                if goes_on:
+                    self._end()
+                over.set_result(None)
+            except ProtocolError as error:
+                over.set_exception(self._give_up(error))
+            except Exception as error:  # of who takes; raised where the pump is awaited
+                over.set_exception(error)
+
+        try:
+            if not all(map(take, self._incoming)):
+                return
+        except ProtocolError as error:
+            raise self._give_up(error) from error
+        self._line.push_to(read)
+        try:
+            await over
+        finally:
+            self._line.push_to(None)
+
     async def close(self) -> None:
         """Write out what was posted, within two seconds, and close. Idempotent."""
         if self._is_closed:
             return
-        self._flush()
         self._is_closed = True
-        self._writer.close()
+        self._transport.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._writer.wait_closed()
-        except (TimeoutError, OSError):  # the peer takes no more: what it did not read is lost with it
-            self._writer.transport.abort()
+                await self._line.wait_lost()
+        except TimeoutError:  # the peer takes no more: what it did not read is lost with it
+            self._transport.abort()
 
     async def hand_over(self, last: msgspec.Struct, keep: Callable[[int], K | None]) -> K | None:
         """Let `keep` have a file descriptor of the connection, which goes on; this object is closed. `last`
@@ -180,7 +202,7 @@ class Stream(Generic[M]):
         if self.is_closed:
             raise self._error or WireError(f"stream to {self.peer} is closed")
         try:
-            descriptor = os.dup(self._writer.get_extra_info("socket").fileno())
+            descriptor = os.dup(self._transport.get_extra_info("socket").fileno())
             kept = keep(descriptor)
             if kept is None:
                 os.close(descriptor)
@@ -199,25 +221,15 @@ class Stream(Generic[M]):
             self.abort()
 
     async def _say_last(self, last: msgspec.Struct) -> None:
-        self._writer.transport.set_write_buffer_limits(0)  # a drain waits for the last byte
+        self._transport.set_write_buffer_limits(0)  # a drain waits for the last byte
         self.post(last)
-        self._flush()
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await self._writer.drain()
+            await self._line.drain()
 
     def abort(self) -> None:
         """Close at once; what was posted and not sent is lost."""
         self._is_closed = True
-        self._pending.clear()
-        self._num_pending_bytes = 0
-        self._writer.transport.abort()
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        if self._pending and not self.is_closed:
-            self._writer.write(b"".join(self._pending))
-        self._pending.clear()
-        self._num_pending_bytes = 0
+        self._transport.abort()
 
     def _end(self) -> None:
         """Nothing more will come: raises unless the peer just closed at the end of a frame."""
@@ -234,15 +246,13 @@ class Stream(Generic[M]):
         """Cut the connection; the iteration raises `error`."""
         if self._error is None:
             self._error = error
-        self._pending.clear()
-        self._num_pending_bytes = 0
-        self._writer.transport.abort()
+        self._transport.abort()
         return self._error
 
 
-def peer_pid(writer: asyncio.StreamWriter) -> int | None:
+def peer_pid(transport: asyncio.BaseTransport) -> int | None:
     """The process at the other end of a unix socket, as the kernel knows it; None where it cannot say."""
-    sock = writer.get_extra_info("socket")
+    sock = transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return None
     pid, _uid, _gid = struct.unpack(

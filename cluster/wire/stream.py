@@ -21,6 +21,7 @@ from cluster.wire.address import TcpAddress, UnixAddress, parse_address
 from cluster.wire.codec import MAX_FRAME_BYTES
 from cluster.wire.connection import MAX_PENDING_BYTES, Stream, peer_pid
 from cluster.wire.handshake import FRAME_BYTES, DiallerHandshake, Handshake, ListenerHandshake
+from cluster.wire.line import Line
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +50,23 @@ async def connect(
     target = parse_address(address)
     try:
         async with asyncio.timeout(timeout_s):
+            loop = asyncio.get_running_loop()
             if isinstance(target, UnixAddress):
-                reader, writer = await asyncio.open_unix_connection(target.path)
+                _, line = await loop.create_unix_connection(Line, target.path)
             else:
-                reader, writer = await asyncio.open_connection(target.host, target.port)
-            _set_nodelay(writer)
+                _, line = await loop.create_connection(Line, target.host, target.port)
+            _set_nodelay(line)
             try:
-                await _shake_hands(DiallerHandshake(token), reader, writer)
+                await _shake_hands(DiallerHandshake(token), line)
             except BaseException:
-                writer.transport.abort()
+                line.transport.abort()
                 raise
     except TimeoutError as error:
         raise WireError(f"no answer from {address} within {timeout_s:g} s") from error
     except OSError as error:
         raise WireError(f"cannot connect to {address}: {error.strerror or error}") from error
     return Stream(
-        reader,
-        writer,
+        line,
         decode_type,
         peer=address,
         max_frame_bytes=max_frame_bytes,
@@ -93,21 +94,22 @@ class Listener:
         self._max_frame_bytes = max_frame_bytes
         self._max_pending_bytes = max_pending_bytes
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handshakes: dict[asyncio.StreamWriter, None] = {}  # pending, oldest first
+        self._handshakes: dict[Line, None] = {}  # pending, oldest first
         self._server: asyncio.Server | None = None
         self._socket_file: tuple[str, int] | None = None  # path and inode of the unix socket we made
         self.address = ""  # where to dial: the real port when port 0 was asked
 
     async def start(self, address: str) -> None:
         target = parse_address(address)
+        loop = asyncio.get_running_loop()
         try:
             if isinstance(target, UnixAddress):
-                self._server = await asyncio.start_unix_server(self._accept, target.path)
+                self._server = await loop.create_unix_server(self._make_line, target.path)
                 os.chmod(target.path, 0o600)
                 self._socket_file = (target.path, os.stat(target.path).st_ino)
                 self.address = address
             else:
-                self._server = await asyncio.start_server(self._accept, target.host, target.port)
+                self._server = await loop.create_server(self._make_line, target.host, target.port)
                 port = self._server.sockets[0].getsockname()[1]
                 self.address = str(TcpAddress(target.host, port))
         except OSError as error:
@@ -128,18 +130,22 @@ class Listener:
             if os.path.exists(path) and os.stat(path).st_ino == inode:
                 os.unlink(path)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _make_line(self) -> Line:
+        return Line(self._on_made)
+
+    def _on_made(self, line: Line) -> None:
+        task = asyncio.get_running_loop().create_task(self._accept(line))
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, line: Line) -> None:
         try:
-            if not await self._authenticate(reader, writer):
+            if not await self._authenticate(line):
                 return
             stream: Stream[Any] = Stream(
-                reader,
-                writer,
+                line,
                 self._decode_type,
-                peer=_peer_name(writer),
+                peer=_peer_name(line),
                 max_frame_bytes=self._max_frame_bytes,
                 max_pending_bytes=self._max_pending_bytes,
             )
@@ -153,32 +159,31 @@ class Listener:
             if self._server is not None:  # only `close` may cancel a handler quietly
                 raise
         finally:
-            writer.transport.abort()
-            self._tasks.discard(task)
+            line.transport.abort()
 
-    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _authenticate(self, line: Line) -> bool:
         if len(self._handshakes) >= MAX_PENDING_HANDSHAKES:
             logger.warning("%d handshakes are pending: the oldest makes room", len(self._handshakes))
             oldest = next(iter(self._handshakes))
             del self._handshakes[oldest]
             oldest.transport.abort()
-        self._handshakes[writer] = None
+        self._handshakes[line] = None
         try:
-            _set_nodelay(writer)
+            _set_nodelay(line)
             async with asyncio.timeout(self._handshake_timeout_s):
-                await _shake_hands(ListenerHandshake(self._token), reader, writer)
+                await _shake_hands(ListenerHandshake(self._token), line)
         except TimeoutError:
             logger.warning(
                 "connection from %s closed: no handshake within %g s",
-                _peer_name(writer),
+                _peer_name(line),
                 self._handshake_timeout_s,
             )
         except (WireError, OSError) as error:
-            logger.warning("connection from %s closed: %s", _peer_name(writer), error)
+            logger.warning("connection from %s closed: %s", _peer_name(line), error)
         else:
             return True
         finally:
-            self._handshakes.pop(writer, None)  # gone if it made room
+            self._handshakes.pop(line, None)  # gone if it made room
         return False
 
 
@@ -211,33 +216,31 @@ async def listen(
     return listener
 
 
-async def _shake_hands(
-    handshake: Handshake, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+async def _shake_hands(handshake: Handshake, line: Line) -> None:
     """Drive a handshake to its end; the caller holds the deadline."""
-    writer.write(handshake.start())
+    line.transport.write(handshake.start())
     while not handshake.is_done:
         try:
-            frame = await reader.readexactly(FRAME_BYTES)
-        except asyncio.IncompleteReadError as error:
+            frame = await line.read_exactly(FRAME_BYTES)
+        except EOFError as error:
             raise AuthenticationError(
                 "the peer closed the connection during the handshake (another cluster token?)"
             ) from error
-        writer.write(handshake.receive(frame))
-        await writer.drain()
+        line.transport.write(handshake.receive(frame))
+        await line.drain()
         if handshake.error is not None:
             raise handshake.error
 
 
-def _set_nodelay(writer: asyncio.StreamWriter) -> None:
-    sock = writer.get_extra_info("socket")
+def _set_nodelay(line: Line) -> None:
+    sock = line.transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _peer_name(writer: asyncio.StreamWriter) -> str:
-    pid = peer_pid(writer)
+def _peer_name(line: Line) -> str:
+    pid = peer_pid(line.transport)
     if pid is not None:
         return f"pid {pid}"
-    host, port, *_ = writer.get_extra_info("peername") or ("?", 0)
+    host, port, *_ = line.transport.get_extra_info("peername") or ("?", 0)
     return str(TcpAddress(host, port))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -184,6 +185,23 @@ async def test_a_step_that_hangs_is_found_by_what_steps_take_here() -> None:
     reason = await asyncio.wait_for(engine.stuck, 30)  # not after the 60 s of a step that is not measured
     assert reason.startswith("a step of 2 rows, 2 tokens did not end within 0.2 s")
     release.set()
+    await engine.thread.close(5.0)
+
+
+async def test_steps_have_no_timers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, set_for = asyncio.get_running_loop(), []
+    call_at = loop.call_at
+
+    def note(when: float, callback: Callable[..., object], *args: object, **more: Any) -> asyncio.TimerHandle:
+        if callback == engine.thread._look:
+            set_for.append(when)
+        return call_at(when, callback, *args, **more)
+
+    monkeypatch.setattr(loop, "call_at", note)
+    engine = Engine(Runner(*[lambda: None] * 20))
+    for _ in range(20):
+        assert isinstance(await engine.run(plan(1)), StepDone)
+    assert len(set_for) == 2  # for the longest limit, as nothing is measured; then for the least
     await engine.thread.close(5.0)
 
 

@@ -124,24 +124,125 @@ async def test_a_cancelled_wait_loses_no_message(serve: Serve) -> None:
     await stream.close()
 
 
-async def test_posts_of_one_iteration_leave_in_one_write(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_post_leaves_at_once(serve: Serve) -> None:
+    """Not with the next turn of the loop: whoever posts may be busy for a while."""
     listener = await serve(echo_count)
     stream = await connect(listener.address, TOKEN, RouterToWorker)
-    writes: list[bytes] = []
-    write = asyncio.StreamWriter.write
-    monkeypatch.setattr(
-        asyncio.StreamWriter, "write", lambda self, data: (writes.append(data), write(self, data))[1]
-    )
-    for _ in range(10):
-        stream.post(Drained())
-    assert writes == []
-    assert stream.num_pending_bytes == 10 * len(encode(Drained()))
-    async with asyncio.timeout(2):
-        await anext(stream)
-    assert writes[0] == encode(Drained()) * 10
+    stream.post(Drained())
+    assert stream.num_pending_bytes == 0
     await stream.close()
+
+
+async def test_pumped_messages_come_in_order_and_end_with_the_stream(serve: Serve) -> None:
+    async def say(stream: Stream[Any]) -> None:
+        for number in range(100):
+            stream.post(RenewLeases(leases=[LeaseId(number)]))
+
+    listener = await serve(say)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    numbers: list[int] = []
+
+    def take(message: Any) -> bool:
+        numbers.append(message.leases[0])
+        return True
+
+    async with asyncio.timeout(2):
+        assert (await anext(stream)).leases == [LeaseId(0)]  # one reads it alone, the rest is pumped
+        await stream.pump(take)
+    assert numbers == list(range(1, 100))
+    assert stream.is_closed
+
+
+async def test_a_pump_stops_when_it_is_told_and_loses_nothing(serve: Serve) -> None:
+    async def say(stream: Stream[Any]) -> None:
+        for number in range(4):
+            stream.post(RenewLeases(leases=[LeaseId(number)]))
+        await anext(stream, None)
+
+    listener = await serve(say)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    async with asyncio.timeout(2):
+        await stream.pump(lambda message: message.leases != [LeaseId(1)])
+        assert (await anext(stream)).leases == [LeaseId(2)]
+        assert (await anext(stream)).leases == [LeaseId(3)]
+    await stream.close()
+
+
+@pytest.mark.parametrize(
+    ("payload", "error", "text"),
+    [
+        (encode(Drained()) + b"\xff\xff\xff\xff", ProtocolError, "over the limit"),
+        (encode(Drained()) + b"\x00\x00", ProtocolError, "inside a frame"),
+        (encode(Drained()) + encode(Refused(reason="a")), ValueError, "not this one"),
+        (encode(Drained()), None, ""),
+    ],
+)
+async def test_what_ends_a_pump_is_raised_where_it_is_awaited(
+    serve: Serve, payload: bytes, error: type[Exception] | None, text: str
+) -> None:
+    taken: list[Any] = []
+    ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+    def take(message: Any) -> bool:
+        taken.append(message)
+        if isinstance(message, Refused):
+            raise ValueError("not this one")
+        return True
+
+    async def pump(stream: Stream[Any]) -> None:
+        try:
+            await stream.pump(take)
+        except Exception as cause:
+            ended.set_result(cause)
+        else:
+            ended.set_result(None)
+
+    listener = await serve(pump)
+    _reader, writer = await dial_raw_authenticated(listener.address)
+    writer.write(payload)
+    writer.close()
+    async with asyncio.timeout(2):
+        cause = await ended
+    assert taken[0] == Drained()
+    assert (cause is None) if error is None else (isinstance(cause, error) and text in str(cause))
+
+
+async def test_a_pump_that_is_cancelled_leaves_the_rest_to_who_comes_next(serve: Serve) -> None:
+    gate = asyncio.Event()
+
+    async def late(stream: Stream[Any]) -> None:
+        await gate.wait()
+        stream.post(Drain(grace_s=1.0))
+        await anext(stream, None)
+
+    listener = await serve(late)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await stream.pump(lambda message: True)
+    gate.set()
+    async with asyncio.timeout(2):
+        assert await anext(stream) == Drain(grace_s=1.0)
+    await stream.close()
+
+
+async def test_who_reads_slowly_holds_the_other_end_back(serve: Serve) -> None:
+    """And gets everything once it reads."""
+    num_messages = 100
+    message = Refused(reason="x" * 100_000)
+
+    async def say(stream: Stream[Any]) -> None:
+        for _ in range(num_messages):
+            await stream.send(message)
+
+    listener = await serve(say)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    async with asyncio.timeout(5):
+        assert await anext(stream) == message
+        while not stream._line._is_held_back:
+            await asyncio.sleep(0)
+        assert len(stream._line._unread) < 2 << 20
+        assert [one async for one in stream] == [message] * (num_messages - 1)
 
 
 async def test_a_peer_that_does_not_read_loses_the_stream(serve: Serve) -> None:
@@ -335,7 +436,7 @@ async def test_tcp_has_no_pid_and_no_delay() -> None:
     listener = await listen("tcp:127.0.0.1:0", TOKEN, WorkerToRouter, echo_count)
     stream = await connect(listener.address, TOKEN, RouterToWorker)
     assert stream.peer_pid is None
-    sock = stream._writer.get_extra_info("socket")
+    sock = stream._transport.get_extra_info("socket")
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     await stream.close()
     await listener.close()
