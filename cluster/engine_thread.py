@@ -76,6 +76,7 @@ class EngineThread:
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._watched: _Watched | None = None  # the step in flight
         self._watchdog: asyncio.TimerHandle | None = None
+        self._watchdog_due = 0.0
         self._may_go_on = self._is_closing = False
         self._untold = threading.Lock()  # held from a step that goes on until the loop has dealt with it
         self._loaded: asyncio.Future[StepModel | None] = self._loop.create_future()
@@ -116,12 +117,13 @@ class EngineThread:
         again, so a step costs no timer of its own."""
         due = self._loop.time() + limit_s
         self._watched = _Watched(plan, limit_s, due)
-        if self._watchdog is None or due < self._watchdog.when():
+        if self._watchdog is None or due < self._watchdog_due:
             self._look_at(due)
 
     def _look_at(self, due: float) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
+        self._watchdog_due = due  # a timer of uvloop that is due at once does not say when
         self._watchdog = self._loop.call_at(due, self._look)
 
     def _look(self) -> None:

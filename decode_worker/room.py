@@ -1,8 +1,8 @@
 """Blocks that decoding sequences take before they need them, so that steps need no decision.
 
 1. A step goes on to the next one by itself as long as every row has a place for a token more. Each time rows
-   are planned that may go on, those that fill their last block soon take one more (`take_ahead`): among many
-   rows there is always one that does.
+   are planned without a prompt, those that fill their last block soon take one more (`take_ahead`): among
+   many rows there is always one that does. Blocks go where they were going anyway, up to 16 tokens sooner.
 2. Drafts stand in blocks that are there (`cluster.engine.speculation`): `rows_with_room` says how far.
 
 Only if more blocks are left than what is here may need.

@@ -25,6 +25,21 @@ def file_lock(path: Path, timeout_s: float) -> Iterator[None]:
         os.close(handle)
 
 
+@contextmanager
+def descriptor_lock(descriptor: int, timeout_s: float) -> Iterator[None]:
+    """Hold an open file while the block runs.
+
+    Raises:
+        TimeoutError: as `file_lock`.
+        OSError: it cannot be locked, as on some network file systems.
+    """
+    _acquire(descriptor, timeout_s)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
 def _acquire(handle: int, timeout_s: float) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -79,7 +79,7 @@ def following_plan(plan: StepPlan, output: StepOutput) -> StepPlan | None:
         run, num_on = rows.run, rows.num_on + 1
     else:
         specs = [row.sample for row in rows if row.sample is not None]
-        if len(specs) < len(rows):
+        if not rows or len(specs) < len(rows):
             return None
         run, num_on = Run(rows, specs), 1
     if num_on >= run.num_steps:

@@ -21,13 +21,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from io import RawIOBase
 
+from cluster.engine.file_lock import descriptor_lock
 from cluster.kv.mapping import HUGE_PAGE_BYTES, collapse, map_readable, populate
 
 logger = logging.getLogger(__name__)
 
 _ENOUGH = 0.9  # of the whole huge pages of a file
+_PATIENCE_S = 60.0  # with who reads the same file at the same time
 
 
 class HugePageWriter:
@@ -63,16 +67,28 @@ def map_file_huge(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
         ConfigError: it cannot be mapped.
     """
     whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    buffer = _read(fd, num_bytes)
-    if _huge_bytes(buffer) < _ENOUGH * whole:
-        del buffer  # what is mapped is not dropped
-        if _comes_huge(fd):
-            os.posix_fadvise(fd, 0, num_bytes, os.POSIX_FADV_DONTNEED)
+    with _alone(fd):
         buffer = _read(fd, num_bytes)
         if _huge_bytes(buffer) < _ENOUGH * whole:
-            collapse(buffer)
+            del buffer  # what is mapped is not dropped
+            if _comes_huge(fd):
+                os.posix_fadvise(fd, 0, num_bytes, os.POSIX_FADV_DONTNEED)
+            buffer = _read(fd, num_bytes)
+            if _huge_bytes(buffer) < _ENOUGH * whole:
+                collapse(buffer)
     logger.debug("%d of %d MiB of weights are on huge pages", _huge_bytes(buffer) >> 20, num_bytes >> 20)
     return buffer
+
+
+@contextmanager
+def _alone(fd: int) -> Iterator[None]:
+    """Workers that start together wait for one another: what one has mapped, another cannot drop."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(descriptor_lock(fd, _PATIENCE_S))
+        except OSError as error:
+            logger.debug("weights are mapped without a lock: %s", error or "somebody holds it for long")
+        yield
 
 
 def _read(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:

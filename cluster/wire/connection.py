@@ -144,7 +144,8 @@ class Stream(Generic[M]):
             self._incoming = self._decoder.feed(data)
 
     async def pump(self, take: Callable[[M], bool]) -> None:
-        """Hand each message to `take` the moment it is read, until the stream ends or `take` says False.
+        """Hand each message to `take` the moment it is read, until the stream ends or `take` says False; it
+        cannot be read on after that.
 
         Raises:
             WireError: as iterating does.
@@ -157,7 +158,7 @@ class Stream(Generic[M]):
                 return
             try:
                 self._incoming = self._decoder.feed(data)
-                goes_on = all(map(take, self._incoming))
+                goes_on = all(take(message) for message in self._incoming)
                 if goes_on and data:
                     return
                 if goes_on:
@@ -169,7 +170,7 @@ class Stream(Generic[M]):
                 over.set_exception(error)
 
         try:
-            if not all(map(take, self._incoming)):
+            if not all(take(message) for message in self._incoming):
                 return
         except ProtocolError as error:
             raise self._give_up(error) from error

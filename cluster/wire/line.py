@@ -72,6 +72,8 @@ class Line(asyncio.Protocol):
         Raises:
             OSError: the connection is lost.
         """
+        if self.transport.is_closing():
+            await asyncio.sleep(0)  # a write has just failed: the loss is told in the loop's next turn
         await self._room.wait()
         if self._lost.is_set():
             raise self._broke_by or ConnectionResetError("the connection is lost")

@@ -140,12 +140,13 @@ class Listener:
 
     async def _accept(self, line: Line) -> None:
         try:
-            if not await self._authenticate(line):
+            peer = _peer_name(line)  # while the socket is there to ask
+            if not await self._authenticate(line, peer):
                 return
             stream: Stream[Any] = Stream(
                 line,
                 self._decode_type,
-                peer=_peer_name(line),
+                peer=peer,
                 max_frame_bytes=self._max_frame_bytes,
                 max_pending_bytes=self._max_pending_bytes,
             )
@@ -161,7 +162,7 @@ class Listener:
         finally:
             line.transport.abort()
 
-    async def _authenticate(self, line: Line) -> bool:
+    async def _authenticate(self, line: Line, peer: str) -> bool:
         if len(self._handshakes) >= MAX_PENDING_HANDSHAKES:
             logger.warning("%d handshakes are pending: the oldest makes room", len(self._handshakes))
             oldest = next(iter(self._handshakes))
@@ -174,12 +175,10 @@ class Listener:
                 await _shake_hands(ListenerHandshake(self._token), line)
         except TimeoutError:
             logger.warning(
-                "connection from %s closed: no handshake within %g s",
-                _peer_name(line),
-                self._handshake_timeout_s,
+                "connection from %s closed: no handshake within %g s", peer, self._handshake_timeout_s
             )
         except (WireError, OSError) as error:
-            logger.warning("connection from %s closed: %s", _peer_name(line), error)
+            logger.warning("connection from %s closed: %s", peer, error)
         else:
             return True
         finally:

@@ -205,6 +205,27 @@ async def test_steps_have_no_timers_of_their_own(monkeypatch: pytest.MonkeyPatch
     await engine.thread.close(5.0)
 
 
+async def test_a_timer_that_does_not_say_when_it_is_due_is_good_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """uvloop gives a plain handle for what is due within half a millisecond."""
+    loop, call_at = asyncio.get_running_loop(), asyncio.get_running_loop().call_at
+
+    def plain(when: float, callback: Callable[..., object], *args: object, **more: Any) -> asyncio.Handle:
+        timer = call_at(when, callback, *args, **more)
+        if callback != engine.thread._look:
+            return timer
+        monkeypatch.setattr(loop, "call_at", call_at)
+        timer.cancel()
+        return asyncio.Handle(callback, args, loop)
+
+    monkeypatch.setattr(loop, "call_at", plain)
+    engine = Engine(Runner(*[lambda: None] * 3))
+    for _ in range(3):
+        assert isinstance(await engine.run(plan(1)), StepDone)
+    await engine.thread.close(5.0)
+
+
 async def test_a_process_that_stood_still_does_not_blame_its_engine() -> None:
     release = threading.Event()
     engine = Engine(Runner(lambda: None, lambda: release.wait(30) and None), min_step_timeout_s=0.2)

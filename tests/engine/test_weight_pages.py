@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine import weight_pages
+from cluster.engine.file_lock import descriptor_lock
 from cluster.engine.weight_pages import HugePageWriter, map_file_huge
 from cluster.errors import ConfigError
 from cluster.kv.mapping import HUGE_PAGE_BYTES
@@ -129,3 +130,20 @@ def test_what_cannot_be_mapped_says_so(tmp_path: Path) -> None:
     os.close(fd)
     with pytest.raises(ConfigError, match=r"^10 bytes cannot be mapped: \w"):
         map_file_huge(fd, 10)
+
+
+def test_who_holds_the_file_is_waited_for_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    fd, other = written(path, 5000, 5000), os.open(path, os.O_RDONLY)
+    monkeypatch.setattr(weight_pages, "_PATIENCE_S", 0.05)
+    with descriptor_lock(other, 1.0):
+        assert bytes(map_file_huge(fd, 5000)) == pattern(5000)
+    os.close(fd)
+    fd = os.open(path, os.O_RDONLY)
+    assert bytes(map_file_huge(fd, 5000)) == pattern(5000)
+    with descriptor_lock(other, 1.0):  # it was let go of, though the file is still open
+        pass
+    os.close(fd)
+    os.close(other)

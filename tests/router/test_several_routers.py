@@ -90,6 +90,17 @@ class Routers:
         return sum(int(float(line.split()[-1])) for line in lines if '"/v1/completions"' in line)
 
 
+async def listens(address: str) -> bool:
+    """A socket's file is there a moment before anybody listens."""
+    try:
+        _, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    except OSError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
+
+
 async def start(directory: Path, number: int, port: int, redis: str, keys: Path) -> Router:
     directory.mkdir()
     config = load_config(write_config(directory, port).read_bytes())
@@ -113,7 +124,7 @@ async def start(directory: Path, number: int, port: int, redis: str, keys: Path)
     )
     router = Router(process, Host(config.control_address), admin, [])
     async with asyncio.timeout(START_S):
-        while not Path(config.control_address.removeprefix("unix:")).exists():
+        while not await listens(config.control_address):
             assert process.returncode is None
             await asyncio.sleep(0.02)
         for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -541,3 +542,42 @@ async def test_what_was_kept_is_closed_if_the_last_word_cannot_be_said(serve: Se
         await stream.hand_over(too_long, keep)
     assert kept[0].fileno() == -1
     assert stream.is_closed
+
+
+async def test_a_loss_that_is_on_its_way_is_told_to_who_sends(serve: Serve) -> None:
+    """A write that fails says so to the connection in the loop's next turn, as an abort does."""
+    listener = await serve(echo_count)
+    for say in (
+        lambda stream: stream.send(Drained()),
+        lambda stream: stream.hand_over(Drained(), lambda descriptor: socket.socket(fileno=descriptor)),
+    ):
+        stream = await connect(listener.address, TOKEN, RouterToWorker)
+        post = stream.post
+
+        def post_in_vain(message: Any, stream: Stream[Any] = stream, post: Any = post) -> None:
+            post(message)
+            stream._transport.abort()
+
+        stream.post = post_in_vain  # type: ignore[method-assign]
+        with pytest.raises(WireError, match="broke: the connection is lost"):
+            await say(stream)
+
+
+async def test_a_peer_that_leaves_within_the_handshake_is_told_of_in_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = await listen(f"unix:{tmp_path}/s", TOKEN, WorkerToRouter, echo_count)
+    raw = socket.socket(socket.AF_UNIX)
+    raw.connect(f"{tmp_path}/s")
+    raw.sendall(DiallerHandshake(TOKEN).start())
+    async with asyncio.timeout(5):
+        while not listener._handshakes:  # its first bytes are unread: closing resets the connection
+            await asyncio.sleep(0)
+    raw.close()
+    async with asyncio.timeout(5):
+        while listener._tasks:
+            await asyncio.sleep(0)
+    await listener.close()
+    (record,) = [record for record in caplog.records if record.name == "cluster.wire.stream"]
+    assert re.search(rf"^connection from pid {os.getpid()} closed: ", record.getMessage())
+    assert not [record for record in caplog.records if record.name == "asyncio"]
