@@ -86,7 +86,7 @@ class Peer:
     distributions: tuple[str, ...] = ()
     is_baton: bool = False
     family: str = ""  # variants of one server; the fastest of them is searched for max goodput
-    kv_bits: float = 16
+    kv_bits: float = 16.0
     arithmetic_bits: float | None = None  # of products, where they are not those of weights as stored
     makes_guesses: bool = False  # at tokens, from text that was there before: a step may give more than one
     why_unusual: str | None = None  # why it is measured only when it is named; None: it always is
