@@ -123,14 +123,18 @@ async def start(directory: Path, number: int, port: int, redis: str, keys: Path)
         base_url=f"http://127.0.0.1:{admin_port}", headers={"authorization": "Bearer sk-free"}, timeout=20.0
     )
     router = Router(process, Host(config.control_address), admin, [])
-    async with asyncio.timeout(START_S):
-        while not await listens(config.control_address):
-            assert process.returncode is None
-            await asyncio.sleep(0.02)
-        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
-            router.workers.append(await router.host.start(make_register(name, role)))
-        while await router.readiness() != 200:
-            await asyncio.sleep(0.02)
+    try:
+        async with asyncio.timeout(START_S):
+            while not await listens(config.control_address):
+                assert process.returncode is None
+                await asyncio.sleep(0.02)
+            for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+                router.workers.append(await router.host.start(make_register(name, role)))
+            while await router.readiness() != 200:
+                await asyncio.sleep(0.02)
+    except BaseException:  # nobody else knows of it yet
+        await router.kill()
+        raise
     return router
 
 
