@@ -144,8 +144,7 @@ class Stream(Generic[M]):
             self._incoming = self._decoder.feed(data)
 
     async def pump(self, take: Callable[[M], bool]) -> None:
-        """Hand each message to `take` the moment it is read, until the stream ends or `take` says False; it
-        cannot be read on after that.
+        """Hand each message to `take` the moment it is read, until the stream ends or `take` says False.
 
         Raises:
             WireError: as iterating does.
@@ -154,7 +153,9 @@ class Stream(Generic[M]):
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def read(data: bytes) -> None:
-            if over.done():
+            if over.done():  # the pump has yet to wake up and end: these are for who reads on
+                self._line.push_to(None)
+                self._line.data_received(data)
                 return
             try:
                 self._incoming = self._decoder.feed(data)

@@ -106,7 +106,18 @@ async def test_iteration_ends_when_the_peer_closes_after_all_it_sent(serve: Serv
     stream.post(Drained())  # dropped
 
 
-async def test_a_cancelled_wait_loses_no_message(serve: Serve) -> None:
+async def wait_for_one(stream: Stream[Any]) -> None:
+    await anext(stream)
+
+
+async def pump_all(stream: Stream[Any]) -> None:
+    await stream.pump(lambda message: True)
+
+
+@pytest.mark.parametrize("wait", [wait_for_one, pump_all])
+async def test_a_cancelled_wait_loses_no_message(
+    serve: Serve, wait: Callable[[Stream[Any]], Awaitable[None]]
+) -> None:
     gate = asyncio.Event()
 
     async def late(stream: Stream[Any]) -> None:
@@ -118,8 +129,22 @@ async def test_a_cancelled_wait_loses_no_message(serve: Serve) -> None:
     stream = await connect(listener.address, TOKEN, RouterToWorker)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await anext(stream)
+            await wait(stream)
     gate.set()
+    async with asyncio.timeout(2):
+        assert await anext(stream) == Drain(grace_s=1.0)
+    await stream.close()
+
+
+async def test_what_comes_before_a_cancelled_pump_wakes_up_is_for_who_reads_on(serve: Serve) -> None:
+    listener = await serve(echo_count)
+    stream = await connect(listener.address, TOKEN, RouterToWorker)
+    pump = asyncio.create_task(pump_all(stream))
+    await asyncio.sleep(0)
+    pump.cancel()
+    stream._line.data_received(encode(Drain(grace_s=1.0)))  # within the same turn
+    with pytest.raises(asyncio.CancelledError):
+        await pump
     async with asyncio.timeout(2):
         assert await anext(stream) == Drain(grace_s=1.0)
     await stream.close()
@@ -206,25 +231,6 @@ async def test_what_ends_a_pump_is_raised_where_it_is_awaited(
         cause = await ended
     assert taken[0] == Drained()
     assert (cause is None) if error is None else (isinstance(cause, error) and text in str(cause))
-
-
-async def test_a_pump_that_is_cancelled_leaves_the_rest_to_who_comes_next(serve: Serve) -> None:
-    gate = asyncio.Event()
-
-    async def late(stream: Stream[Any]) -> None:
-        await gate.wait()
-        stream.post(Drain(grace_s=1.0))
-        await anext(stream, None)
-
-    listener = await serve(late)
-    stream = await connect(listener.address, TOKEN, RouterToWorker)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await stream.pump(lambda message: True)
-    gate.set()
-    async with asyncio.timeout(2):
-        assert await anext(stream) == Drain(grace_s=1.0)
-    await stream.close()
 
 
 async def test_who_reads_slowly_holds_the_other_end_back(serve: Serve) -> None:
