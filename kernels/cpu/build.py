@@ -35,6 +35,7 @@ SOURCES = (
     "gemm.cpp",
     "gemm_amx.cpp",
     "gemm_coded.cpp",
+    "gemm_coded_amx.cpp",
     "gemm_dot.cpp",
     "gemm_int8.cpp",
     "line_rows.cpp",
@@ -47,6 +48,7 @@ SOURCES = (
     "sampling.cpp",
 )
 HEADERS = (
+    "amx_unit.h",
     "attention.h",
     "attention_bytes.h",
     "attention_chunk.h",
@@ -63,6 +65,7 @@ HEADERS = (
     "gemm.h",
     "gemm_amx.h",
     "gemm_coded.h",
+    "gemm_coded_amx.h",
     "gemm_dot.h",
     "gemm_int8.h",
     "gemm_words.h",

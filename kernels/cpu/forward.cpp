@@ -160,7 +160,7 @@ private:
         if (s_.inner % header_of(layer.gate_up).panel != 0) {
             gated_apart(watch, rank, rows, layer);
         } else if (reads_bf16(header_of(layer.down).kind)) {
-            const Operand inner = operands_.place(layer.down, rows.num_rows, s_.inner);
+            const Operand inner = operands_.place(rank, layer.down, rows.num_rows, s_.inner);
             gate_panels(rank, rows, layer, NarrowInner{inner.laid_out.lines});
             meet(rank, watch, StepStage::kGateUp);
             return inner;

@@ -1,5 +1,5 @@
 // Packing, the tile products and the permission of `gemm_amx.h`.
-#include "gemm_amx.h"
+#include "amx_unit.h"
 
 #include <atomic>
 #include <cerrno>
@@ -8,12 +8,6 @@
 #if defined(__linux__) && defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
-
-#if defined(BATON_AMX_EMULATED)
-#include "amx_emulated.h"
-#elif defined(BATON_AMX)
-#include <immintrin.h>
 #endif
 
 namespace baton {
@@ -88,11 +82,11 @@ void multiply(int64_t height, int64_t steps, const char* rows, const char* panel
 
 }  // namespace
 
-AmxSession::AmxSession(int64_t height) {
+AmxSession::AmxSession(const AmxTile (&tiles)[8]) {
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) {
-        config.line_bytes[tile] = uint16_t(kLineBytes);
-        config.lines[tile] = uint8_t(tile < 6 ? height : kTileLines);
+        config.line_bytes[tile] = uint16_t(tiles[tile].bytes);
+        config.lines[tile] = uint8_t(tiles[tile].lines);
     }
     asm volatile("" : : "r"(&config) : "memory");  // some compilers think that a part of it is read
     _tile_loadconfig(&config);

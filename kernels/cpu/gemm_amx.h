@@ -48,11 +48,15 @@ inline RowCut amx_cut(int64_t num_rows) {
     return {num_rows, num_rows <= kTileLines ? 1 : 2 * ceil_div(num_rows, 2 * kTileLines)};
 }
 
-// The unit on this thread, set up for tiles of rows of a height. It is released at the end: a thread that waits has
-// little state to be saved.
+// The lines of a tile and the bytes of each.
+struct AmxTile {
+    int64_t lines, bytes;
+};
+
+// The unit on this thread, its tiles set up. It is released at the end: a thread that waits has little state to be saved.
 class AmxSession {
 public:
-    explicit AmxSession(int64_t height);
+    explicit AmxSession(const AmxTile (&tiles)[8]);
     ~AmxSession();
     AmxSession(const AmxSession&) = delete;
     AmxSession& operator=(const AmxSession&) = delete;
@@ -95,7 +99,9 @@ void amx_walk(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int6
     if (cut.num_rows == 0 || begin >= end) return;
     const int64_t num_groups = ceil_div(cut.num_tiles, 2);  // pairs of tiles, or one tile alone
     const int64_t num_blocks = std::min(num_groups, ceil_div(cut.num_tiles * rows.tile_bytes(), kAmxRowBlockBytes));
-    const AmxSession session(cut.height);
+    constexpr AmxTile weights{kTileLines, kLineBytes};
+    const AmxTile some{cut.height, kLineBytes};
+    const AmxSession session({some, some, some, some, some, some, weights, weights});
     alignas(64) Sum sums[2 * kTileLines * kAmxPanel];
     for (int64_t block = 0; block < num_blocks; ++block) {
         const int64_t first = num_groups * block / num_blocks, last = num_groups * (block + 1) / num_blocks;

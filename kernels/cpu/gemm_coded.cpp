@@ -1,6 +1,7 @@
 // Decoding, tiles, packing and single calls of `gemm_coded.h`.
 #include "gemm_coded.h"
 
+#include "gemm_coded_amx.h"
 #include "word_tile.h"
 
 namespace baton {
@@ -11,6 +12,9 @@ namespace {
 //
 // 4 bits: [half][8 words of k][first or rest][lane], 32 bits of one lane: bits 4i to 4i + 3 are its code in word i.
 // 8 bits: [half][16 words of k][first or rest][lane], a signed byte.
+//
+// The matrix unit's: of 4 bits [8][32 of k] words of 16 bits, of four columns each, the first one's the lowest; of 8 bits
+// [32 columns][32 of k] bytes.
 constexpr int64_t kGroup = kWidth / 2, kBlockWords = kBlockSize / 2, kNibbleWords = 8;
 
 // Where the code of column `n` of a panel at `k` of a block lies: the byte, and for 4 bits the shift in it.
@@ -19,11 +23,35 @@ struct Place {
     int shift;
 };
 Place place_of(WeightKind kind, int64_t n, int64_t k) {
+    if (kind == WeightKind::kAmxNibbles) return {n / 4 * kLineBytes + 2 * k + n % 4 / 2, int(n % 2) * 4};
+    if (kind == WeightKind::kAmxBytes) return {n * kBlockSize + k, 0};
     const int64_t half = n / kWidth, group = n % kWidth / kGroup, lane = n % kGroup * 2 + k % 2, word = k / 2;
     if (!is_nibbles(kind)) return {((half * kBlockWords + word) * 2 + group) * kWidth + lane, 0};
     const int64_t vector = (half * (kBlockWords / kNibbleWords) + word / kNibbleWords) * 2 + group, i = word % kNibbleWords;
     return {(vector * kWidth + lane) * 4 + i / 2, int(i % 2) * 4};
 }
+
+// Exact: every fp16 is an fp32.
+inline float widen_half(const char* source) {
+    uint16_t bits;
+    std::memcpy(&bits, source, sizeof bits);
+    const int32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float magnitude = exponent == 0 ? float(fraction) * 0x1p-24f
+                                          : float(fraction + 1024) * 0x1p-25f * float(int64_t(1) << exponent);
+    return bits & 0x8000 ? -magnitude : magnitude;
+}
+
+}  // namespace
+
+float value_of(WeightKind kind, const char* block, int64_t n, int64_t k) {
+    const Place place = place_of(kind, n, k);
+    const char* codes = block + (is_nibbles(kind) ? 4 : 2) * kWordPanel;
+    const int code = is_nibbles(kind) ? uint8_t(codes[place.byte]) >> place.shift & 15 : int8_t(codes[place.byte]);
+    const float minimum = is_nibbles(kind) ? widen_half(block + 2 * (kWordPanel + n)) : 0.0f;
+    return float(code) * widen_half(block + 2 * n) + minimum;
+}
+
+namespace {
 
 #if defined(BATON_DOT) && defined(BATON_AVX512) && !defined(BATON_DOT_EMULATED)
 
@@ -82,30 +110,12 @@ template <WeightKind Kind, typename Take>
 
 #else
 
-// Exact: every fp16 is an fp32.
-inline float widen_half(const char* source) {
-    uint16_t bits;
-    std::memcpy(&bits, source, sizeof bits);
-    const int32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const float magnitude = exponent == 0 ? float(fraction) * 0x1p-24f
-                                          : float(fraction + 1024) * 0x1p-25f * float(int64_t(1) << exponent);
-    return bits & 0x8000 ? -magnitude : magnitude;
-}
-
 template <WeightKind Kind, typename Take>
 inline void decode_block(const char* block, const Take& take) {
-    constexpr bool kIsNibbles = Kind == WeightKind::kNibbles;
-    const char* codes = block + (kIsNibbles ? 4 : 2) * kWordPanel;
     const auto words = [&](int64_t first, int64_t word) {
         Vec values[2];
         for (int64_t lane = 0; lane < kWidth; ++lane)
-            for (int64_t odd = 0; odd < 2; ++odd) {
-                const int64_t n = first + lane;
-                const Place place = place_of(Kind, n, 2 * word + odd);
-                const int code = kIsNibbles ? uint8_t(codes[place.byte]) >> place.shift & 15 : int8_t(codes[place.byte]);
-                const float minimum = kIsNibbles ? widen_half(block + 2 * (kWordPanel + n)) : 0.0f;
-                values[odd][lane] = float(code) * widen_half(block + 2 * n) + minimum;
-            }
+            for (int64_t odd = 0; odd < 2; ++odd) values[odd][lane] = value_of(Kind, block, first + lane, 2 * word + odd);
         return IntVec(round_bf16(values[0]) >> 16 | (round_bf16(values[1]) & 0xffff0000));
     };
     for (int word = 0; word < kBlockWords; ++word) take(word, words(0, word), words(kWidth, word));
@@ -113,15 +123,14 @@ inline void decode_block(const char* block, const Take& take) {
 
 #endif
 
-// Lines of words, a half's beside the other's for `dot_tile`; for the matrix unit a tile of each half per block.
+// Lines of words, a half's beside the other's.
 template <WeightKind Kind>
-void decode(const char* panel, int64_t num_blocks, bool is_tiles, char* words) {
-    const int64_t line = (is_tiles ? 1 : 2) * 4 * kWidth, high_half = is_tiles ? kBlockWords * line : 4 * kWidth;
+void decode(const char* panel, int64_t num_blocks, char* words) {
     for (int64_t b = 0; b < num_blocks; ++b, words += kBlockWords * 4 * kWordPanel)
         decode_block<Kind>(panel + b * CodedWeight::block_bytes(Kind),
                            [&](int64_t word, IntVec low, IntVec high) [[gnu::always_inline]] {
-                               std::memcpy(words + word * line, &low, sizeof low);
-                               std::memcpy(words + word * line + high_half, &high, sizeof high);
+                               std::memcpy(words + word * 4 * kWordPanel, &low, sizeof low);
+                               std::memcpy(words + word * 4 * kWordPanel + sizeof low, &high, sizeof high);
                            });
 }
 
@@ -154,7 +163,8 @@ void linear(const float* x, int64_t num_rows, const void* packed, const float* b
     const PackedHeader& header = header_of(packed);
     const bool on_unit = is_amx_coded(header.kind);
     const RowCut cut = on_unit ? amx_cut(num_rows) : word_cut(num_rows);
-    const LineRows rows = LineRows::in(scratch, cut, 2 * header.in_features);
+    LineRows rows = LineRows::in(scratch, cut, 2 * header.in_features);
+    rows.serial = new_serials(1);
     for (int64_t m = 0; m < num_rows; ++m) narrow_row(x + m * header.in_features, header.in_features, m, rows);
     const Store<Y> output{y, bias, header.out_features};
     parallel_ranges(num_threads, ceil_div(header.out_features, kWordPanel), 2, [&](int64_t begin, int64_t end) {
@@ -173,8 +183,9 @@ char* decoded_words(const CodedWeight& weight) {
 }
 
 void decode_panel(const CodedWeight& weight, const char* panel, char* words) {
+    if (is_amx_coded(weight.kind)) return decode_amx_panel(weight, panel, words);
     const auto decode_kind = is_nibbles(weight.kind) ? decode<WeightKind::kNibbles> : decode<WeightKind::kBytes>;
-    decode_kind(panel, weight.num_blocks(), is_amx_coded(weight.kind), words);
+    decode_kind(panel, weight.num_blocks(), words);
 }
 
 #if defined(BATON_DOT)

@@ -13,13 +13,11 @@
 // five of them do: a weight may have its decoded panels behind its codes, for these. Else a panel is decoded once into cache,
 // and all tiles of rows pass over it, from whichever cache these are in: a tile's row is read at two bytes a cycle.
 //
-// The matrix unit (`gemm_amx.h`) has kinds of its own, whose codes are the same and are decoded to its tiles; its time is the
-// same for 1 row and for 16, and memory binds it further up, so more rows meet codes.
+// The matrix unit has kinds of its own (`gemm_coded_amx.h`), with codes in an order of their own.
 //
-// Products only where `kHasDot`, and `kHasAmx`.
+// Products only where `kHasDot`.
 #pragma once
 
-#include "gemm_amx.h"
 #include "gemm_dot.h"
 
 namespace baton {
@@ -28,9 +26,7 @@ constexpr int64_t kBlockSize = 32;   // values of k
 constexpr int64_t kFusedRows = 8;  // at most so many are multiplied while weights are decoded
 constexpr int64_t kCodedRideRows = 4;  // of them; fewer leave memory no time for anything else
 
-constexpr int64_t kAmxCodedRows = 32;  // more meet decoded tiles, where there are any
-
-inline bool is_nibbles(WeightKind kind) { return kind == WeightKind::kNibbles || kind == WeightKind::kAmxNibbles; }
+constexpr bool is_nibbles(WeightKind kind) { return kind == WeightKind::kNibbles || kind == WeightKind::kAmxNibbles; }
 inline bool is_amx_coded(WeightKind kind) { return kind == WeightKind::kAmxNibbles || kind == WeightKind::kAmxBytes; }
 inline bool is_coded(WeightKind kind) { return is_nibbles(kind) || kind == WeightKind::kBytes || is_amx_coded(kind); }
 
@@ -45,7 +41,7 @@ struct CodedWeight {
           panels(static_cast<const char*>(packed) + sizeof(PackedHeader)),
           expanded(header_of(packed).expanded > 0 ? static_cast<const char*>(packed) + header_of(packed).expanded : nullptr) {}
 
-    static int64_t block_bytes(WeightKind kind) { return (is_nibbles(kind) ? 20 : 34) * kWordPanel; }
+    static constexpr int64_t block_bytes(WeightKind kind) { return (is_nibbles(kind) ? 20 : 34) * kWordPanel; }
 
     int64_t num_blocks() const { return in_features / kBlockSize; }
     // In words of a column, as decoded; a panel is asked for while the one before is multiplied.
@@ -62,8 +58,12 @@ void coded_tile(int64_t num_rows, const char* x, int64_t stride, const CodedWeig
 // This thread's memory for a decoded panel.
 char* decoded_words(const CodedWeight& weight);
 
+// Of column `n` of a panel's block at `k` of it, not rounded yet.
+float value_of(WeightKind kind, const char* block, int64_t n, int64_t k);
+
 // A panel as `dot_tile` reads it, to `words`, or as `amx_tiles` does.
 void decode_panel(const CodedWeight& weight, const char* panel, char* words);
+void decode_amx_panel(const CodedWeight& weight, const char* panel, char* words);
 
 // Rows (`narrow_row`) x panels [begin, end); `output` as in `gemm.h`.
 template <typename Output>
@@ -89,31 +89,6 @@ void gemm_coded(const LineRows& x, const CodedWeight& weight, int64_t begin, int
         dot_tile(cut.rows(tile), x.tile(tile), x.stride(), stream.words, words, ahead, sums);
         write_sums(cut, tile, panel, sums, output);
     });
-}
-
-// Decodes a panel when the unit comes to it, while the next one's codes are asked for.
-class DecodedTiles {
-public:
-    explicit DecodedTiles(const CodedWeight& weight) : weight_(weight), stream_(weight.stream()) {}
-
-    AmxPanel operator()(int64_t index) const {
-        char* const tiles = decoded_words(weight_);
-        const int64_t bytes = stream_.panel_bytes();
-        decode_panel(weight_, stream_.panel(index), tiles);
-        return {tiles, stream_.panel(index), bytes, CodedWeight::block_bytes(weight_.kind), bytes};
-    }
-
-private:
-    const CodedWeight& weight_;
-    const PanelStream stream_;
-};
-
-template <typename Output>
-void amx_gemm_coded(const LineRows& rows, const CodedWeight& weight, int64_t begin, int64_t end, const Output& output) {
-    if (rows.cut.num_rows > kAmxCodedRows && weight.expanded != nullptr)
-        amx_gemm_bf16(rows, bf16_panels(rows, weight.expanded), begin, end, output);
-    else
-        amx_gemm_bf16(rows, DecodedTiles(weight), begin, end, output);
 }
 
 // Whether a packed weight of these kinds has the size that its header says.

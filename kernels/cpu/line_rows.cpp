@@ -1,6 +1,8 @@
 // Rows into the lines of `line_rows.h`.
 #include "line_rows.h"
 
+#include <atomic>
+
 namespace baton {
 namespace {
 
@@ -33,6 +35,11 @@ int32_t largest_bits(const float* x, int64_t size) {
 }
 
 }  // namespace
+
+int64_t new_serials(int64_t count) {
+    static std::atomic<int64_t> next{1};
+    return next.fetch_add(count, std::memory_order_relaxed);
+}
 
 void narrow_row(const float* x, int64_t in_features, int64_t m, const LineRows& rows) {
     constexpr int64_t count = kLineBytes / 2;

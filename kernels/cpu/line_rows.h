@@ -27,6 +27,7 @@ struct LineRows {
     RowCut cut;
     int64_t steps = 0;  // of 64 bytes
     char* data = nullptr;
+    int64_t serial = 0;  // differs wherever what is written does, for who keeps them in another form
 
     static int64_t steps_of(int64_t row_bytes) { return ceil_div(row_bytes, kLineBytes); }
     static int64_t bytes(const RowCut& cut, int64_t steps) { return cut.num_tiles * cut.height * steps * kLineBytes; }
@@ -46,6 +47,9 @@ struct LineRows {
         return data + at / height * tile_bytes() + at % height * kLineBytes;
     }
 };
+
+// So many numbers that nobody else in this process has; the first one.
+int64_t new_serials(int64_t count);
 
 // x [in_features] rounded to bf16 to row m of `rows`, zeros to the end of its last line.
 void narrow_row(const float* x, int64_t in_features, int64_t m, const LineRows& rows);

@@ -9,10 +9,12 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "gemm.h"
 #include "gemm_amx.h"
 #include "gemm_coded.h"
+#include "gemm_coded_amx.h"
 #include "gemm_dot.h"
 #include "gemm_int8.h"
 #include "team.h"
@@ -104,13 +106,14 @@ public:
     Operands(Team& team, Scratch& memory, Scratch& placed, int64_t num_rows, int64_t in_features)
         : team_(team), own_bytes_(bytes_of(kOwnRows, in_features)),
           memory_(bytes(memory, std::max(bytes_of(num_rows, in_features), team.size() * own_bytes_))),
-          placed_(bytes(placed, kHasDot || kHasAmx ? bytes_of(num_rows, in_features) : 0)) {}
+          placed_(bytes(placed, kHasDot || kHasAmx ? bytes_of(num_rows, in_features) : 0)),
+          serials_(size_t(team.size()), new_serials(kMostOperands)) {}
 
     // By every rank, with the same rows; x is read by whoever prepared it only, unless weights take it as it is.
     Operand prepare(int64_t rank, const float* x, const void* packed, int64_t num_rows, int64_t in_features) {
         const WeightKind kind = header_of(packed).kind;
         if (reads_floats(kind)) return {kind, x, num_rows, in_features};
-        const Operand result = laid_out(kind, num_rows, in_features, memory_of(rank, num_rows));
+        const Operand result = laid_out(rank, kind, num_rows, in_features, memory_of(rank, num_rows));
         each(rank, num_rows, [&](int64_t m) { result.take(x + m * in_features, m); });
         return result;
     }
@@ -118,7 +121,7 @@ public:
     // By every rank: make(m, row) writes row m as fp32.
     template <typename Make>
     Operand make(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features, const Make& make) {
-        const Operand result = laid_out(header_of(packed).kind, num_rows, in_features, memory_of(rank, num_rows));
+        const Operand result = laid_out(rank, header_of(packed).kind, num_rows, in_features, memory_of(rank, num_rows));
         each(rank, num_rows, [&](int64_t m) {
             static thread_local Scratch memory;
             if (reads_floats(result.kind)) return make(m, const_cast<float*>(result.x) + m * in_features);
@@ -129,12 +132,14 @@ public:
         return result;
     }
 
-    // Where the caller writes the rows, for all ranks.
-    Operand place(const void* packed, int64_t num_rows, int64_t in_features) const {
-        return laid_out(header_of(packed).kind, num_rows, in_features, placed_);
+    // By every rank: where the caller writes the rows, for all ranks.
+    Operand place(int64_t rank, const void* packed, int64_t num_rows, int64_t in_features) {
+        return laid_out(rank, header_of(packed).kind, num_rows, in_features, placed_);
     }
 
 private:
+    static constexpr int64_t kMostOperands = 1 << 20;  // of a pass
+
     static char* bytes(Scratch& scratch, int64_t count) { return reinterpret_cast<char*>(scratch.floats(count / 4)); }
 
     static int64_t scale_bytes(int64_t num_rows) { return ceil_div(num_rows * 4, kLineBytes) * kLineBytes; }
@@ -150,13 +155,13 @@ private:
     static bool alone(int64_t num_rows) { return num_rows <= kOwnRows; }
     char* memory_of(int64_t rank, int64_t num_rows) const { return memory_ + (alone(num_rows) ? rank * own_bytes_ : 0); }
 
-    static Operand laid_out(WeightKind kind, int64_t num_rows, int64_t in_features, char* memory) {
+    Operand laid_out(int64_t rank, WeightKind kind, int64_t num_rows, int64_t in_features, char* memory) {
         float* floats = reinterpret_cast<float*>(memory);
         Operand result{kind, floats, num_rows, in_features};
         if (reads_floats(kind)) return result;
         const RowCut cut = is_amx(kind) ? amx_cut(num_rows) : word_cut(num_rows);
         const int64_t steps = LineRows::steps_of((is_int8(kind) ? 1 : 2) * in_features);
-        result.laid_out = {{cut, steps, memory + scale_bytes(num_rows)}, floats};
+        result.laid_out = {{cut, steps, memory + scale_bytes(num_rows), serials_[size_t(rank)]++}, floats};
         return result;
     }
 
@@ -174,6 +179,7 @@ private:
     Team& team_;
     const int64_t own_bytes_;
     char *const memory_, *const placed_;  // memory_: of few rows a part for each rank
+    std::vector<int64_t> serials_;        // of each rank's next operand: all ranks have the same ones
 };
 
 }  // namespace baton
