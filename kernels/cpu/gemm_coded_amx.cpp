@@ -7,6 +7,8 @@ namespace baton {
 
 namespace {
 
+constexpr int64_t kParts = 4, kPartColumns = kAmxPanel / kParts;
+
 #if defined(BATON_AVX512) && defined(__AVX512BW__) && defined(__AVX512BF16__) && !defined(BATON_AMX_EMULATED)
 
 // fp16 of a panel's columns to fp32.
@@ -15,10 +17,10 @@ inline void widen_halves(const char* source, float* target) {
         _mm512_store_ps(target + n, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + 2 * n))));
 }
 
-// A block of all of a panel's columns to its two tiles. Nothing is ever subnormal or NaN where scales are finite fp16, so
-// the machine's own rounding is `round_bf16`.
-template <WeightKind Kind>
-inline void decode_block(const char* block, char* tiles) {
+// A block of all of a panel's columns to its two tiles; between(part) is called after each of kParts parts of it. Nothing is
+// ever subnormal or NaN where scales are finite fp16, so the machine's own rounding is `round_bf16`.
+template <WeightKind Kind, typename Between>
+[[gnu::always_inline]] inline void decode_block(const char* block, char* tiles, const Between& between) {
     alignas(64) float scales[kAmxPanel], minima[kAmxPanel];
     widen_halves(block, scales);
     const auto put = [&](int64_t n, __m512i values) { _mm512_store_si512(tiles + n * kLineBytes, values); };
@@ -39,28 +41,32 @@ inline void decode_block(const char* block, char* tiles) {
                 put(n + i + 1,
                     _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(second, low_bits, second_half, 0xEA), table));
             }
+            if ((n + 4) % kPartColumns == 0) between(n / kPartColumns);
         }
     } else {
         const char* codes = block + 2 * kAmxPanel;
-#pragma GCC unroll 4
+#pragma GCC unroll 32
         for (int64_t n = 0; n < kAmxPanel; ++n, codes += kBlockSize) {
             const __m512 scale = _mm512_set1_ps(scales[n]);
             const int8_t* column = reinterpret_cast<const int8_t*>(codes);
             put(n, __m512i(_mm512_cvtne2ps_pbh(load(column + kWidth) * scale, load(column) * scale)));
+            if ((n + 1) % kPartColumns == 0) between(n / kPartColumns);
         }
     }
 }
 
 #else
 
-template <WeightKind Kind>
-inline void decode_block(const char* block, char* tiles) {
-    for (int64_t n = 0; n < kAmxPanel; ++n)
+template <WeightKind Kind, typename Between>
+inline void decode_block(const char* block, char* tiles, const Between& between) {
+    for (int64_t n = 0; n < kAmxPanel; ++n) {
         for (int64_t k = 0; k < kBlockSize; k += kWidth) {
             Vec values;
             for (int64_t lane = 0; lane < kWidth; ++lane) values[lane] = value_of(Kind, block, n, k + lane);
             store(reinterpret_cast<bf16*>(tiles + n * kLineBytes) + k, values);
         }
+        if ((n + 1) % kPartColumns == 0) between(n / kPartColumns);
+    }
 }
 
 #endif
@@ -78,7 +84,7 @@ template <WeightKind Kind>
 void decode_panel_turned(const CodedWeight& weight, const char* panel, char* words) {
     alignas(64) char tiles[kDecodedBlockBytes];
     for (int64_t b = 0; b < weight.num_blocks(); ++b, words += kDecodedBlockBytes) {
-        decode_block<Kind>(panel + b * CodedWeight::block_bytes(Kind), tiles);
+        decode_block<Kind>(panel + b * CodedWeight::block_bytes(Kind), tiles, [](int64_t) {});
         for (int64_t half = 0; half < kDecodedBlockBytes; half += kTileBytes) {
             const char* lines[kTileLines];
             for (int64_t n = 0; n < kTileLines; ++n) lines[n] = tiles + half + n * kLineBytes;
@@ -117,16 +123,21 @@ TurnedRows TurnedRows::of(const LineRows& rows) {
 
 namespace {
 
-// Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights.
+// A part of the product of a block. Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights.
 template <bool Pair>
-inline void multiply_block(const char* rows, int64_t tile_bytes, int64_t line, const char* weights) {
-    _tile_loadd(6, weights, kLineBytes);
-    _tile_loadd(4, rows, line);
-    _tile_dpbf16ps(0, 6, 4);
-    _tile_loadd(7, weights + kTileBytes, kLineBytes);
-    _tile_dpbf16ps(1, 7, 4);
-    if constexpr (Pair) {
-        _tile_loadd(5, rows + tile_bytes, line);
+[[gnu::always_inline]] inline void multiply_part(int64_t part, const char* rows, int64_t tile_bytes, int64_t line,
+                                                 const char* weights) {
+    asm volatile("" : : : "memory");  // some compilers do not know what a tile load reads
+    if (part == 0) {
+        _tile_loadd(6, weights, kLineBytes);
+        _tile_loadd(4, rows, line);
+    } else if (part == 1) {
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_loadd(7, weights + kTileBytes, kLineBytes);
+    } else if (part == 2) {
+        _tile_dpbf16ps(1, 7, 4);
+        if constexpr (Pair) _tile_loadd(5, rows + tile_bytes, line);
+    } else if constexpr (Pair) {
         _tile_dpbf16ps(2, 6, 5);
         _tile_dpbf16ps(3, 7, 5);
     }
@@ -138,7 +149,6 @@ void multiply_panel(const CodedTiles& tiles, int64_t first_tile, float* sums) {
     const TurnedRows& turned = tiles.rows;
     const int64_t num_blocks = tiles.weight.num_blocks();
     const char* rows = turned.tile(first_tile);
-    asm volatile("" : : : "memory");  // some compilers do not know what a tile load reads
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (Pair) {
@@ -146,21 +156,22 @@ void multiply_panel(const CodedTiles& tiles, int64_t first_tile, float* sums) {
         _tile_zero(3);
     }
     const auto block = [&](int64_t b) { return tiles.decoded + b % tiles.ring * kDecodedBlockBytes; };
-    const auto multiply = [&](int64_t b) {
-        multiply_block<Pair>(rows + b * turned.step_bytes, turned.tile_bytes, turned.line, block(b));
+    const auto multiply = [&](int64_t b, int64_t part) [[gnu::always_inline]] {
+        multiply_part<Pair>(part, rows + b * turned.step_bytes, turned.tile_bytes, turned.line, block(b));
     };
+    int64_t b = 0;
     if (tiles.panel != nullptr) {
-        const char* codes = tiles.panel;
-        for (int64_t b = 0; b < num_blocks; ++b, codes += block_bytes) {
+        const auto decode = [&](const auto& between) [[gnu::always_inline]] {
+            const char* codes = tiles.panel + b * block_bytes;
             for (int64_t i = 0; i < block_bytes; i += 64) prefetch(codes + kPrefetchBytes + i);
-            decode_block<Kind>(codes, block(b));
-            asm volatile("" : : : "memory");
-            if (b >= late) multiply(b - late);
-        }
-        for (int64_t b = std::max<int64_t>(0, num_blocks - late); b < num_blocks; ++b) multiply(b);
-    } else {
-        for (int64_t b = 0; b < num_blocks; ++b) multiply(b);
+            decode_block<Kind>(codes, block(b), between);
+        };
+        for (; b < std::min(late, num_blocks); ++b) decode([](int64_t) {});
+        for (; b < num_blocks; ++b) decode([&](int64_t part) [[gnu::always_inline]] { multiply(b - late, part); });
+        b = std::max<int64_t>(0, num_blocks - late);
     }
+    for (; b < num_blocks; ++b)
+        for (int64_t part = 0; part < kParts; ++part) multiply(b, part);
     const int64_t line = turned.line == 4 ? 4 : kRowsPerTile * 4, tile = line * kTileLines / 4;
     _tile_stored(0, sums, line);
     _tile_stored(1, sums + tile, line);
