@@ -7,7 +7,7 @@ namespace baton {
 
 namespace {
 
-constexpr int64_t kParts = 4, kPartColumns = kAmxPanel / kParts;
+constexpr int64_t kParts = 8, kPartColumns = kAmxPanel / kParts;
 
 #if defined(BATON_AVX512) && defined(__AVX512BW__) && defined(__AVX512BF16__) && !defined(BATON_AMX_EMULATED)
 
@@ -128,18 +128,15 @@ template <bool Pair>
 [[gnu::always_inline]] inline void multiply_part(int64_t part, const char* rows, int64_t tile_bytes, int64_t line,
                                                  const char* weights) {
     asm volatile("" : : : "memory");  // some compilers do not know what a tile load reads
-    if (part == 0) {
-        _tile_loadd(6, weights, kLineBytes);
-        _tile_loadd(4, rows, line);
-    } else if (part == 1) {
-        _tile_dpbf16ps(0, 6, 4);
-        _tile_loadd(7, weights + kTileBytes, kLineBytes);
-    } else if (part == 2) {
-        _tile_dpbf16ps(1, 7, 4);
-        if constexpr (Pair) _tile_loadd(5, rows + tile_bytes, line);
-    } else if constexpr (Pair) {
-        _tile_dpbf16ps(2, 6, 5);
-        _tile_dpbf16ps(3, 7, 5);
+    if (part == 0) _tile_loadd(6, weights, kLineBytes);
+    if (part == 1) _tile_loadd(4, rows, line);
+    if (part == 2) _tile_dpbf16ps(0, 6, 4);
+    if (part == 3) _tile_loadd(7, weights + kTileBytes, kLineBytes);
+    if (part == 4) _tile_dpbf16ps(1, 7, 4);
+    if constexpr (Pair) {
+        if (part == 5) _tile_loadd(5, rows + tile_bytes, line);
+        if (part == 6) _tile_dpbf16ps(2, 6, 5);
+        if (part == 7) _tile_dpbf16ps(3, 7, 5);
     }
 }
 
