@@ -3,7 +3,8 @@
 It keeps both promises of `kernels.ops` with nothing but library calls:
 
 1. Matrix products run on tiles of one fixed shape (`ROW_TILE` rows, other sizes padded to
-   `PAD_MULTIPLE`), so the library takes the same code path whatever the number of tokens.
+   `PAD_MULTIPLE`, `IN_TILE` in features at most), so the library takes the same code path whatever
+   the number of tokens, and of threads.
 2. Attention walks the partitions of a sequence from position 0 and folds each into a running
    (max, sum, accumulator) of fp32; a query tile that does not see a partition is left untouched by it.
 3. Sums and transcendentals of the row-wise operations are taken in fp64 and rounded once to fp32:
@@ -22,6 +23,7 @@ from kernels.quantization import Quantization, quantize_rows, quantize_weight
 
 ROW_TILE = 16  # rows of one matrix product; missing rows are zeros
 PAD_MULTIPLE = 64  # in and out features are padded to this: ragged sizes take ragged code paths
+IN_TILE = 512  # in features of one matrix product: longer sums some libraries split among threads
 INTEGER_COLUMNS = 4096  # of an integer product at a time: it is carried in fp64, which is exact and large
 SCALE_BYTES = 4
 
@@ -133,10 +135,11 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     pad_out = _round_up(out_features, PAD_MULTIPLE) - out_features
     columns = functional.pad(weight.float(), (0, pad_in, 0, pad_out)).t()
     rows = functional.pad(x.float(), (0, pad_in, 0, _round_up(num_tokens, ROW_TILE) - num_tokens))
-    out = rows.new_empty(rows.shape[0], columns.shape[1])
+    out = rows.new_zeros(rows.shape[0], columns.shape[1])
     for start in range(0, rows.shape[0], ROW_TILE):
         tile = slice(start, start + ROW_TILE)
-        out[tile] = rows[tile] @ columns
+        for piece in zip(rows[tile].split(IN_TILE, dim=1), columns.split(IN_TILE), strict=True):
+            out[tile].addmm_(*piece)
     out = out[:num_tokens, :out_features]
     return (out + bias.float() if bias is not None else out).contiguous()
 
