@@ -183,7 +183,8 @@ char* decoded_words(const CodedWeight& weight) {
 }
 
 void decode_panel(const CodedWeight& weight, const char* panel, char* words) {
-    if (is_amx_coded(weight.kind)) return decode_amx_panel(weight, panel, words);
+    if constexpr (kHasAmx)
+        if (is_amx_coded(weight.kind)) return decode_amx_panel(weight, panel, words);
     const auto decode_kind = is_nibbles(weight.kind) ? decode<WeightKind::kNibbles> : decode<WeightKind::kBytes>;
     decode_kind(panel, weight.num_blocks(), words);
 }

@@ -3,8 +3,9 @@
 
 #include "amx_unit.h"
 
-namespace baton {
+#if defined(BATON_AMX)
 
+namespace baton {
 namespace {
 
 constexpr int64_t kParts = 8, kPartColumns = kAmxPanel / kParts;
@@ -100,8 +101,6 @@ void decode_amx_panel(const CodedWeight& weight, const char* panel, char* words)
                              : decode_panel_turned<WeightKind::kAmxBytes>)(weight, panel, words);
 }
 
-#if defined(BATON_AMX)
-
 TurnedRows TurnedRows::of(const LineRows& rows) {
     static thread_local Scratch memory;
     static thread_local int64_t last = 0;
@@ -189,6 +188,6 @@ void CodedTiles::multiply(int64_t first_tile, bool pair, float* sums) const {
             *this, first_tile, sums);
 }
 
-#endif  // BATON_AMX
-
 }  // namespace baton
+
+#endif  // BATON_AMX
