@@ -1,14 +1,52 @@
-// The matrix unit's instructions, for the sources that use them: the machine's own, or in plain C++ where tests ask for it.
-// Tile numbers are part of the instructions, so functions of theirs cannot take a tile as an argument.
+// The matrix unit (AMX) of Intel processors since Sapphire Rapids: whether there is one, what it looks like, and a thread's
+// use of it. What it computes with is said by whoever does (`gemm_amx.h`, `attention_amx.h`), by instructions that
+// `amx_tiles.h` has.
+//
+// Where the compiler or its target has no AMX, `kHasAmx` is false and nothing that uses the unit may be called.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <cstring>
 
-#include "gemm_amx.h"
+#include "simd.h"
 
-#if defined(BATON_AMX_EMULATED)
-#include "amx_emulated.h"
-#elif defined(BATON_AMX)
-#include <immintrin.h>
+#if defined(BATON_AMX_EMULATED) || \
+    (defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
+#define BATON_AMX
 #endif
+
+namespace baton {
+
+#if defined(BATON_AMX)
+constexpr bool kHasAmx = true;
+#else
+constexpr bool kHasAmx = false;
+#endif
+static_assert(!kHasAmx || kWidth == 16);  // machines with AMX have AVX-512
+
+constexpr int64_t kTileLines = 16, kTileBytes = kTileLines * 64;
+
+// Lines of a tile, and the bytes of each.
+struct AmxTile {
+    int64_t lines, bytes;
+
+    AmxTile(int64_t lines = kTileLines, int64_t bytes = 64) : lines(lines), bytes(bytes) {}
+};
+
+// The unit on this thread, its eight tiles set up. It is released at the end: a thread that waits has little state to be
+// saved.
+class AmxSession {
+public:
+    using Tiles = std::array<AmxTile, 8>;
+    explicit AmxSession(const Tiles& tiles);
+    // Six tiles alike, of sums and rows, and two whole ones, of weights.
+    explicit AmxSession(const AmxTile& some) : AmxSession(Tiles{some, some, some, some, some, some, AmxTile(), AmxTile()}) {}
+    ~AmxSession();
+    AmxSession(const AmxSession&) = delete;
+    AmxSession& operator=(const AmxSession&) = delete;
+};
+
+// Whether this process may use the unit: it asked (`baton_amx_acquire`), and the kernel granted it.
+bool amx_is_lent();
+
+}  // namespace baton

@@ -48,6 +48,7 @@ SOURCES = (
     "sampling.cpp",
 )
 HEADERS = (
+    "amx_tiles.h",
     "amx_unit.h",
     "attention.h",
     "attention_bytes.h",
@@ -64,6 +65,7 @@ HEADERS = (
     "gated.h",
     "gemm.h",
     "gemm_amx.h",
+    "gemm_amx_tiles.h",
     "gemm_coded.h",
     "gemm_coded_amx.h",
     "gemm_dot.h",

@@ -1,9 +1,8 @@
-// Packing, the tile products and the permission of `gemm_amx.h`.
-#include "amx_unit.h"
+// Packing, the session, single calls and the permission of `gemm_amx.h`.
+#include "gemm_amx.h"
 
 #include <atomic>
 #include <cerrno>
-#include <type_traits>
 
 #if defined(__linux__) && defined(__x86_64__)
 #include <sys/syscall.h>
@@ -23,70 +22,13 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; tile numbers are part of the instructions. Rows are unsigned
-// bytes and weights signed ones, if they are bytes.
-#define BATON_TILE_DOT(SUMS, ROWS, WEIGHTS)         \
-    do {                                            \
-        if constexpr (kIsBf16)                      \
-            _tile_dpbf16ps(SUMS, ROWS, WEIGHTS);    \
-        else                                        \
-            _tile_dpbusd(SUMS, ROWS, WEIGHTS);      \
-    } while (false)
-
-template <bool Pair, typename Sum>
-void multiply(int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, Sum* sums) {
-    constexpr bool kIsBf16 = std::is_same_v<Sum, float>;
-    constexpr int64_t stride = kIsBf16 ? kLineBytes : 2 * kLineBytes;  // between lines of a weight's tile
-    constexpr int64_t right = kIsBf16 ? kTileBytes : kLineBytes;           // from the left to the right tile
-    const int64_t row_bytes = height * kLineBytes;
-    const char *lower = rows + steps * row_bytes, *next = ahead.from;
-    int64_t asked = 0, due = 0;
-    asm volatile("" : : : "memory");  // some compilers do not know what a tile load reads
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (Pair) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t step = 0; step < steps; ++step) {
-        _tile_loadd(6, panel, stride);
-        _tile_loadd(4, rows, kLineBytes);
-        BATON_TILE_DOT(0, 4, 6);
-        _tile_loadd(7, panel + right, stride);
-        BATON_TILE_DOT(1, 4, 7);
-        if constexpr (Pair) {
-            _tile_loadd(5, lower, kLineBytes);
-            BATON_TILE_DOT(2, 5, 6);
-            BATON_TILE_DOT(3, 5, 7);
-            lower += row_bytes;
-        }
-        rows += row_bytes;
-        panel += kAmxStepBytes;
-        for (due += ahead.step; asked < due; asked += kLineBytes) {
-            if (ahead.step == kAmxStepBytes)
-                prefetch(next + asked);
-            else
-                prefetch_l2(next + asked);  // for a later pass: this one's lines stay in L1
-        }
-    }
-    constexpr int64_t line = kAmxPanel * 4;
-    Sum* below = sums + height * kAmxPanel;
-    _tile_stored(0, sums, line);
-    _tile_stored(1, sums + kTileLines, line);
-    if constexpr (Pair) {
-        _tile_stored(2, below, line);
-        _tile_stored(3, below + kTileLines, line);
-    }
-}
-#undef BATON_TILE_DOT
-
 }  // namespace
 
-AmxSession::AmxSession(const AmxTile (&tiles)[8]) {
+AmxSession::AmxSession(const Tiles& tiles) {
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) {
-        config.line_bytes[tile] = uint16_t(tiles[tile].bytes);
-        config.lines[tile] = uint8_t(tiles[tile].lines);
+        config.line_bytes[tile] = uint16_t(tiles[size_t(tile)].bytes);
+        config.lines[tile] = uint8_t(tiles[size_t(tile)].lines);
     }
     asm volatile("" : : "r"(&config) : "memory");  // some compilers think that a part of it is read
     _tile_loadconfig(&config);
@@ -94,12 +36,9 @@ AmxSession::AmxSession(const AmxTile (&tiles)[8]) {
 
 AmxSession::~AmxSession() { _tile_release(); }
 
-void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, float* sums) {
-    (pair ? multiply<true, float> : multiply<false, float>)(height, steps, rows, panel, ahead, sums);
-}
-
-void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, int32_t* sums) {
-    (pair ? multiply<true, int32_t> : multiply<false, int32_t>)(height, steps, rows, panel, ahead, sums);
+float* amx_sums(int64_t count) {
+    static thread_local Scratch memory;
+    return memory.floats(count * kAmxSums);
 }
 
 namespace {

@@ -15,56 +15,26 @@
 // and the number of rows; within a tile the order is the hardware's and depends on neither. Sums of int8 are exact:
 // results are those of `gemm_int8`.
 //
-// Where the compiler or its target has no AMX, `kHasAmx` is false and no product of this file may be called.
+// Where there is no unit (`amx_unit.h`) no product of this file may be called.
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
-#include "gemm.h"
+#include "gemm_amx_tiles.h"
 #include "gemm_int8.h"
-
-#if defined(BATON_AMX_EMULATED) || \
-    (defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
-#define BATON_AMX
-#endif
 
 namespace baton {
 
-#if defined(BATON_AMX)
-constexpr bool kHasAmx = true;
-#else
-constexpr bool kHasAmx = false;
-#endif
-
-constexpr int64_t kTileLines = 16, kTileBytes = kTileLines * kLineBytes;
-constexpr int64_t kAmxPanel = 32;                   // output features of a panel: two tiles
-constexpr int64_t kAmxStepBytes = 2 * kTileBytes;   // of a panel per tile depth of k
 constexpr int64_t kAmxRowBlockBytes = 1024 * 1024;  // tiles of rows that stay in L2 while panels pass
 constexpr int64_t kAmxPrefetchBytes = 4096;
+constexpr int64_t kAmxDepth = 18;  // steps of a panel that stay in L1 while rows pass, beside what products write
 static_assert(!kHasAmx || kWordPanel == kAmxPanel);  // machines with AMX have AVX-512
 
 // One tile of rows, or an even number of them.
 inline RowCut amx_cut(int64_t num_rows) {
     return {num_rows, num_rows <= kTileLines ? 1 : 2 * ceil_div(num_rows, 2 * kTileLines)};
 }
-
-// The lines of a tile and the bytes of each.
-struct AmxTile {
-    int64_t lines, bytes;
-};
-
-// The unit on this thread, its tiles set up. It is released at the end: a thread that waits has little state to be saved.
-class AmxSession {
-public:
-    explicit AmxSession(const AmxTile (&tiles)[8]);
-    ~AmxSession();
-    AmxSession(const AmxSession&) = delete;
-    AmxSession& operator=(const AmxSession&) = delete;
-};
-
-// One or two tiles of rows x one panel: sums[row * kAmxPanel + column].
-void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, float* sums);
-void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, int32_t* sums);
 
 // A panel's tiles, and where it lies in the weight's stream of memory: `bytes` of it, `step_bytes` for a tile depth of k.
 // Where one pass covers all rows, what is `ahead` bytes on is asked for.
@@ -91,6 +61,28 @@ private:
 // Of a bf16 weight that rows of bf16 meet.
 inline AmxPanels bf16_panels(const LineRows& rows, const char* data) { return {data, rows.steps * kAmxStepBytes}; }
 
+// What is left to do with the sums of a product: rows of results, some after each step of the next one.
+template <typename Sum, typename FinishRow>
+class AmxResults {
+public:
+    AmxResults(const FinishRow& finish_row, int64_t top, int64_t count, const Sum* sums)
+        : finish_row_(finish_row), row_(top), end_(top + count), sums_(sums) {}
+
+    int64_t left() const { return end_ - row_; }
+
+    void finish(int64_t count) {
+        for (const int64_t end = std::min(end_, row_ + count); row_ < end; ++row_, sums_ += kAmxPanel) finish_row_(row_, sums_);
+    }
+
+private:
+    FinishRow finish_row_;
+    int64_t row_, end_;
+    const Sum* sums_;
+};
+
+// This thread's memory for the sums of `count` pairs of tiles.
+float* amx_sums(int64_t count);
+
 // Rows x panels [begin, end), as `panel_of` gives them one after the other; finish(panel) gives what takes (row, sums of
 // the panel's columns).
 template <typename Sum, typename PanelOf, typename Finish>
@@ -99,25 +91,54 @@ void amx_walk(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int6
     if (cut.num_rows == 0 || begin >= end) return;
     const int64_t num_groups = ceil_div(cut.num_tiles, 2);  // pairs of tiles, or one tile alone
     const int64_t num_blocks = std::min(num_groups, ceil_div(cut.num_tiles * rows.tile_bytes(), kAmxRowBlockBytes));
-    constexpr AmxTile weights{kTileLines, kLineBytes};
-    const AmxTile some{cut.height, kLineBytes};
-    const AmxSession session({some, some, some, some, some, some, weights, weights});
-    alignas(64) Sum sums[2 * kTileLines * kAmxPanel];
+    const AmxSession session(cut.height);
+    using FinishRow = decltype(finish(begin));
+    std::optional<AmxResults<Sum, FinishRow>> results;  // of the product before
+    const auto multiply = [&](const TileProduct& of, bool is_passing, Sum* sums) {
+        const int64_t share = results ? ceil_div(results->left(), of.steps) : 0;
+        const auto between = [&](int64_t) {
+            if (share > 0) results->finish(share);
+        };
+        if (cut.num_tiles == 1)
+            multiply_tiles<false, false>(of, sums, between);
+        else if (is_passing)
+            multiply_tiles<true, true>(of, sums, between);
+        else
+            multiply_tiles<true, false>(of, sums, between);
+        results.reset();
+    };
     for (int64_t block = 0; block < num_blocks; ++block) {
         const int64_t first = num_groups * block / num_blocks, last = num_groups * (block + 1) / num_blocks;
         const int64_t passes = last - first;
+        const int64_t num_parts = passes == 1 ? 1 : ceil_div(rows.steps, kAmxDepth);
+        // those of parts wait for the next one; else two take turns, one's results being made of the other
+        Sum* const memory = reinterpret_cast<Sum*>(amx_sums(num_parts == 1 ? 2 : passes));
+        int64_t turn = 0;
         for (int64_t panel = begin; panel < end; ++panel) {
             const auto finish_row = finish(panel);
             const AmxPanel at = panel_of(panel);
-            for (int64_t group = first; group < last; ++group) {
-                // one pass reads its own stream ahead, several ask for a share of the next panel each
-                const int64_t from = passes == 1 ? at.ahead : at.bytes + at.bytes * (group - first) / passes;
-                const Ahead ahead{at.stream + from, at.step_bytes / passes};
-                amx_tiles(cut.num_tiles > 1, cut.height, rows.steps, rows.tile(2 * group), at.tiles, ahead, sums);
-                const int64_t top = 2 * group * cut.height, count = std::min(2 * cut.height, cut.num_rows - top);
-                for (int64_t row = 0; row < count; ++row) finish_row(top + row, sums + row * kAmxPanel);
+            for (int64_t part = 0; part < num_parts; ++part) {
+                const int64_t from = rows.steps * part / num_parts, to = rows.steps * (part + 1) / num_parts;
+                for (int64_t group = first; group < last; ++group) {
+                    // one pass reads its own stream ahead, several ask for a share of the next panel each
+                    const int64_t pass = group - first, steps = to - from;
+                    const Ahead ahead = passes == 1 ? Ahead{at.stream + at.ahead, at.step_bytes}
+                                                    : Ahead{at.stream + at.bytes + from * at.step_bytes +
+                                                                steps * at.step_bytes * pass / passes,
+                                                            at.step_bytes / passes};
+                    Sum* const sums = memory + (num_parts == 1 ? turn : pass) * kAmxSums;
+                    multiply({cut.height, rows.steps, steps, rows.tile(2 * group) + from * rows.stride(),
+                              at.tiles + from * kAmxStepBytes, ahead, part == 0},
+                             passes > 1, sums);
+                    turn ^= 1;
+                    if (part < num_parts - 1) continue;
+                    const int64_t top = 2 * group * cut.height;
+                    results.emplace(finish_row, top, std::min(2 * cut.height, cut.num_rows - top), sums);
+                }
             }
         }
+        if (results) results->finish(results->left());
+        results.reset();
     }
 }
 
@@ -142,9 +163,6 @@ void amx_gemm_int8(const Int8Rows& rows, const Int8Weight& weight, int64_t begin
                           };
                       });
 }
-
-// Whether this process may use the unit: it asked (`baton_amx_acquire`), and the kernel granted it.
-bool amx_is_lent();
 
 // `baton_packed_bytes` of a bf16 weight, `baton_linear` of both kinds.
 int64_t amx_packed_bytes(int64_t out_features, int64_t in_features);

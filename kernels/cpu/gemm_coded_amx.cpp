@@ -1,7 +1,7 @@
 // Decoding and the tile products of `gemm_coded_amx.h`.
 #include "gemm_coded_amx.h"
 
-#include "amx_unit.h"
+#include "amx_tiles.h"
 
 #if defined(BATON_AMX)
 

@@ -75,8 +75,7 @@ void amx_gemm_coded(const LineRows& rows, const CodedWeight& weight, int64_t beg
     const bool pairs = cut.num_tiles > 1, once = cut.num_tiles <= 2;
     const TurnedRows turned = TurnedRows::of(rows);
     const PanelStream stream = weight.stream();
-    const AmxTile weights{kTileLines, kLineBytes}, some{kTileLines, 4 * cut.height};
-    const AmxSession session({some, some, some, some, some, some, weights, weights});
+    const AmxSession session(AmxTile(kTileLines, 4 * cut.height));
     alignas(64) float sums[2 * tile_floats];
     for (int64_t panel = begin; panel < end; ++panel)
         for (int64_t tile = 0; tile < cut.num_tiles; tile += 2) {

@@ -1,4 +1,4 @@
-// AMX in plain C++: the tile intrinsics that `gemm_amx.cpp` uses, for machines that have none.
+// AMX in plain C++: the tile intrinsics that `amx_tiles.h` and `gemm_amx.cpp` use, for machines that have none.
 //
 // Numerics are those of the operation sections of Intel's manual (SDM vol. 2, TDPBF16PS, TDPBUSD): per output two
 // chains of fused multiply-adds, one for the even elements of the pairs and one for the odd, both from 0 in k order;
@@ -146,6 +146,7 @@ inline void dot_int8(int target, int left, int right) {
 #undef _tile_release
 #undef _tile_zero
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbusd
@@ -153,6 +154,7 @@ inline void dot_int8(int target, int left, int right) {
 #define _tile_release amx_emulated::release
 #define _tile_zero amx_emulated::zero
 #define _tile_loadd amx_emulated::load
+#define _tile_stream_loadd amx_emulated::load
 #define _tile_stored amx_emulated::store
 #define _tile_dpbf16ps amx_emulated::dot_bf16
 #define _tile_dpbusd amx_emulated::dot_int8
