@@ -179,10 +179,9 @@ private:
         model_.team.divide(rank, panels.begin, panels.end, unit, unit, [&](int64_t begin, int64_t end) {
             static thread_local Scratch memory;
             const int64_t first = begin * panel, width = (end - begin) * panel;
-            T* gates = typed(memory, rows.num_rows * width);
-            multiply<T>(rows, layer.gate_up, begin, end, Gates<T>{gates, layer.gate_up_bias, first, width});
-            multiply<T>(rows, layer.gate_up, first_up + begin, first_up + end,
-                        Ups<T, Inner>{gates, layer.gate_up_bias, first, width, s_.inner, inner});
+            const Gates<T> gates{typed(memory, rows.num_rows * width), layer.gate_up_bias, first, width};
+            multiply<T>(rows, layer.gate_up, begin, end, gates);
+            multiply<T>(rows, layer.gate_up, first_up + begin, first_up + end, Ups<T, Inner>{gates, s_.inner, inner});
         });
     }
 

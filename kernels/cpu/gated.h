@@ -24,16 +24,15 @@ struct Gates {
 // silu(gate) * up, both rounded to T before, of some columns to `inner`; ups are `inner_size` columns after their gates.
 template <typename T, typename Inner>
 struct Ups {
-    const T* gates;
-    const float* bias;  // or null
-    int64_t first, width, inner_size;
+    Gates<T> gates;
+    int64_t inner_size;
     Inner inner;
 
     void write(int64_t row, int64_t column, Vec low, Vec high) const {
-        if (bias != nullptr) add_two(bias + column, low, high);
+        if (gates.bias != nullptr) add_two(gates.bias + column, low, high);
         column -= inner_size;
-        const T* gate = gates + row * width + column - first;
-        low = round_to<T>(low), high = round_to<T>(high);
+        const T* gate = gates.data + row * gates.width + column - gates.first;
+        round_two<T>(low, high);
         inner.write(row, column, silu_mul(load(gate), low), silu_mul(load(gate + kWidth), high));
     }
 };
@@ -45,7 +44,8 @@ struct WideInner {
     int64_t size;
 
     void write(int64_t row, int64_t column, Vec low, Vec high) const {
-        store_two(data + row * size + column, round_to<T>(low), round_to<T>(high));
+        round_two<T>(low, high);
+        store_two(data + row * size + column, low, high);
     }
 };
 

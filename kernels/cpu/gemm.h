@@ -129,7 +129,7 @@ struct AddTo {
     void write(int64_t row, int64_t column, Vec low, Vec high) const {
         const int64_t count = out_features - column;
         if (bias != nullptr) add_two(bias + column, count, low, high);
-        low = round_to<X>(low), high = round_to<X>(high);
+        round_two<X>(low, high);
         X* target = data + row * out_features + column;
         add_two(target, count, low, high);
         store_two(target, low, high, count);

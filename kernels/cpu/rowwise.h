@@ -19,7 +19,15 @@ inline void rms_norm_row(const T* x, const T* weight, float eps, int64_t size, Y
         squares = fma(value, value, squares);
     }
     Vec inverse_rms = splat(1.0f / std::sqrt(sum_lanes(squares) / float(size) + eps));
-    for (int64_t i = 0; i < size; i += kWidth) {
+    int64_t i = 0;
+    for (; i + 2 * kWidth <= size; i += 2 * kWidth) {
+        Vec low = load(x + i) * inverse_rms, high = load(x + i + kWidth) * inverse_rms;
+        round_two<T>(low, high);
+        low *= load(weight + i), high *= load(weight + i + kWidth);
+        round_two<T>(low, high);
+        store_two(y + i, low, high);
+    }
+    for (; i < size; i += kWidth) {
         Vec normed = round_to<T>(load_partial(x + i, size - i) * inverse_rms);
         store_partial(y + i, round_to<T>(normed * load_partial(weight + i, size - i)), size - i);
     }
@@ -39,7 +47,7 @@ inline void rotate_head(const T* x, const float* cos, const float* sin, int64_t 
 }
 
 // gate / (1 + exp(-gate)) * up, not rounded yet
-inline Vec silu_mul(Vec gate, Vec up) { return gate / (exp(-gate) + 1.0f) * up; }
+inline Vec silu_mul(Vec gate, Vec up) { return gate / (exp_mostly_inside(-gate) + 1.0f) * up; }
 
 // The same over `size` columns.
 template <typename T, typename Y>

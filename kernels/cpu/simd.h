@@ -234,6 +234,20 @@ inline Vec round_to<bf16>(Vec value) {
     return Vec(round_bf16(value) & 0xffff0000);
 }
 
+// Both to T.
+template <typename T>
+inline void round_two(Vec& low, Vec& high) {
+#if defined(BATON_AVX512) && defined(__AVX512BF16__) && defined(__AVX512DQ__)
+    if constexpr (sizeof(T) == 2) {
+        bf16 both[2 * kWidth];  // in a register
+        store_two(both, low, high);
+        low = load(both), high = load(both + kWidth);
+        return;
+    }
+#endif
+    low = round_to<T>(low), high = round_to<T>(high);
+}
+
 // Lane sums all follow one tree: halves of the vector are added until four lanes are left, then (0+2)+(1+3).
 typedef float Vec4 __attribute__((vector_size(16)));
 
@@ -295,8 +309,9 @@ inline ExpParts exp_parts(Vec x) {
 }
 
 // e^x within 2 ulp. Below -87.3 the result is exactly 0, above 88.3 infinity; a NaN stays a NaN.
+constexpr float kExpSmallest = -87.3f, kExpLargest = 88.3f;
 inline Vec exp(Vec x) {
-    const Vec smallest = splat(-87.3f), largest = splat(88.3f);
+    const Vec smallest = splat(kExpSmallest), largest = splat(kExpLargest);
     Vec clamped = max(x, smallest);
     clamped = clamped < largest ? clamped : largest;
     const ExpParts parts = exp_parts(clamped);
@@ -304,6 +319,17 @@ inline Vec exp(Vec x) {
     result = x < smallest ? Vec{} : result;
     result = x > largest ? splat(kInfinity) : result;
     return x != x ? x : result;
+}
+// The same, sooner where no lane is outside.
+inline Vec exp_mostly_inside(Vec x) {
+#if defined(BATON_AVX512)
+    const __mmask16 above = _mm512_cmp_ps_mask(x, splat(kExpSmallest), _CMP_GE_OQ);
+    if (_mm512_mask_cmp_ps_mask(above, x, splat(kExpLargest), _CMP_LE_OQ) == 0xffff) [[likely]] {
+        const ExpParts parts = exp_parts(x);
+        return Vec(IntVec(parts.rest) + (parts.power << 23));
+    }
+#endif
+    return exp(x);
 }
 
 }  // namespace baton
