@@ -5,10 +5,12 @@
    through the runner and keep the fastest: other work on the machine only ever adds time. Beside it stands
    its processor time per thread: less, where a helper slept or others held the cores.
 3. Between the steps of every case measure the machine with the engine's own threads: bytes read from memory
-   per second, and multiply-adds from registers per second. The limit of a case is what its bytes or its
-   multiply-adds alone would take at the best of these rates, whichever is longer (`bench.roofline`): what
-   memory gives can change by half within seconds, so another second's rate is no limit. Weights and KV that
-   stayed in the last cache since the step before were not read from memory: shares may be above 100 %.
+   per second, and multiply-adds from registers per second: of the matrix unit, where products use it. The
+   limit of a case is what its bytes or its multiply-adds alone would take at the best of these rates,
+   whichever is longer (`bench.roofline`): what memory gives can change by half within seconds, so another
+   second's rate is no limit. Weights and KV that stayed in the last cache since the step before were not read
+   from memory: shares may be above 100 %. Where a matrix unit multiplies, torch's bf16 products are measured
+   too, and prompts are held against their rate as well.
 
 With `--profile` it tells instead where the time of a few steps goes (`bench.engine_profile`). What Python and
 sampling add to a step is measured by `bench.step_overhead`.
@@ -21,7 +23,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,8 @@ class Measured:
     share_of_limit: float
     read_gb_per_s: float  # of the machine, meanwhile
     giga_multiply_adds_per_s: float
+    gemm_giga_multiply_adds_per_s: float  # of torch's bf16 products, meanwhile; 0: no matrix unit multiplies
+    share_of_gemm: float  # of a prompt's chunk: its multiply-adds per second over those; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ def fastest(
         spent_s, count = spent_s + elapsed_s, count + 1
         if spent_s * PROBES >= budget_s * len(rates):
             rates.append(probe())
-    best = Rates(max(r.bytes_per_s for r in rates), max(r.multiply_adds_per_s for r in rates))
+    best = Rates(*(max(column) for column in zip(*map(astuple, rates), strict=True)))
     return *fastest_run, best
 
 
@@ -138,12 +142,22 @@ def measure(engine: Engine, cases: list[Case], budget_s: float) -> dict[str, Any
     probe = MachineProbe(engine.num_threads)
     steps = []
     for case in cases:
-        wall_s, processor_s, rates = fastest(engine.step(case), lambda: Rates(*probe.measure()), budget_s)
+        wall_s, processor_s, rates = fastest(
+            engine.step(case), lambda: measured_rates(probe, engine.formats), budget_s
+        )
         measured = against_limit(
             case, wall_s, processor_s / engine.num_threads, engine.spec, engine.formats, rates, engine.reads
         )
         steps.append(asdict(measured))
     return describe(engine) | {"steps": steps}
+
+
+def measured_rates(probe: MachineProbe, formats: Formats) -> Rates:
+    bytes_per_s, multiply_adds_per_s = probe.measure()
+    if not probe.has_unit or formats.unit_is_bf16 is None:
+        return Rates(bytes_per_s, multiply_adds_per_s)
+    unit_per_s = probe.tile_multiply_adds_per_s(formats.unit_is_bf16)
+    return Rates(bytes_per_s, max(multiply_adds_per_s, unit_per_s), probe.gemm_multiply_adds_per_s())
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -170,6 +184,7 @@ def against_limit(
     needed = work(case, line)
     memory_s, compute_s = needed.read_bytes / line.bytes_per_s, needed.flops / line.flops_per_s
     limit_s = max(memory_s, compute_s)
+    gemm_per_s, per_s = rates.gemm_multiply_adds_per_s, needed.flops / 2 / step_s
     return Measured(
         name=case.name,
         step_ms=round(step_s * 1e3, 2),
@@ -182,6 +197,8 @@ def against_limit(
         share_of_limit=round(limit_s / step_s, 3),
         read_gb_per_s=round(rates.bytes_per_s / 1e9, 1),
         giga_multiply_adds_per_s=round(rates.multiply_adds_per_s / 1e9, 1),
+        gemm_giga_multiply_adds_per_s=round(gemm_per_s / 1e9, 1),
+        share_of_gemm=round(per_s / gemm_per_s, 3) if gemm_per_s and case.num_queries > 1 else 0.0,
     )
 
 
@@ -193,19 +210,27 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
+    with_gemm = any(s["gemm_giga_multiply_adds_per_s"] for s in result["steps"])
     lines = [
         headline(result),
         f"{'step':<20}{'ms':>9}{'cpu ms':>9}{'tok/s':>9}{'MB':>7}{'GMAC':>8}{'GB/s':>7}{'GMAC/s':>8}"
-        f"{'limit ms':>10}  {'bound':<8}{'achieved':>8}",
+        f"{'limit ms':>10}  {'bound':<8}{'achieved':>8}" + (f"{'GEMM':>8}{'of it':>7}" if with_gemm else ""),
     ]
     lines += [
         f"{s['name']:<20}{s['step_ms']:>9.1f}{s['processor_ms']:>9.1f}{s['tokens_per_s']:>9.1f}"
         f"{s['megabytes']:>7.0f}{s['giga_multiply_adds']:>8.2f}{s['read_gb_per_s']:>7.1f}"
         f"{s['giga_multiply_adds_per_s']:>8.1f}{s['limit_ms']:>10.1f}"
-        f"  {s['bound']:<8}{s['share_of_limit']:>8.0%}"
+        f"  {s['bound']:<8}{s['share_of_limit']:>8.0%}" + gemm_columns(s)
         for s in result["steps"]
     ]
     return "\n".join(lines)
+
+
+def gemm_columns(step: dict[str, Any]) -> str:
+    """Of a prompt's chunk, where a matrix unit multiplies."""
+    if not step["share_of_gemm"]:
+        return ""
+    return f"{step['gemm_giga_multiply_adds_per_s']:>8.0f}{step['share_of_gemm']:>7.0%}"
 
 
 def main() -> None:

@@ -40,6 +40,15 @@ class Formats:
         return TORCH_DTYPES[self.dtype].itemsize if self.quantization is Quantization.NONE else 1
 
     @property
+    def unit_is_bf16(self) -> bool | None:
+        """Whether a matrix unit, if there is one, multiplies bf16 or bytes; None: it has no products."""
+        if self.dtype is not Dtype.BF16 and self.quantization is not Quantization.INT8:
+            return None
+        return (
+            None if self.quantization is Quantization.INT8_WEIGHTS else self.quantization is Quantization.NONE
+        )
+
+    @property
     def pool_dtype(self) -> torch.dtype:
         return torch.int8 if self.kv_int8 else TORCH_DTYPES[self.dtype]
 
@@ -71,6 +80,7 @@ class Case:
 class Rates:
     bytes_per_s: float
     multiply_adds_per_s: float
+    gemm_multiply_adds_per_s: float = 0.0  # of torch's bf16 products, where a matrix unit multiplies; else 0
 
 
 def decode(batch_size: int, context: int) -> Case:
@@ -87,9 +97,9 @@ def grid(max_len: int, quick: bool) -> list[Case]:
 
 
 def roofline(spec: ModelSpec, formats: Formats, rates: Rates, weight_bytes: float) -> Roofline:
-    """`weight_bytes` per element, in the mean. A multiply-add counts as two operations there. The limit of
-    arithmetic stays that of fp32 multiply-adds where weights are int8: a share above 100 % says what integers
-    gain."""
+    """`weight_bytes` per element, in the mean. A multiply-add counts as two operations there. Where no matrix
+    unit multiplies, the limit of arithmetic stays that of floating point for int8 weights too: a share above
+    100 % says what integers gain."""
     shape = ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,

@@ -41,9 +41,11 @@ rates["int8"] = best_rate(lambda: torch._int_mm(x, w), 2 * rows * columns * dept
 try:
     probe = MachineProbe(num_threads)
     read, multiply_adds = probe.measure()
+    multiply_adds = max(multiply_adds, probe.tile_multiply_adds_per_s(is_bf16=True))
+    bytes_of_tiles = probe.tile_multiply_adds_per_s(is_bf16=False)
     rates["read"], rates["registers"] = max(rates["read"], read / 1e9), 2 * multiply_adds / 1e9
     rates["fp32"] = max(rates["fp32"], 2 * probe.fp32_multiply_adds_per_s() / 1e9)
-    rates["int8"] = max(rates["int8"], 2 * probe.byte_multiply_adds_per_s() / 1e9)
+    rates["int8"] = max(rates["int8"], 2 * max(probe.byte_multiply_adds_per_s(), bytes_of_tiles) / 1e9)
 except BuildError:  # torch's products are the yardstick
     pass
 print(json.dumps(rates))
@@ -57,7 +59,7 @@ class _Rates(msgspec.Struct):
     fp32: float  # GFLOP/s of a 512 x 1536 x 1536 product, or from registers if that is more
     bf16: float  # of a product
     int8: float  # as fp32
-    registers: float = 0.0  # GFLOP/s of multiply-adds that wait for no memory, in fp32 or pairs of bf16
+    registers: float = 0.0  # GFLOP/s of multiply-adds that wait for no memory: fp32, pairs of bf16, tiles
 
     @property
     def gflop_per_s(self) -> float:

@@ -18,7 +18,7 @@ from kernels.coded import CodedMatrix, requested_form
 from kernels.cpu.build import BuildError
 from kernels.cpu.checks import check, check_index, check_pool, check_same_dtype, check_shape, rows
 from kernels.cpu.core_board import CoreBoard, Seat, open_board
-from kernels.cpu.isa import Isa, choose_isa, cpu_has_amx, requested_isa
+from kernels.cpu.isa import Isa, IsaChoice, choose_isa, cpu_has_amx, requested_isa
 from kernels.cpu.native_forward import STAGES, NativeForward
 from kernels.cpu.native_sampling import NativeSampler
 from kernels.cpu.packing import Packing
@@ -78,6 +78,7 @@ SIGNATURES = {
     "baton_probe_multiply_adds": "iid",
     "baton_probe_fp32_multiply_adds": "iid",
     "baton_probe_byte_multiply_adds": "iid",
+    "baton_probe_tile_multiply_adds": "iiid",
     "baton_probe_read": "piid",
     "baton_maxima_block": "i",
     "baton_sampler_create": "ip",
@@ -110,6 +111,20 @@ def bind(library: ctypes.CDLL) -> Any:
     return library
 
 
+def isa_of(library: Any) -> IsaChoice:
+    """What the products of a bound library use in this process, as the user set it; asks for the matrix unit.
+
+    Raises:
+        IsaError: the user asks for instructions not to be had.
+    """
+    return choose_isa(
+        requested_isa(os.environ),
+        library.baton_amx_acquire,
+        cpu_has_amx,
+        lambda: bool(library.baton_dot_is_there()),
+    )
+
+
 class NativeKernels:
     """The operations of `kernels.ops` by the compiled library, on `num_threads` threads.
 
@@ -128,12 +143,7 @@ class NativeKernels:
         """
         self._num_threads, self._seat = num_threads, seat
         self._library = bind(library)
-        choice = choose_isa(
-            requested_isa(os.environ),
-            self._library.baton_amx_acquire,
-            cpu_has_amx,
-            lambda: bool(self._library.baton_dot_is_there()),
-        )
+        choice = isa_of(self._library)
         self._packing = Packing(self._library, choice.isa, quantization, requested_form(os.environ))
         if choice.is_lost:
             logger.warning("products use %s, several times slower: %s", choice.isa.value, choice.reason)

@@ -1,8 +1,10 @@
 // What this machine can do at most, for benchmarks to state their results against: multiply-adds from registers (of fp32,
-// of pairs of bf16 where it has them, of bytes) and reads from memory, on as many threads as a step would use. Each call is
+// of pairs of bf16 where it has them, of bytes; and of the matrix unit) and reads from memory, on as many threads as a step would use. Each call is
 // short: take the best of several.
 #include <chrono>
+#include <vector>
 
+#include "gemm_amx.h"
 #include "simd.h"
 #include "threads.h"
 #include "words.h"
@@ -79,6 +81,55 @@ double multiply_adds_per_s(int64_t num_rounds, int64_t num_threads) {
     return double(num_threads * num_rounds * 10 * kWidth * Kind::kPerLane) / seconds_since(start);
 }
 
+#if defined(BATON_AMX)
+// Products of tiles that stay in the unit, of numbers as a model has them: zeros would be multiplied at a higher clock.
+template <bool IsBf16>
+void multiply_tiles_in_place(int64_t num_rounds) {
+    static const std::vector<uint16_t> numbers = [] {
+        std::vector<uint16_t> result(4 * kTileBytes / 2);
+        uint32_t state = 1;
+        for (uint16_t& number : result) {
+            state = state * 1664525u + 1013904223u;
+            number = uint16_t(0x3c00 + (state >> 16 & 0x81ff));  // 0.008 to 0.031 and their negatives, as bf16
+        }
+        return result;
+    }();
+    const char* data = reinterpret_cast<const char*>(numbers.data());
+    const AmxSession session(kTileLines);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(4, data, kLineBytes);
+    _tile_loadd(5, data + kTileBytes, kLineBytes);
+    _tile_loadd(6, data + 2 * kTileBytes, kLineBytes);
+    _tile_loadd(7, data + 3 * kTileBytes, kLineBytes);
+    for (int64_t round = 0; round < num_rounds; ++round) {
+        if constexpr (IsBf16) {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        } else {
+            _tile_dpbusd(0, 4, 6);
+            _tile_dpbusd(1, 4, 7);
+            _tile_dpbusd(2, 5, 6);
+            _tile_dpbusd(3, 5, 7);
+        }
+    }
+    alignas(64) char sums[kTileBytes];  // waits for the last product
+    _tile_stored(0, sums, kLineBytes);
+}
+
+template <bool IsBf16>
+double tile_multiply_adds_per_s(int64_t num_rounds, int64_t num_threads) {
+    const auto start = Clock::now();
+    parallel_ranges(num_threads, num_threads, 1, [&](int64_t, int64_t) { multiply_tiles_in_place<IsBf16>(num_rounds); });
+    constexpr int64_t per_product = kTileLines * kTileLines * kLineBytes / (IsBf16 ? 2 : 1);
+    return double(num_threads * num_rounds * 4 * per_product) / seconds_since(start);
+}
+#endif
+
 // Four streams, and no line asked for by name: where some lines are and others not, the machine guesses the rest wrong, and
 // reads half as fast.
 float read(const float* data, int64_t count) {
@@ -111,6 +162,17 @@ double baton_probe_fp32_multiply_adds(int64_t num_rounds, int64_t num_threads) {
 
 double baton_probe_byte_multiply_adds(int64_t num_rounds, int64_t num_threads) {
     return multiply_adds_per_s<Bytes>(num_rounds, num_threads);
+}
+
+// Of the matrix unit, four products of tiles a round; 0: this process may not use one.
+double baton_probe_tile_multiply_adds(int64_t num_rounds, int64_t num_threads, int64_t is_bf16) {
+#if defined(BATON_AMX)
+    if (amx_is_lent())
+        return is_bf16 ? tile_multiply_adds_per_s<true>(num_rounds, num_threads)
+                       : tile_multiply_adds_per_s<false>(num_rounds, num_threads);
+#endif
+    (void)num_rounds, (void)num_threads, (void)is_bf16;
+    return 0;
 }
 
 // Bytes per second read from `data` [count] by all threads, each its own contiguous share.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import gguf
 import pytest
 import torch
 
 from bench import engine
-from bench.engine import PROBES, Engine, against_limit, fastest, measure, table
+from bench.engine import PROBES, Engine, against_limit, fastest, measure, measured_rates, table
 from bench.engine_cases import Case, Formats, Rates, decode, grid, make_plan, roofline, work
 from bench.engine_profile import matrix_elements, mean_bytes, profile_case, profile_table
 from bench.weight_reads import Reads, uniform, weight_reads
@@ -106,6 +107,40 @@ def test_a_step_is_held_against_what_the_machine_gave_meanwhile(monkeypatch: pyt
     assert all(later - earlier > 1 for earlier, later in itertools.pairwise(probes))
 
 
+def test_prompts_are_held_against_products_where_a_unit_multiplies() -> None:
+    chunk, rates = Case("", 1, 512, 512), Rates(1e15, 2e12, 1e12)
+    measured = against_limit(chunk, 0.1, 0.1, SPEC, BF16, rates, IN_16_BITS)
+    per_s = measured.giga_multiply_adds * 1e9 / 0.1
+    assert measured.share_of_gemm == pytest.approx(per_s / 1e12, abs=0.001)
+    assert measured.share_of_limit == pytest.approx(per_s / 2e12, abs=0.001)
+    assert against_limit(decode(8, 256), 0.1, 0.1, SPEC, BF16, rates, IN_16_BITS).share_of_gemm == 0
+    assert against_limit(chunk, 0.1, 0.1, SPEC, BF16, Rates(1e9, 1e9), IN_16_BITS).share_of_gemm == 0
+
+
+@pytest.mark.parametrize(
+    ("formats", "is_bf16"),
+    [
+        (BF16, True),
+        (Formats(Dtype.BF16, Quantization.INT8), False),
+        (Formats(Dtype.BF16, Quantization.INT8_WEIGHTS), None),
+        (Formats(Dtype.FP32), None),
+        (Formats(Dtype.FP32, Quantization.INT8), False),
+    ],
+)
+def test_a_unit_is_the_limit_of_what_it_multiplies(formats: Formats, is_bf16: bool | None) -> None:
+    assert formats.unit_is_bf16 is is_bf16
+    probe = SimpleNamespace(
+        has_unit=True,
+        measure=lambda: (1.0, 2.0),
+        tile_multiply_adds_per_s=lambda is_bf16: 30.0 if is_bf16 else 60.0,
+        gemm_multiply_adds_per_s=lambda: 20.0,
+    )
+    unit = {True: Rates(1.0, 30.0, 20.0), False: Rates(1.0, 60.0, 20.0), None: Rates(1.0, 2.0)}
+    assert measured_rates(cast(MachineProbe, probe), formats) == unit[is_bf16]
+    probe.has_unit = False
+    assert measured_rates(cast(MachineProbe, probe), formats) == Rates(1.0, 2.0)
+
+
 def test_the_grid_covers_batches_and_contexts() -> None:
     cases = grid(8192, quick=False)
     decodes = {(case.num_seqs, case.context) for case in cases if case.num_queries == 1}
@@ -131,6 +166,8 @@ def test_the_probe_measures_something() -> None:
     assert multiply_adds_per_s > 1e7
     assert probe.fp32_multiply_adds_per_s() > 1e7
     assert probe.byte_multiply_adds_per_s() > 1e7
+    for is_bf16 in (True, False):
+        assert (probe.tile_multiply_adds_per_s(is_bf16) > 1e7) is probe.has_unit
 
 
 def test_matrices_of_all_stages_are_the_models() -> None:
