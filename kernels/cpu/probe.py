@@ -53,7 +53,8 @@ class MachineProbe:
         if not self.has_unit:
             return 0.0
         probe = self._library.baton_probe_tile_multiply_adds
-        return max(probe(TILE_ROUNDS, self._num_threads, is_bf16) for _ in range(4 * REPEATS))
+        rates: list[float] = [probe(TILE_ROUNDS, self._num_threads, is_bf16) for _ in range(4 * REPEATS)]
+        return max(rates)
 
     def gemm_multiply_adds_per_s(self) -> float:
         """The best of torch's bf16 products, on torch's threads."""
