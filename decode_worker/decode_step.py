@@ -5,18 +5,21 @@
 2. `has_room` says whether all rows can go on by one more token: looked up once, then counted down.
 3. `go_on` is the end of a step after which the same rows are in flight again, each with its new token: that
    is booked, and comes out as one message per router, whose columns are mostly those of the step before.
-4. Of the sequences themselves only the histories take their tokens then, which the engine reads. The rest
-   follows when somebody is about to look (`settle`): what is cold costs far more than what is done there.
+4. Of the sequences themselves only the histories take their tokens then, which the engine reads. The rest,
+   and what the step took, follows when somebody is about to look (`behind`, `settle`): what is cold costs far
+   more than what is done there.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from cluster.engine.batch import StepOutput
 from cluster.engine.sequence import Sequence, SequenceKey
 from cluster.ids import Attempt, RequestId, RouterId
 from cluster.sampling import FinishReason, TokenOutput
 from cluster.wire.messages import NextTokens
+from cluster.worker_io import Action, ToRouter
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -34,9 +37,9 @@ class DecodeStep:
     __slots__ = (
         "_columns",
         "_histories",
-        "_num_behind",
         "_room",
         "_sequences",
+        "behind",
         "cancelled",
         "context",
         "is_pure_decode",
@@ -54,7 +57,7 @@ class DecodeStep:
         self._columns: list[_Columns] | None = None  # of the rows, by router; None: to be made
         self._sequences = [sequence for sequence, _ in rows]
         self._histories = [sequence.output_ids for sequence in self._sequences]
-        self._num_behind = 0  # steps whose tokens are in the histories alone
+        self.behind: list[tuple[StepOutput, float]] = []  # steps whose tokens are in the histories alone, ends
 
     @property
     def num_tokens(self) -> int:
@@ -68,30 +71,29 @@ class DecodeStep:
         have to stand back. Blocks come between steps that are planned, so there is one place less after each
         step that goes on."""
         if self._room is None:
-            self.settle()
             rows = self._sequences
             room = min([len(one.block_ids) * block_size - len(one.token_ids) for one in rows])
+            room -= len(self.behind)
             self._room = 0 if any([one.pace.yields for one in rows]) else room
         return self._room > 0
 
-    def go_on(self, token_ids: list[int]) -> list[tuple[RouterId, NextTokens]]:
+    def go_on(self, token_ids: list[int]) -> list[Action]:
         """Every row has got its token, none has ended, and none was cancelled."""
         if self._columns is None:
             self._columns = _columns_of(self._sequences)
         for history, token_id in zip(self._histories, token_ids, strict=True):
             history.append(token_id)
-        self._num_behind += 1
-        self.context += len(token_ids)
         if self._room is not None:
             self._room -= 1
         return [columns.next(token_ids) for columns in self._columns]
 
-    def settle(self) -> None:
-        """Sequences are as their histories say: before anybody else reads or writes them."""
-        if self._num_behind:
-            for sequence in self._sequences:
-                sequence.catch_up(self._num_behind)
-            self._num_behind = 0
+    def settle(self) -> list[tuple[StepOutput, float]]:
+        """Sequences are as their histories say: before anybody else reads or writes them. The steps that were
+        `behind`."""
+        settled, self.behind = self.behind, []
+        for sequence in self._sequences:
+            sequence.catch_up(len(settled))
+        return settled
 
     def went_on(self, num_tokens: int) -> None:
         """Rows got `num_tokens` together, perhaps some of them more than one; booked elsewhere."""
@@ -111,14 +113,17 @@ class _Columns:
         self._indices = [one.num_generated for one in sequences]  # of the token that is next
         self._places = places
 
-    def next(self, token_ids: list[int]) -> tuple[RouterId, NextTokens]:
+    def next(self, token_ids: list[int]) -> ToRouter:
         indices, places = self._indices, self._places
         self._indices = [index + 1 for index in indices]
-        return self._router, NextTokens(
-            requests=self._requests,
-            attempts=self._attempts,
-            indices=indices,
-            token_ids=token_ids if places is None else [token_ids[place] for place in places],
+        return ToRouter(
+            self._router,
+            NextTokens(
+                requests=self._requests,
+                attempts=self._attempts,
+                indices=indices,
+                token_ids=token_ids if places is None else [token_ids[place] for place in places],
+            ),
         )
 
 
