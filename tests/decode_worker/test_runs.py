@@ -228,5 +228,7 @@ def test_a_step_that_nothing_was_said_of_but_tokens_is_not_mistaken_for_one_with
         if told is None:
             scheduler.account(output, 1.0, went_on=True)
         else:
-            indices.append(told[0][1].indices[0])
+            (action,) = told
+            assert isinstance(action, ToRouter) and isinstance(action.message, NextTokens)
+            indices.append(action.message.indices[0])
     assert indices == [3, 3, 4, 6, 6]
