@@ -4,7 +4,7 @@
    rows, it stays.
 2. `has_room` says whether all rows can go on by one more token: looked up once, then counted down.
 3. `go_on` is the end of a step after which the same rows are in flight again, each with its new token: that
-   is booked, and comes out as one message per router, whose columns are mostly those of the step before.
+   is booked, and comes out as one message per router, of which mostly the tokens alone are new.
 4. Of the sequences themselves only the histories take their tokens then, which the engine reads. The rest,
    and what the step took, follows when somebody is about to look (`behind`, `settle`): what is cold costs far
    more than what is done there.
@@ -16,9 +16,9 @@ import msgspec
 
 from cluster.engine.batch import StepOutput
 from cluster.engine.sequence import Sequence, SequenceKey
-from cluster.ids import Attempt, RequestId, RouterId
+from cluster.ids import RouterId
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.wire.messages import NextTokens
+from cluster.wire.messages import NextTokens, TokenRun, pack_run
 from cluster.worker_io import Action, ToRouter
 
 
@@ -104,24 +104,28 @@ class DecodeStep:
 class _Columns:
     """The rows of one router: all of the step's, or those at `places`."""
 
-    __slots__ = ("_attempts", "_indices", "_places", "_requests", "_router")
+    __slots__ = ("_num_on", "_places", "_router", "_run")
 
     def __init__(self, router: RouterId, sequences: list[Sequence], places: list[int] | None) -> None:
         self._router = router
-        self._requests: list[RequestId] = [one.request for one in sequences]
-        self._attempts: list[Attempt] = [one.attempt for one in sequences]
-        self._indices = [one.num_generated for one in sequences]  # of the token that is next
+        self._run = pack_run(
+            TokenRun(
+                [one.request for one in sequences],
+                [one.attempt for one in sequences],
+                [one.num_generated for one in sequences],
+            )
+        )
+        self._num_on = 0
         self._places = places
 
     def next(self, token_ids: list[int]) -> ToRouter:
-        indices, places = self._indices, self._places
-        self._indices = [index + 1 for index in indices]
+        num_on, places = self._num_on, self._places
+        self._num_on += 1
         return ToRouter(
             self._router,
             NextTokens(
-                requests=self._requests,
-                attempts=self._attempts,
-                indices=indices,
+                run=self._run,
+                num_on=num_on,
                 token_ids=token_ids if places is None else [token_ids[place] for place in places],
             ),
         )

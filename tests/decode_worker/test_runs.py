@@ -230,5 +230,5 @@ def test_a_step_that_nothing_was_said_of_but_tokens_is_not_mistaken_for_one_with
         else:
             (action,) = told
             assert isinstance(action, ToRouter) and isinstance(action.message, NextTokens)
-            indices.append(action.message.indices[0])
+            indices.append(action.message.rows[0].index)
     assert indices == [3, 3, 4, 6, 6]
