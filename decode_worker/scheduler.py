@@ -28,7 +28,7 @@ import math
 from bisect import insort
 from dataclasses import dataclass
 
-from cluster.engine.batch import PlainOutputs, StepOutput, StepPlan
+from cluster.engine.batch import StepOutput, StepPlan
 from cluster.engine.draft_policy import MOST_ROWS
 from cluster.engine.pacing import Pacer, WaitingPrompt
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
@@ -215,7 +215,8 @@ class DecodeScheduler:
             return False
         if not step.is_pure_decode or len(step.rows) != len(self._decoding):
             return False
-        return step.has_room(self._blocks.block_size)
+        room = step.look_for_room(self._blocks.block_size) if step.room is None else step.room
+        return room > 0
 
     def account(self, output: StepOutput, now: float, *, went_on: bool = False) -> list[Generated]:
         """Book a finished step: the new tokens of the sequences that are still wanted, in row order.
@@ -257,12 +258,8 @@ class DecodeScheduler:
     def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
         """Book a step that went on, and what to tell of it. None, and nothing is booked, if that is more than
         a token of each row: then it is to be `account`ed."""
-        step, outputs = self._step, output.outputs
-        assert step is not None
-        if step.cancelled or output.further or not isinstance(outputs, PlainOutputs):
-            return None
-        step.behind.append((output, now))  # when its rows had a token last is told when the run ends
-        return step.go_on(outputs.token_ids)
+        assert self._step is not None
+        return self._step.go_on(output, now)  # when its rows had a token last is told when the run ends
 
     def _pace_on(self, step: DecodeStep, output: StepOutput, now: float) -> None:
         """The same rows are in flight again."""

@@ -113,9 +113,8 @@ class Packer:
         num_samples = self._ask(rows, query_ends)
         batch = self._views((num_rows, num_tokens, num_samples), table)
         if num_tokens == num_rows == num_samples and self._device.type == "cpu":
-            per_token = self._per_token
-            at = (per_token.tokens, per_token.positions, per_token.slots)
-            self._ahead = StepsAhead(*(array[:num_rows] for array in at), context_lens)
+            tokens, slots = self._per_token.tokens[:num_rows], self._per_token.slots[:num_rows]
+            self._ahead = StepsAhead(tokens, positions, slots, context_lens)
             self._begin_run(rows, num_blocks)
         return batch
 

@@ -26,10 +26,10 @@ class StepsAhead:
     ) -> None:
         self._positions, self._context_lens = positions, context_lens
         self._rows = np.arange(len(tokens))
-        self._memory = tuple(map(memoryview, (positions, slots, context_lens)))  # type: ignore[arg-type]
-        self._tokens = memoryview(tokens)  # type: ignore[arg-type]
+        self._memory = _memory(positions), _memory(slots), _memory(context_lens)
+        self._tokens = _memory(tokens)
         self._write = Struct(f"{len(tokens)}q").pack_into
-        self._steps: list[tuple[memoryview, ...]] = []  # as `_memory`, the next one last
+        self._steps: list[tuple[memoryview, memoryview, memoryview]] = []  # as `_memory`, the next one last
 
     def __len__(self) -> int:
         """Steps that are laid out."""
@@ -42,11 +42,15 @@ class StepsAhead:
         blocks, slots = np.divmod(positions, block_size)
         slots += table[self._rows, blocks].astype(np.int64) * block_size
         context_lens = (self._context_lens + ahead).astype(np.int32)
-        arrays: list[NDArray[Any]] = [positions, slots, context_lens]
-        self._steps = list(zip(*(map(memoryview, array) for array in arrays), strict=True))[::-1]
+        steps = zip(map(_memory, positions), map(_memory, slots), map(_memory, context_lens), strict=True)
+        self._steps = list(steps)[::-1]
 
     def next(self, token_ids: Sequence[int]) -> None:
         """The batch is the next one, in which row i brings `token_ids[i]`."""
         self._write(self._tokens, 0, *token_ids)
-        for memory, step in zip(self._memory, self._steps.pop(), strict=True):
-            memory[:] = step
+        positions, slots, context_lens = self._memory
+        positions[:], slots[:], context_lens[:] = self._steps.pop()
+
+
+def _memory(array: NDArray[Any]) -> memoryview:
+    return memoryview(array)  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ class NativeForward:
         self._model = model
         self._layers = len(weights.layers)
         weakref.finalize(self, library.baton_model_destroy, model)
-        self._has_guests = seat is not None
+        self._has_guests, self.num_borrowed = seat is not None, 0
         if seat is not None:
             borrow(library, model, seat)
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
@@ -126,6 +126,8 @@ class NativeForward:
         if batch is not self._batch or pool is not self._pool or keep_hidden is not self._keeps_hidden:
             self._meet(batch, pool, keep_hidden)
         fault = self._library.baton_forward(self._model, self._address, self._bad_index_address)
+        if self._has_guests:
+            self.num_borrowed = self._library.baton_model_num_borrowed(self._model)
         if fault:
             num_blocks, _, _, block_size = pool.shape[:4]
             raise IndexError(
@@ -175,7 +177,7 @@ class NativeForward:
         self._seen, self._keeps_hidden = (), keep_hidden
         self._grow(num_tokens, num_rows)
         kept = [array.contiguous() for array in arrays]
-        self._fields[:] = (
+        self._fields[:] = [
             num_tokens,
             num_seqs,
             max_blocks,
@@ -190,7 +192,7 @@ class NativeForward:
             self._logits.data_ptr(),
             self._best.data_ptr(),
             self._maxima.data_ptr(),
-        )
+        ]
         self._result = StepResult(
             self._hidden[: num_tokens if keep_hidden else 0],
             self._logits[:num_rows],
@@ -211,13 +213,6 @@ class NativeForward:
 
     def stop_profile(self) -> None:
         self._library.baton_model_profile(self._model, None)
-
-    @property
-    def num_borrowed(self) -> int:
-        if not self._has_guests:
-            return 0
-        count: int = self._library.baton_model_num_borrowed(self._model)
-        return count
 
     def _grow(self, num_tokens: int, num_rows: int) -> None:
         if num_tokens > self._hidden.shape[0]:

@@ -99,7 +99,7 @@ class NativeSampler:
             ids = self._top_ids[row * num_top : row * num_top + min(num_logprobs, self._vocab_size)].tolist()
             values = self._top_logprobs[row * num_top : row * num_top + len(ids)].tolist()
             details.append(TokenDetail(row, float(self._logprobs[row]), tuple(zip(ids, values, strict=True))))
-        return ChosenTokens(tokens, details, bad)
+        return tokens, details, bad
 
     def _look_over(self, result: StepResult) -> None:
         """Check the tensors and write the first fields."""
@@ -119,7 +119,7 @@ class NativeSampler:
             raise ValueError("`best` and `maxima` must be contiguous")
         self._seen, self._vocab_size, self._num_rows = result, vocab_size, num_rows
         maxima_address = 0 if maxima is None else maxima.data_ptr()
-        self._fields[:6] = (logits.data_ptr(), stride, vocab_size, num_rows, best.data_ptr(), maxima_address)
+        self._fields[:6] = [logits.data_ptr(), stride, vocab_size, num_rows, best.data_ptr(), maxima_address]
 
     def _lay_out(self, params: list[SamplingParameters]) -> None:
         """Prepare for rows of these parameters."""
@@ -180,7 +180,7 @@ class NativeSampler:
 
     def _point(self) -> None:
         """Write the last fields."""
-        self._fields[6:] = (
+        self._fields[6:] = [
             self._addresses.ctypes.data,
             self._progress.ctypes.data,
             self._tokens.ctypes.data,
@@ -188,4 +188,4 @@ class NativeSampler:
             self._num_top,
             self._top_ids.ctypes.data,
             self._top_logprobs.ctypes.data,
-        )
+        ]

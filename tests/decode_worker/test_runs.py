@@ -229,6 +229,7 @@ def test_a_step_that_nothing_was_said_of_but_tokens_is_not_mistaken_for_one_with
             scheduler.account(output, 1.0, went_on=True)
         else:
             (action,) = told
-            assert isinstance(action, ToRouter) and isinstance(action.message, NextTokens)
+            assert isinstance(action, ToRouter)
+            assert isinstance(action.message, NextTokens)
             indices.append(action.message.rows[0].index)
     assert indices == [3, 3, 4, 6, 6]
