@@ -64,9 +64,8 @@ class DecodeStep:
         self._num_on = 0  # steps that these have been told of
         self._sequences = [sequence for sequence, _ in rows]
         self._histories = [sequence.output_ids for sequence in self._sequences]
-        self.behind: list[
-            tuple[StepOutput, float]
-        ] = []  # steps whose tokens are in the histories alone, ends
+        # steps that are told and not booked, and when each ended; their tokens are in the histories alone
+        self.behind: list[tuple[StepOutput, float]] = []
 
     @property
     def num_tokens(self) -> int:

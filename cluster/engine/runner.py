@@ -86,9 +86,8 @@ class ModelRunner:
         further: Further = {}
         if fused is not None and isinstance(rows, FollowingRows):
             outputs: Sequence[TokenOutput | None] = self._go_on(rows, await_history)
-        elif (
-            torch.is_inference_mode_enabled()
-        ):  # a thread that lives in this mode need not enter it each time
+        elif torch.is_inference_mode_enabled():
+            # a thread that lives in this mode need not enter it each time
             outputs, further = self._run(plan, await_history)
         else:
             with torch.inference_mode():
