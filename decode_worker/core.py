@@ -132,6 +132,10 @@ class DecodeCore:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; the returned actions are to be carried out in order."""
+        if isinstance(event, StepDone) and event.went_on:  # nearly all events: then nothing else can be due
+            told = self._scheduler.go_on(event.output, now)
+            if told is not None:
+                return told
         actions = self._apply(event, now)
         for sequence in self._leases.take_started():
             self._scheduler.add(sequence)
@@ -189,7 +193,6 @@ class DecodeCore:
             case StepDone(output, went_on):
                 return self._step_done(output, now, went_on)
             case StepFailed(message):
-                self._gauges.step_failed()
                 text = f"the step that computed this request failed: {message}"
                 failed = self._scheduler.fail_step()
                 return [attempt_failed(x.router, x, "step_failed", text) for x in failed]
@@ -271,9 +274,6 @@ class DecodeCore:
         )
 
     def _step_done(self, output: StepOutput, now: float, went_on: bool) -> list[Action]:
-        self._gauges.step_done(output)
-        if went_on and (told := self._scheduler.go_on(output, now)) is not None:
-            return [ToRouter(router, message) for router, message in told]
         actions: list[Action] = []
         rows: dict[RouterId, list[TokenRow]] = {}
         for new in self._scheduler.account(output, now, went_on=went_on):

@@ -2,21 +2,27 @@
 
 1. `DecodeScheduler.plan` makes one for each step that it plans; while steps follow one another with the same
    rows, it stays.
-2. `has_room` says whether all rows can go on by one more token: looked up once, then counted down.
+2. `room` says how many tokens all rows can go on by: looked up once, then counted down.
 3. `go_on` is the end of a step after which the same rows are in flight again, each with its new token: that
-   is booked, and comes out as one message per router, whose columns are mostly those of the step before.
-4. Of the sequences themselves only the histories take their tokens then, which the engine reads. The rest
-   follows when somebody is about to look (`settle`): what is cold costs far more than what is done there.
+   is booked, and comes out as one message per router, of which mostly the tokens alone are new.
+4. Of the sequences themselves only the histories take their tokens then, which the engine reads. The rest,
+   and what the step took, follows when somebody is about to look (`behind`, `settle`): what is cold costs far
+   more than what is done there.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from cluster.engine.batch import PlainOutputs, StepOutput
 from cluster.engine.sequence import Sequence, SequenceKey
-from cluster.ids import Attempt, RequestId, RouterId
+from cluster.ids import RouterId
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.wire.messages import NextTokens
+from cluster.wire.messages import NextTokens, TokenRun, pack_run
+from cluster.worker_io import Action, ToRouter
+
+# of one router: which, its rows as they are told, and their places if there are others
+_Run = tuple[RouterId, bytes, list[int] | None]
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -32,15 +38,16 @@ class DecodeStep:
     """Its scheduler is the only writer."""
 
     __slots__ = (
-        "_columns",
         "_histories",
-        "_num_behind",
-        "_room",
+        "_num_on",
+        "_runs",
         "_sequences",
+        "behind",
         "cancelled",
         "context",
         "is_pure_decode",
         "num_decode_rows",
+        "room",
         "rows",
     )
 
@@ -50,11 +57,15 @@ class DecodeStep:
         self.is_pure_decode = len(rows) == num_decode_rows
         self.context = context  # keys that these read
         self.cancelled: set[SequenceKey] = set()  # gone, but in the step
-        self._room: int | None = None  # tokens for which every row has a place; None: to be looked up
-        self._columns: list[_Columns] | None = None  # of the rows, by router; None: to be made
+        # Tokens for which every row, all of which decode, has a place; None: to be looked up. Blocks come
+        # between steps that are planned, so it is one less after each step that goes on.
+        self.room: int | None = None
+        self._runs: list[_Run] | None = None  # the rows, by router; None: to be made
+        self._num_on = 0  # steps that these have been told of
         self._sequences = [sequence for sequence, _ in rows]
         self._histories = [sequence.output_ids for sequence in self._sequences]
-        self._num_behind = 0  # steps whose tokens are in the histories alone
+        # steps that are told and not booked, and when each ended; their tokens are in the histories alone
+        self.behind: list[tuple[StepOutput, float]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -63,70 +74,59 @@ class DecodeStep:
     def has(self, sequence: Sequence) -> bool:
         return any(other is sequence for other in self._sequences)
 
-    def has_room(self, block_size: int) -> bool:
-        """Whether every row, all of which decode, has a place for the token it is about to get, and none may
-        have to stand back. Blocks come between steps that are planned, so there is one place less after each
-        step that goes on."""
-        if self._room is None:
-            self.settle()
-            rows = self._sequences
-            room = min([len(one.block_ids) * block_size - len(one.token_ids) for one in rows])
-            self._room = 0 if any([one.pace.yields for one in rows]) else room
-        return self._room > 0
+    def look_for_room(self, block_size: int) -> int:
+        """`room`: 0 where a row may have to stand back."""
+        rows = self._sequences
+        room = min([len(one.block_ids) * block_size - len(one.token_ids) for one in rows]) - len(self.behind)
+        self.room = 0 if any([one.pace.yields for one in rows]) else room
+        return self.room
 
-    def go_on(self, token_ids: list[int]) -> list[tuple[RouterId, NextTokens]]:
-        """Every row has got its token, none has ended, and none was cancelled."""
-        if self._columns is None:
-            self._columns = _columns_of(self._sequences)
+    def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
+        """Every row goes on with its token of `output`: what to tell of that. None, and nothing is booked:
+        there is more in it than a token each, or a row was cancelled."""
+        outputs = output.outputs
+        if self.cancelled or output.further or not isinstance(outputs, PlainOutputs):
+            return None
+        token_ids = outputs.token_ids
+        if self._runs is None:
+            self._runs, self._num_on = _runs_of(self._sequences), 0
         for history, token_id in zip(self._histories, token_ids, strict=True):
             history.append(token_id)
-        self._num_behind += 1
-        self.context += len(token_ids)
-        if self._room is not None:
-            self._room -= 1
-        return [columns.next(token_ids) for columns in self._columns]
+        self.behind.append((output, now))
+        if self.room is not None:
+            self.room -= 1
+        num_on = self._num_on
+        self._num_on += 1
+        told: list[Action] = []
+        for router, run, places in self._runs:
+            own = token_ids if places is None else [token_ids[place] for place in places]
+            told.append(ToRouter(router, NextTokens(run=run, num_on=num_on, token_ids=own)))
+        return told
 
-    def settle(self) -> None:
-        """Sequences are as their histories say: before anybody else reads or writes them."""
-        if self._num_behind:
-            for sequence in self._sequences:
-                sequence.catch_up(self._num_behind)
-            self._num_behind = 0
+    def settle(self) -> list[tuple[StepOutput, float]]:
+        """Sequences are as their histories say: before anybody else reads or writes them. The steps that were
+        `behind`."""
+        settled, self.behind = self.behind, []
+        for sequence in self._sequences:
+            sequence.catch_up(len(settled))
+        return settled
 
     def went_on(self, num_tokens: int) -> None:
         """Rows got `num_tokens` together, perhaps some of them more than one; booked elsewhere."""
         self.context += num_tokens
-        self._room = self._columns = None
+        self.room = self._runs = None
 
 
-class _Columns:
-    """The rows of one router: all of the step's, or those at `places`."""
-
-    __slots__ = ("_attempts", "_indices", "_places", "_requests", "_router")
-
-    def __init__(self, router: RouterId, sequences: list[Sequence], places: list[int] | None) -> None:
-        self._router = router
-        self._requests: list[RequestId] = [one.request for one in sequences]
-        self._attempts: list[Attempt] = [one.attempt for one in sequences]
-        self._indices = [one.num_generated for one in sequences]  # of the token that is next
-        self._places = places
-
-    def next(self, token_ids: list[int]) -> tuple[RouterId, NextTokens]:
-        indices, places = self._indices, self._places
-        self._indices = [index + 1 for index in indices]
-        return self._router, NextTokens(
-            requests=self._requests,
-            attempts=self._attempts,
-            indices=indices,
-            token_ids=token_ids if places is None else [token_ids[place] for place in places],
-        )
-
-
-def _columns_of(rows: list[Sequence]) -> list[_Columns]:
+def _runs_of(rows: list[Sequence]) -> list[_Run]:
     places: dict[RouterId, list[int]] = {}
     for place, sequence in enumerate(rows):
         places.setdefault(sequence.router, []).append(place)
     return [
-        _Columns(router, [rows[place] for place in own], own if len(places) > 1 else None)
+        (router, _packed([rows[place] for place in own]), own if len(places) > 1 else None)
         for router, own in places.items()
     ]
+
+
+def _packed(rows: list[Sequence]) -> bytes:
+    run = TokenRun([x.request for x in rows], [x.attempt for x in rows], [x.num_generated for x in rows])
+    return pack_run(run)

@@ -15,7 +15,8 @@
    blocks and one more for every running sequence fit. They are then due as a new prompt would be.
 6. `account` books the step and tells what was generated. Ended sequences leave their full blocks, generated
    tokens included, as prefix cache. A step that nothing waits for may have gone on to the next one with the
-   same rows (`may_go_on`): mostly all there is to book then is a token each (`go_on`).
+   same rows (`may_go_on`): mostly all there is to book then is a token each (`go_on`). Their messages go out
+   at once, the rest is booked for all of them together when somebody is about to look (`_settle`).
 7. `cancel` drops a sequence. Its blocks are released at once, or when the step that computes it is done.
 
 Work per step is proportional to rows and new tokens, not to lengths; hashing happens once per block.
@@ -27,19 +28,20 @@ import math
 from bisect import insort
 from dataclasses import dataclass
 
-from cluster.engine.batch import PlainOutputs, StepOutput, StepPlan
+from cluster.engine.batch import StepOutput, StepPlan
 from cluster.engine.draft_policy import MOST_ROWS
 from cluster.engine.pacing import Pacer, WaitingPrompt
 from cluster.engine.sequence import Sequence, SequenceKey, num_blocks_for
-from cluster.ids import RequestId, RouterId
+from cluster.ids import RequestId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import TokenOutput
 from cluster.slo_classes import DEFAULT_TARGETS, DecodeBatch, Targets
 from cluster.step_model import StepWork, chunk_attention
-from cluster.wire.messages import NextTokens
+from cluster.worker_io import Action
 from decode_worker.batch_load import Lives, decode_batch
 from decode_worker.decode_step import DecodeStep, Generated
 from decode_worker.room import rows_with_room, take_ahead
+from decode_worker.step_meter import StepMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class DecodeScheduler:
     def __init__(self, config: DecodeSchedulerConfig, blocks: BlockManager) -> None:
         self._config = config
         self._blocks = blocks
-        self.pacer = Pacer(config.targets, config.max_chunk_tokens)
+        self._pacer = Pacer(config.targets, config.max_chunk_tokens)
+        self._meter = StepMeter()
         self.lives = Lives()
         self._all: dict[RequestId, Sequence] = {}  # one attempt of a request at a time
         self._decoding: list[Sequence] = []  # one token to compute; oldest first, as the lists below
@@ -79,6 +82,16 @@ class DecodeScheduler:
         self._prompts: dict[SequenceKey, WaitingPrompt] = {}  # of those that prefill
         self._step: DecodeStep | None = None  # in flight
         self.num_preemptions = 0
+
+    @property
+    def pacer(self) -> Pacer:
+        self._settle()
+        return self._pacer
+
+    @property
+    def meter(self) -> StepMeter:
+        self._settle()
+        return self._meter
 
     @property
     def busy(self) -> bool:
@@ -121,6 +134,7 @@ class DecodeScheduler:
     @property
     def step(self) -> DecodeStep | None:
         """In flight."""
+        self._settle()
         return self._step
 
     def get(self, request: RequestId) -> Sequence | None:
@@ -201,7 +215,8 @@ class DecodeScheduler:
             return False
         if not step.is_pure_decode or len(step.rows) != len(self._decoding):
             return False
-        return step.has_room(self._blocks.block_size)
+        room = step.look_for_room(self._blocks.block_size) if step.room is None else step.room
+        return room > 0
 
     def account(self, output: StepOutput, now: float, *, went_on: bool = False) -> list[Generated]:
         """Book a finished step: the new tokens of the sequences that are still wanted, in row order.
@@ -211,9 +226,10 @@ class DecodeScheduler:
         """
         step = self._step
         assert step is not None
-        step.settle()
+        self._settle()
+        self._meter.add(step, output)
         if not went_on:
-            self.pacer.end(output.compute_s, now, is_typical=not output.num_drafted)
+            self._pacer.end(output.compute_s, now, is_typical=not output.num_drafted)
         generated: list[Generated] = []
         for index, ((sequence, num_tokens), token) in enumerate(zip(step.rows, output.outputs, strict=True)):
             sequence.advance(num_tokens)
@@ -239,26 +255,22 @@ class DecodeScheduler:
             self._step = None
         return generated
 
-    def go_on(self, output: StepOutput, now: float) -> list[tuple[RouterId, NextTokens]] | None:
+    def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
         """Book a step that went on, and what to tell of it. None, and nothing is booked, if that is more than
         a token of each row: then it is to be `account`ed."""
-        step, outputs = self._step, output.outputs
-        assert step is not None
-        if step.cancelled or output.further or not isinstance(outputs, PlainOutputs):
-            return None
-        told = step.go_on(outputs.token_ids)  # when its rows had a token last is told when the run ends
-        self._pace_on(step, output, now)
-        return told
+        assert self._step is not None
+        return self._step.go_on(output, now)  # when its rows had a token last is told when the run ends
 
     def _pace_on(self, step: DecodeStep, output: StepOutput, now: float) -> None:
         """The same rows are in flight again."""
         work = StepWork(len(step.rows), step.context)
-        self.pacer.go_on(output.compute_s, work, now, is_typical=not output.num_drafted)
+        self._pacer.go_on(output.compute_s, work, now, is_typical=not output.num_drafted)
 
     def fail_step(self) -> list[Sequence]:
         """The step raised: its sequences are gone; the ones that were still wanted are returned."""
-        self.pacer.drop()
         self._settle()
+        self._meter.num_steps += 1
+        self._pacer.drop()
         step, self._step = self._step, None
         assert step is not None
         failed: list[Sequence] = []
@@ -353,9 +365,14 @@ class DecodeScheduler:
     # ---- tokens
 
     def _settle(self) -> None:
-        """Somebody is about to look at sequences: a run may have left them behind."""
-        if self._step is not None:
-            self._step.settle()
+        """Somebody is about to look at what a run leaves behind: its sequences, and what its steps took."""
+        step = self._step
+        if step is None or not step.behind:
+            return
+        for output, now in step.settle():
+            step.context += len(step.rows)
+            self._meter.add(step, output)
+            self._pace_on(step, output, now)
 
     def _append(self, sequence: Sequence, outputs: list[TokenOutput], now: float) -> Generated:
         """Behind the first, those that follow drafts which were right: only the last can end it."""

@@ -186,10 +186,8 @@ class TokenDetail(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...]  # (token id, log-probability), best first
 
 
-class ChosenTokens(NamedTuple):
-    tokens: list[int]  # one per row
-    details: list[TokenDetail]  # of the rows that asked, in order
-    num_broken: int  # rows with a NaN or +infinity among their logits
+# A token per row; details of the rows that asked, in order; rows with a NaN or +infinity among their logits.
+ChosenTokens = tuple[list[int], list[TokenDetail], int]
 
 
 Positions = Sequence[int] | NDArray[np.int32]

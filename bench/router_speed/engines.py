@@ -42,8 +42,10 @@ from cluster.wire.messages import (
     Reserve,
     Role,
     TokenRow,
+    TokenRun,
     Tokens,
     WorkerLoad,
+    pack_run,
 )
 
 NS = 1_000_000_000
@@ -77,15 +79,6 @@ class EngineLog(msgspec.Struct, frozen=True):
     cpu_s: float
 
 
-def _in_columns(rows: list[TokenRow]) -> NextTokens:
-    return NextTokens(
-        requests=[row.request for row in rows],
-        attempts=[row.attempt for row in rows],
-        indices=[row.index for row in rows],
-        token_ids=[row.outputs[0].token_id for row in rows],
-    )
-
-
 def prompt_text(number: int) -> str:
     return f"This is stream number {number}. Say how a request travels."
 
@@ -104,6 +97,8 @@ class PacedDecode:
         self._moments_of = moments_of
         self._streams: dict[tuple[RequestId, Attempt], _Stream] = {}
         self._num_steps = 0
+        self._run_keys: list[tuple[RequestId, Attempt]] = []
+        self._run, self._run_began = b"", 0
         self._num_leases = 0
         mid = (settings.num_workers - 1) / 2
         self._interval_ns = round(settings.step_s * (1 + SPREAD * (number - mid) / max(mid, 1)) * NS)
@@ -159,7 +154,18 @@ class PacedDecode:
         for stream in ended:
             del self._streams[stream.request, stream.attempt]
         if rows:
-            self.link.post(_in_columns(rows) if len(rows) == num_streams and not ended else Tokens(rows=rows))
+            goes_on = len(rows) == num_streams and not ended
+            self.link.post(self._next_tokens(rows) if goes_on else Tokens(rows=rows))
+
+    def _next_tokens(self, rows: list[TokenRow]) -> NextTokens:
+        """Steps of the same streams are a run."""
+        keys = [(row.request, row.attempt) for row in rows]
+        if keys != self._run_keys:
+            self._run_keys, self._run_began = keys, self._num_steps
+            requests, attempts = map(list, zip(*keys, strict=True))
+            self._run = pack_run(TokenRun(requests, attempts, [row.index for row in rows]))
+        token_ids = [row.outputs[0].token_id for row in rows]
+        return NextTokens(run=self._run, num_on=self._num_steps - self._run_began, token_ids=token_ids)
 
     def _begin(self, stream: _Stream, output: TokenOutput, reason: FinishReason | None) -> None:
         request, attempt = stream.request, stream.attempt

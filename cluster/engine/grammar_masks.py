@@ -67,7 +67,8 @@ class GrammarMasks:
                 continue
             if spec.params.num_logprobs is not None:
                 masked.raw[row] = result.logits[row].clone()
-            _lay(result, row, torch.from_numpy(~allowed))
+            with torch.inference_mode():  # as the tensors may be, whatever mode the caller is in
+                _lay(result, row, torch.from_numpy(~allowed))
         return masked
 
     def _allowed(self, spec: SampleSpec, vocab_size: int) -> NDArray[np.bool_] | None:

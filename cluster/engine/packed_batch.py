@@ -3,8 +3,8 @@
 1. `Packer.pack` checks every row, then writes into arrays that grow by doubling and are used again and again.
 2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
 3. The tensors are views of those arrays. While the numbers of rows and tokens stay the same, so do the views.
-4. The rows of a run (`cluster.engine.following`), which most steps consist of, are counted on in place:
-   nothing of them is looked at but their tokens.
+4. The rows of a run (`cluster.engine.following`), which most steps consist of, go on in place
+   (`cluster.engine.steps_ahead`): nothing of them is looked at but their tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -22,7 +22,10 @@ from torch import Tensor
 from cluster.engine.batch import Row
 from cluster.engine.block_tables import BlockTables
 from cluster.engine.following import FollowingRows
+from cluster.engine.steps_ahead import StepsAhead
 from cluster.ids import BlockId
+
+MOST_AHEAD = 16  # steps of a run that are laid out at once
 
 
 @dataclass(slots=True)
@@ -49,10 +52,9 @@ class Packer:
         self._batch: PackedBatch | None = None  # views for the sizes and the table below
         self._sizes = (0, 0, 0)  # rows, tokens, samples
         self._table: NDArray[np.int32] | None = None
-        self._decodes = False  # the batch is rows of one token each, which sample, in memory of the host
-        self._counted: tuple[NDArray[Any], ...] = ()  # what grows by 1 where such rows go on by a token
-        self._num_counted = 0  # how often it has
-        self._entering: list[list[int]] = []  # by that number modulo block size: rows that begin a block
+        # if the batch is rows of one token each, which sample, in memory of the host
+        self._ahead: StepsAhead | None = None
+        self.next_positions = np.empty(0, np.int32)  # of the token after each row, on the host
         self._run_rows: Sequence[Row] = ()  # what a run began with if the batch is a step of it ...
         self._num_on = 0  # ... and which one
         self._num_more = 0  # steps of the run that have room in the block tables
@@ -72,12 +74,12 @@ class Packer:
         token_lists = [row.token_ids for row in rows]
         block_lists = [row.block_ids for row in rows]
         num_blocks = [len(blocks) for blocks in block_lists]
-        if self._decodes and self._is_next(rows, token_lists, block_lists, num_blocks):
+        if self._ahead is not None and self._is_next(rows, token_lists, block_lists, num_blocks):
             assert self._batch is not None
-            self._count_on([token_ids[0] for token_ids in token_lists])
             self._begin_run(rows, num_blocks)
+            self._go_on(self._ahead, [token_ids[0] for token_ids in token_lists], self._num_more + 1)
             return self._batch
-        self._decodes = False
+        self._ahead = None
         self._num_more = 0
         if num_rows > len(self._per_row.starts):
             self._per_row, self._batch = _RowArrays(2 * num_rows), None
@@ -86,6 +88,7 @@ class Packer:
         starts[:] = [row.start for row in rows]
         lengths[:] = [len(tokens) for tokens in token_lists]
         context_lens = np.add(starts, lengths, out=per_row.context_lens[:num_rows])
+        self.next_positions = context_lens
         self._check(rows, lengths, context_lens, num_blocks)
 
         table = self._tables.update(block_lists, num_blocks)
@@ -110,7 +113,8 @@ class Packer:
         num_samples = self._ask(rows, query_ends)
         batch = self._views((num_rows, num_tokens, num_samples), table)
         if num_tokens == num_rows == num_samples and self._device.type == "cpu":
-            self._begin_counting(num_rows)
+            tokens, slots = self._per_token.tokens[:num_rows], self._per_token.slots[:num_rows]
+            self._ahead = StepsAhead(tokens, positions, slots, context_lens)
             self._begin_run(rows, num_blocks)
         return batch
 
@@ -129,16 +133,6 @@ class Packer:
             ends = query_ends if num_samples == len(rows) else query_ends[samples]
             np.subtract(ends, 1, out=self._per_token.logit_rows[:num_samples])
         return num_samples
-
-    def _begin_counting(self, num_rows: int) -> None:
-        """The batch, as it is now, can be counted on."""
-        per_token, size = self._per_token, self._block_size
-        slots = per_token.slots[:num_rows]
-        self._counted = per_token.positions[:num_rows], slots, self._per_row.context_lens[:num_rows]
-        self._entering = [[] for _ in range(size)]
-        for row, slot in enumerate(slots.tolist()):
-            self._entering[-slot % size].append(row)
-        self._num_counted, self._decodes = 0, True
 
     def _begin_run(self, rows: Sequence[Row], num_blocks: list[int]) -> None:
         """The batch is these rows: a run may begin with it, or is that far."""
@@ -172,29 +166,21 @@ class Packer:
 
     def _goes_on(self, rows: FollowingRows) -> bool:
         """Turn the batch into the next one, if that is these rows."""
-        num_on = self._num_on + 1
-        if rows.num_on != num_on or rows.run.rows is not self._run_rows or not self._num_more:
+        num_on, num_more = self._num_on + 1, self._num_more
+        if rows.num_on != num_on or rows.run.rows is not self._run_rows or not num_more:
             return False
+        assert self._ahead is not None
         self._num_on = num_on
         self._num_more -= 1
-        self._count_on(rows.token_ids)
+        self._go_on(self._ahead, rows.token_ids, num_more)
         return True
 
-    def _count_on(self, token_ids: Sequence[int]) -> None:
-        """As little as can be: what is cold by now costs far more than what it does."""
-        self._per_token.tokens[: len(token_ids)] = token_ids
-        for array in self._counted:
-            np.add(array, 1, array)
-        self._num_counted += 1
-        size = self._block_size
-        for row in self._entering[self._num_counted % size]:
+    def _go_on(self, ahead: StepsAhead, token_ids: Sequence[int], room: int) -> None:
+        """`room`: steps for which the tables have blocks, this one included."""
+        if not ahead:
             assert self._table is not None
-            block = self._per_token.positions.item(row) // size
-            self._per_token.slots[row] = self._table.item(row, block) * size
-
-    def next_positions(self, num_rows: int) -> NDArray[np.int32]:
-        """Of the token after each of the batch's rows: its `context_lens`, on the host."""
-        return self._per_row.context_lens[:num_rows]
+            ahead.lay_out(min(room, MOST_AHEAD), self._table, self._block_size)
+        ahead.next(token_ids)
 
     def _check(
         self,

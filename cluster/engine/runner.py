@@ -82,12 +82,17 @@ class ModelRunner:
             ValueError: a row is empty, too long, or not covered by its block table; nothing was written.
         """
         started_s = time.perf_counter()
-        if torch.is_inference_mode_enabled():  # a thread that lives in this mode need not enter it each time
+        fused, rows = self._fused, plan.rows
+        further: Further = {}
+        if fused is not None and isinstance(rows, FollowingRows):
+            outputs: Sequence[TokenOutput | None] = self._go_on(rows, await_history)
+        elif torch.is_inference_mode_enabled():
+            # a thread that lives in this mode need not enter it each time
             outputs, further = self._run(plan, await_history)
         else:
             with torch.inference_mode():
                 outputs, further = self._run(plan, await_history)
-        fused, before = self._fused, self._num_borrowed
+        before = self._num_borrowed
         self._num_borrowed = 0 if fused is None else fused.num_borrowed
         num_borrowed = self._num_borrowed - before
         return StepOutput(outputs, time.perf_counter() - started_s, num_borrowed, further)
@@ -119,9 +124,9 @@ class ModelRunner:
         if not rows:
             copy_blocks(self._pool, plan)
             return (), {}
-        batch = self._packer.pack(rows)
         if isinstance(rows, FollowingRows):
-            return self._compute_on(batch, rows, await_history), {}
+            return self._go_on(rows, await_history), {}
+        batch = self._packer.pack(rows)
         copy_blocks(self._pool, plan)
         return self._compute(batch, rows, await_history)
 
@@ -137,16 +142,18 @@ class ModelRunner:
         if has_scores:
             score_prompts(result.hidden, rows, self.decoder.logits)
         if len(specs) == len(rows) and not any([row.num_drafts for row in rows]):
-            return self._tokens(result, specs, self._packer.next_positions(len(rows))), {}
+            return self._tokens(result, specs, self._packer.next_positions), {}
         return sort_out(rows, self.choose(result, rows) if specs else [])
 
-    def _compute_on(
-        self, batch: PackedBatch, rows: FollowingRows, await_history: Callable[[], object] | None
+    def _go_on(
+        self, rows: FollowingRows, await_history: Callable[[], object] | None
     ) -> Sequence[TokenOutput]:
-        result = self._forward(batch, self._pool, keep_hidden=False)
+        """As little as can be. A fused pass asks nothing of torch, so of no mode that torch is in."""
+        packer = self._packer
+        result = self._forward(packer.pack(rows), self._pool, False)
         if await_history is not None:
             await_history()
-        return self._choose(result, rows.run.specs, self._packer.next_positions(len(rows)))
+        return self._choose(result, rows.run.specs, packer.next_positions)
 
     def choose(self, result: StepResult, rows: Sequence[Row]) -> Sequence[TokenOutput]:
         """The tokens of the rows that sample, and those after their drafts; `result` has a row of logits for

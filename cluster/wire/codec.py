@@ -37,9 +37,10 @@ def encode(message: msgspec.Struct) -> bytes:
         ProtocolError: the body is longer than a length prefix can say.
     """
     body = _ENCODER.encode(message)
-    if len(body) > 0xFFFF_FFFF:
-        raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes does not fit a frame")
-    return _PREFIX.pack(len(body)) + body
+    try:
+        return len(body).to_bytes(PREFIX_BYTES, "big") + body
+    except OverflowError:
+        raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes does not fit a frame") from None
 
 
 @cache

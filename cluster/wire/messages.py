@@ -15,6 +15,7 @@ in seconds: no process ever compares its clock with another's.
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 
 import msgspec
 
@@ -22,7 +23,9 @@ from cluster.ids import Attempt, Epoch, LeaseId, RequestId, RouterId, WorkerId
 from cluster.sampling import FinishReason, SamplingParams, TokenOutput
 from cluster.step_model import StepModel
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
+
+_LARGEST_RUN_BYTES = 1 << 20  # of more than ten thousand requests
 
 
 class Role(Enum):
@@ -316,24 +319,49 @@ class Tokens(Message, frozen=True, kw_only=True):
     rows: list[TokenRow]
 
 
-class NextTokens(Message, frozen=True, kw_only=True):
-    """D → router: of a step, one more token of each of these requests, which goes on, and of which there is
-    nothing else to say. Columns of what would be `rows` of `Tokens`."""
+class TokenRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Requests that go on together by a token per step: columns of what does not change from step to step."""
 
     requests: list[RequestId]
     attempts: list[Attempt]
-    indices: list[int]
+    indices: list[int]  # of their tokens in the first step
+
+    def __post_init__(self) -> None:
+        if not len(self.requests) == len(self.attempts) == len(self.indices):
+            raise ValueError("columns of a `TokenRun` are not of one length")
+
+
+class NextTokens(Message, frozen=True, kw_only=True):
+    """D → router: of a step, one more token of each request of a run, which goes on, and of which there is
+    nothing else to say: what would be `rows` of `Tokens`."""
+
+    run: bytes  # `TokenRun` by `pack_run`: written and read once for all of its steps
+    num_on: int  # steps since its first
     token_ids: list[int]
 
     def __post_init__(self) -> None:
-        if not len(self.requests) == len(self.attempts) == len(self.indices) == len(self.token_ids):
-            raise ValueError("columns of `NextTokens` are not of one length")
+        if len(unpack_run(self.run).requests) != len(self.token_ids):
+            raise ValueError("not a token for each request of a `TokenRun`")
 
     @property
     def rows(self) -> list[TokenRow]:
-        outputs = map(TokenOutput, self.token_ids)
-        columns = zip(self.requests, self.attempts, self.indices, outputs, strict=True)
-        return [TokenRow(request, attempt, index, [output]) for request, attempt, index, output in columns]
+        run, num_on, outputs = unpack_run(self.run), self.num_on, map(TokenOutput, self.token_ids)
+        columns = zip(run.requests, run.attempts, run.indices, outputs, strict=True)
+        return [TokenRow(request, attempt, at + num_on, [output]) for request, attempt, at, output in columns]
+
+
+pack_run = msgspec.msgpack.Encoder().encode
+_run_decoder = msgspec.msgpack.Decoder(TokenRun)
+
+
+@lru_cache(maxsize=256)  # the run of each worker, and some that have just ended
+def unpack_run(packed: bytes) -> TokenRun:
+    """Raises:
+    ValueError, msgspec.DecodeError: it is none.
+    """
+    if len(packed) > _LARGEST_RUN_BYTES:
+        raise ValueError(f"a run of {len(packed)} bytes is over the limit of {_LARGEST_RUN_BYTES}")
+    return _run_decoder.decode(packed)
 
 
 class AttemptFailed(Message, frozen=True, kw_only=True):

@@ -333,19 +333,15 @@ int64_t baton_num_stages() { return int64_t(StepStage::kCount); }
 // From the next step on, `seconds` [ranks, stages, 2] is added to: work and waiting per stage. Null: no longer.
 void baton_model_profile(void* model, double* seconds) { static_cast<Model*>(model)->profile = seconds; }
 
-// One step; one caller at a time. Returns a Fault, whose place in its array is in *index; nothing is written then.
-int64_t baton_forward(void* model, int64_t num_tokens, int64_t num_seqs, int64_t max_blocks, int64_t num_logit_rows,
-                      const int64_t* tokens, const int64_t* positions, const int64_t* slots, const int64_t* logit_rows,
-                      const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_tables,
-                      void* pool, int64_t num_blocks, int64_t block_size, int64_t kv_int8, int64_t keep_hidden,
-                      void* hidden, float* logits, int64_t* best, float* maxima, int64_t* index) {
+// One step; one caller at a time. `fields`: those of Batch. Returns a Fault, whose place in its array is in *index;
+// nothing is written then.
+int64_t baton_forward(void* model, const void* fields, int64_t* index) {
     Model& m = *static_cast<Model*>(model);
-    const Batch batch{num_tokens, num_seqs, max_blocks, num_logit_rows, tokens, positions, slots, logit_rows,
-                      query_starts, context_lens, block_tables, pool, num_blocks, block_size, kv_int8, keep_hidden,
-                      hidden, logits, best, maxima};
+    Batch batch;
+    std::memcpy(&batch, fields, sizeof batch);
     const Fault fault = check(m, batch, index);
     if (fault != Fault::kNone) return int64_t(fault);
-    m.team.gather(num_tokens <= Model::kMostHelpedTokens);
+    m.team.gather(batch.num_tokens <= Model::kMostHelpedTokens);
     if (m.sizes.is_bf16) {
         Pass<bf16> pass(m, batch);
         m.team.run([&](int64_t rank) { pass.run(rank); });

@@ -23,7 +23,7 @@ struct Sizes {
     int64_t num_between() const { return hidden * (query() + 3 * inner + qkv()); }
 };
 
-struct Batch {
+struct Batch {  // fields of 8 bytes, as `native_forward.py` writes them
     int64_t num_tokens, num_seqs, max_blocks, num_logit_rows;
     const int64_t *tokens, *positions, *slots, *logit_rows;
     const int32_t *query_starts, *context_lens, *block_tables;

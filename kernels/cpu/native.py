@@ -61,7 +61,7 @@ SIGNATURES = {
     "baton_model_destroy": "p-",
     "baton_num_stages": "i",
     "baton_model_profile": "pp-",
-    "baton_forward": "piiiippppppppiiiipppppi",
+    "baton_forward": "pppi",
     "baton_board_open": "pp",
     "baton_board_close": "p-",
     "baton_board_bytes": "i",
@@ -84,7 +84,7 @@ SIGNATURES = {
     "baton_sampler_create": "ip",
     "baton_sampler_destroy": "p-",
     "baton_sampler_largest_vocabulary": "i",
-    "baton_sample": "ppiiippppppippi",
+    "baton_sample": "ppi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
 

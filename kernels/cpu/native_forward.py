@@ -100,20 +100,21 @@ class NativeForward:
         self._model = model
         self._layers = len(weights.layers)
         weakref.finalize(self, library.baton_model_destroy, model)
-        self._has_guests = seat is not None
+        self._has_guests, self.num_borrowed = seat is not None, 0
         if seat is not None:
             borrow(library, model, seat)
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
         self._logits = torch.empty((0, self._vocab_size))
         self._best = torch.empty(0, dtype=torch.int64)
         self._maxima = torch.empty((0, -(-self._vocab_size // MAXIMA_BLOCK)))
+        self._fields = (ctypes.c_int64 * 20)()  # `Batch` in forward_model.h
         self._bad_index = ctypes.c_int64()
-        self._batch: StepBatch | None = None  # that the arguments and the result are for; None: look
+        self._address, self._bad_index_address = map(ctypes.addressof, (self._fields, self._bad_index))
+        self._batch: StepBatch | None = None  # that the fields and the result are for; None: look
         self._pool: Tensor | None = None  # with that
         self._seen: tuple[Tensor, ...] = ()  # all of their tensors
         self._keeps_hidden = True
         self._copies: list[Tensor] = []
-        self._arguments: tuple[Any, ...] = ()
         self._result = StepResult(self._hidden, self._logits, self._best, self._maxima)
 
     def __call__(self, batch: StepBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:
@@ -124,7 +125,9 @@ class NativeForward:
         """
         if batch is not self._batch or pool is not self._pool or keep_hidden is not self._keeps_hidden:
             self._meet(batch, pool, keep_hidden)
-        fault = self._library.baton_forward(*self._arguments)
+        fault = self._library.baton_forward(self._model, self._address, self._bad_index_address)
+        if self._has_guests:
+            self.num_borrowed = self._library.baton_model_num_borrowed(self._model)
         if fault:
             num_blocks, _, _, block_size = pool.shape[:4]
             raise IndexError(
@@ -155,7 +158,7 @@ class NativeForward:
             self._batch, self._pool = batch, pool
 
     def _look_over(self, tensors: tuple[Tensor, ...], keep_hidden: bool) -> None:
-        """Check the tensors of a step and list the library's arguments. A step with the same tensors,
+        """Check the tensors of a step and write the fields. A step with the same tensors,
         whatever is in them, needs no more."""
         shape = self._shape
         *arrays, pool = tensors
@@ -174,8 +177,7 @@ class NativeForward:
         self._seen, self._keeps_hidden = (), keep_hidden
         self._grow(num_tokens, num_rows)
         kept = [array.contiguous() for array in arrays]
-        self._arguments = (
-            self._model,
+        self._fields[:] = [
             num_tokens,
             num_seqs,
             max_blocks,
@@ -190,8 +192,7 @@ class NativeForward:
             self._logits.data_ptr(),
             self._best.data_ptr(),
             self._maxima.data_ptr(),
-            ctypes.addressof(self._bad_index),
-        )
+        ]
         self._result = StepResult(
             self._hidden[: num_tokens if keep_hidden else 0],
             self._logits[:num_rows],
@@ -212,13 +213,6 @@ class NativeForward:
 
     def stop_profile(self) -> None:
         self._library.baton_model_profile(self._model, None)
-
-    @property
-    def num_borrowed(self) -> int:
-        if not self._has_guests:
-            return 0
-        count: int = self._library.baton_model_num_borrowed(self._model)
-        return count
 
     def _grow(self, num_tokens: int, num_rows: int) -> None:
         if num_tokens > self._hidden.shape[0]:

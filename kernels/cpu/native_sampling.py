@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -48,14 +49,17 @@ class NativeSampler:
         self._histories: dict[int, History] = {}  # by the id of the request
         self._prompts: dict[int, History] = {}  # one of those, by the id of the prompt's ids
         self._requests: Sequence[SamplingRequest] = ()  # the list that was looked over last
+        self._chosen = memoryview(b"")  # tokens of those rows
         self._params: list[SamplingParameters] = []  # of the rows the arrays below were written for
         self._row_rules: list[Rule] = []
         self._num_top = 0
         self._detailed: list[tuple[int, int]] = []  # (row, num_logprobs)
         self._draws = False  # a row's token depends on its position
         self._following: list[int] = []  # rows whose rule looks at the history, or at its length
-        self._seen: StepResult | None = None  # what the arguments are for; its tensors are never others
-        self._arguments: tuple[Any, ...] = ()
+        self._seen: StepResult | None = None  # what the fields are for; its tensors are never others
+        self._vocab_size = self._num_rows = 0  # of that
+        self._fields = (ctypes.c_int64 * 13)()  # `Request` in sampling.cpp
+        self._address = ctypes.addressof(self._fields)
         self._top_ids = np.empty(0, np.int64)
         self._top_logprobs = np.empty(0, np.float32)
         self._grow(8)
@@ -70,10 +74,9 @@ class NativeSampler:
         num_rows = len(requests)
         if result is not self._seen:
             self._look_over(result)
-        vocab_size = self._arguments[3]
-        if self._arguments[4] != num_rows or len(positions) != num_rows:
+        if self._num_rows != num_rows or len(positions) != num_rows:
             raise ValueError(
-                f"{len(positions)} positions, {num_rows} requests, {self._arguments[4]} rows of logits"
+                f"{len(positions)} positions, {num_rows} requests, {self._num_rows} rows of logits"
             )
         if requests is not self._requests:
             self._requests = ()
@@ -85,21 +88,21 @@ class NativeSampler:
             self._progress[:num_rows, 0] = positions
         if self._following:
             self._follow(requests)
-        num_top = self._num_top
-        bad = self._library.baton_sample(*self._arguments, *self._pointers)
+        bad = self._library.baton_sample(self._sampler, self._address)
         if bad < 0:
             best = result.best[-1 - bad]
-            raise IndexError(f"`best` names no logit of row {-1 - bad}: {best} of {vocab_size}")
-        tokens = self._tokens[:num_rows].tolist()
+            raise IndexError(f"`best` names no logit of row {-1 - bad}: {best} of {self._vocab_size}")
+        tokens = self._chosen.tolist()
         details = []
+        num_top = self._num_top
         for row, num_logprobs in self._detailed:
-            ids = self._top_ids[row * num_top : row * num_top + min(num_logprobs, vocab_size)].tolist()
+            ids = self._top_ids[row * num_top : row * num_top + min(num_logprobs, self._vocab_size)].tolist()
             values = self._top_logprobs[row * num_top : row * num_top + len(ids)].tolist()
             details.append(TokenDetail(row, float(self._logprobs[row]), tuple(zip(ids, values, strict=True))))
-        return ChosenTokens(tokens, details, bad)
+        return tokens, details, bad
 
     def _look_over(self, result: StepResult) -> None:
-        """Check the tensors and list the first arguments of `baton_sample`."""
+        """Check the tensors and write the first fields."""
         logits, best, maxima = result.logits, result.best, result.maxima
         if logits.dtype is not torch.float32 or logits.dim() != 2 or not logits.is_cpu:
             raise TypeError(f"`logits` must be fp32 [rows, vocabulary] on the CPU: {logits.dtype}")
@@ -114,16 +117,9 @@ class NativeSampler:
             check_index(maxima, (num_rows, -(-vocab_size // MAXIMA_BLOCK)), torch.float32, "maxima")
         if not best.is_contiguous() or not (maxima is None or maxima.is_contiguous()):
             raise ValueError("`best` and `maxima` must be contiguous")
-        self._seen = result
-        self._arguments = (
-            self._sampler,
-            logits.data_ptr(),
-            stride,
-            vocab_size,
-            num_rows,
-            best.data_ptr(),
-            None if maxima is None else maxima.data_ptr(),
-        )
+        self._seen, self._vocab_size, self._num_rows = result, vocab_size, num_rows
+        maxima_address = 0 if maxima is None else maxima.data_ptr()
+        self._fields[:6] = [logits.data_ptr(), stride, vocab_size, num_rows, best.data_ptr(), maxima_address]
 
     def _lay_out(self, params: list[SamplingParameters]) -> None:
         """Prepare for rows of these parameters."""
@@ -131,6 +127,7 @@ class NativeSampler:
         rules = [self._rule(one) for one in params]
         if len(rules) > len(self._tokens):
             self._grow(2 * len(rules))
+        self._chosen = memoryview(self._tokens)[: len(rules)]  # type: ignore[arg-type]
         self._addresses[: len(rules)] = [rule.address for rule in rules]
         self._progress.fill(0)
         self._draws = not all(map(is_greedy, params))
@@ -182,8 +179,8 @@ class NativeSampler:
         self._point()
 
     def _point(self) -> None:
-        """The last arguments of `baton_sample`."""
-        self._pointers = (
+        """Write the last fields."""
+        self._fields[6:] = [
             self._addresses.ctypes.data,
             self._progress.ctypes.data,
             self._tokens.ctypes.data,
@@ -191,4 +188,4 @@ class NativeSampler:
             self._num_top,
             self._top_ids.ctypes.data,
             self._top_logprobs.ctypes.data,
-        )
+        ]

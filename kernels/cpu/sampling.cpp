@@ -18,7 +18,7 @@ namespace {
 constexpr float kLogprobFloor = -9999.0f;  // stands for -infinity
 constexpr int64_t kRowsWorthWaking = 4;    // fewer take less time than a sleeping thread
 
-struct Request {
+struct Request {          // fields of 8 bytes, as `native_sampling.py` writes them
     const float* logits;  // [num_rows, size], rows `stride` apart
     int64_t stride, size, num_rows;
     const int64_t* best;  // [num_rows]: the first largest logit of a row, or its first NaN
@@ -249,16 +249,13 @@ int64_t baton_maxima_block() { return kBlock; }
 
 int64_t baton_sampler_largest_vocabulary() { return kLargestVocabulary; }
 
-// One caller at a time. Arguments as the fields of Request; returns how many rows had a NaN or +infinity, or -1 - the
-// first row whose `best` is outside; nothing is written then.
-int64_t baton_sample(void* sampler, const float* logits, int64_t stride, int64_t size, int64_t num_rows,
-                     const int64_t* best, const float* maxima, const void* rules, const void* progress,
-                     int64_t* tokens, float* logprobs, int64_t num_top, int64_t* top_ids, float* top_logprobs) {
-    for (int64_t row = 0; row < num_rows; ++row)
-        if (best[row] < 0 || best[row] >= size) return -1 - row;
-    return static_cast<Sampler*>(sampler)->choose({logits, stride, size, num_rows, best, maxima,
-                                                   static_cast<const Rule* const*>(rules),
-                                                   static_cast<const Progress*>(progress), tokens, logprobs, num_top,
-                                                   top_ids, top_logprobs});
+// One caller at a time. `fields`: those of Request. Returns how many rows had a NaN or +infinity, or -1 - the first row
+// whose `best` is outside; nothing is written then.
+int64_t baton_sample(void* sampler, const void* fields) {
+    Request request;
+    std::memcpy(&request, fields, sizeof request);
+    for (int64_t row = 0; row < request.num_rows; ++row)
+        if (request.best[row] < 0 || request.best[row] >= request.size) return -1 - row;
+    return static_cast<Sampler*>(sampler)->choose(request);
 }
 }

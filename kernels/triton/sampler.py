@@ -51,7 +51,7 @@ class TritonSampler:
         if not 0 < logits.shape[1] <= self.largest_vocabulary:
             raise ValueError(f"a vocabulary of {logits.shape[1]}, of at most {self.largest_vocabulary}")
         if num_rows == 0:
-            return ChosenTokens([], [], 0)
+            return [], [], 0
         if not self._is_compiled:
             self._is_compiled = True
             compile_sampling(logits.shape[1], logits.device)
@@ -87,7 +87,7 @@ class TritonSampler:
             for row, request in enumerate(requests)
             if request.params.num_logprobs is not None
         ]
-        return ChosenTokens(chosen, details, int(broken.sum()))
+        return chosen, details, int(broken.sum())
 
     def _follow(self, request: SamplingRequest, scores: Tensor) -> Seen | None:
         if not needs_seen(request.params):

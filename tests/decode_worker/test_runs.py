@@ -182,6 +182,23 @@ def test_a_run_of_steps_is_told_in_columns_and_leaves_what_planned_steps_leave(a
     assert on.core.load().decode_context == planned.core.load().decode_context
 
 
+def test_what_steps_took_is_told_alike_whether_it_was_booked_at_once_or_together() -> None:
+    """The step model and the gauges, after more steps than one fit of the model."""
+    asked, left = Worker(True, 999, 4), Worker(True, 999, 4)
+    for worker in (asked, left):
+        for index in range(3):
+            worker.come(f"r{index}", [index], SamplingParams(max_tokens=90, seed=1 + 4 * index), ROUTERS[0])
+    for _ in range(80):
+        for worker in (asked, left):
+            worker.step()
+        asked.core.load()
+    assert left.num_on > 60
+    load = left.core.load()
+    assert load == asked.core.load()
+    assert load.steps == 80
+    assert load.step_model is not None
+
+
 def test_log_probabilities_are_told_row_by_row() -> None:
     worker = Worker(True, 99, 4)
     for index, seed in enumerate((4, 5)):
@@ -228,5 +245,8 @@ def test_a_step_that_nothing_was_said_of_but_tokens_is_not_mistaken_for_one_with
         if told is None:
             scheduler.account(output, 1.0, went_on=True)
         else:
-            indices.append(told[0][1].indices[0])
+            (action,) = told
+            assert isinstance(action, ToRouter)
+            assert isinstance(action.message, NextTokens)
+            indices.append(action.message.rows[0].index)
     assert indices == [3, 3, 4, 6, 6]

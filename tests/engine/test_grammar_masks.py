@@ -58,6 +58,14 @@ def step(logits: np.ndarray, *, with_maxima: bool = True) -> StepResult:
     return StepResult(torch.empty(0), rows, rows.argmax(dim=1), maxima)
 
 
+def test_tensors_of_a_step_may_be_of_inference_mode_where_the_caller_is_not(choose: TokenChooser) -> None:
+    spec = SampleSpec(params_of(regex_grammar("b"), temperature=0.0), (1,), [])
+    with torch.inference_mode():
+        result = step(logits_at(1))
+    [output] = choose(result, [spec], [1])
+    assert output.token_id == ord("b")
+
+
 def logits_at(position: int, num_rows: int = 1, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng((seed, position))
     return rng.normal(0, 3, (num_rows, PADDED_VOCAB)).astype(np.float32)

@@ -203,7 +203,7 @@ def assert_packed(packer, rows, made, lists):
         needed = blocks[: made[at].start // BLOCK + 1]
         assert batch.block_tables[at, : len(needed)].tolist() == needed
     assert found == right
-    assert packer.next_positions(len(made)).tolist() == [one.start + 1 for one in made]
+    assert packer.next_positions.tolist() == [one.start + 1 for one in made]
     assert all(one.block_ids is blocks for one, blocks in zip(made, lists, strict=True))
 
 

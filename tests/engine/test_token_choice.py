@@ -298,6 +298,7 @@ class TestRefuses:
             "maxima": torch.zeros(2, 1),
         }
         result = StepResult(NONE, **tensors)
-        assert len(sampler(result, [spec()] * 2, [0, 0]).tokens) == 2
+        tokens, _, _ = sampler(result, [spec()] * 2, [0, 0])
+        assert len(tokens) == 2
         with pytest.raises(error):
             sampler(StepResult(NONE, **(tensors | changes)), [spec()] * 2, [0, 0])

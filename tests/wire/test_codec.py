@@ -61,7 +61,9 @@ WORKER_TO_ROUTER: list[msgspec.Struct] = [
         prefill_s=0.1,
     ),
     m.Tokens(rows=[m.TokenRow(R, A, 1, [TokenOutput(9)], None)]),
-    m.NextTokens(requests=[R, RequestId("q")], attempts=[A, A], indices=[3, 90], token_ids=[7, 49_000]),
+    m.NextTokens(
+        run=m.pack_run(m.TokenRun([R, RequestId("q")], [A, A], [3, 90])), num_on=2, token_ids=[7, 49_000]
+    ),
     m.Drained(),
     m.Refused(reason="no"),
 ]
@@ -110,14 +112,28 @@ def frame(body: bytes) -> bytes:
 
 
 def test_columns_are_rows_of_one_token_and_of_one_length() -> None:
-    columns = {"requests": [R, RequestId("q")], "attempts": [A, A], "indices": [3, 90], "token_ids": [7, 8]}
-    assert m.NextTokens(**columns).rows == [
-        m.TokenRow(R, A, 3, [TokenOutput(7)]),
-        m.TokenRow(RequestId("q"), A, 90, [TokenOutput(8)]),
-    ]
-    body = msgspec.msgpack.encode({"t": "NextTokens", **columns, "token_ids": [7]})
-    with pytest.raises(ProtocolError, match="not of one length"):
-        decode_all(frame(body))
+    columns: list[list[Any]] = [[R, RequestId("q")], [A, A], [3, 90]]
+    run = m.pack_run(m.TokenRun(*columns))
+    for num_on in (0, 5):
+        assert m.NextTokens(run=run, num_on=num_on, token_ids=[7, 8]).rows == [
+            m.TokenRow(R, A, 3 + num_on, [TokenOutput(7)]),
+            m.TokenRow(RequestId("q"), A, 90 + num_on, [TokenOutput(8)]),
+        ]
+
+    def refused(run: bytes, token_ids: list[int], why: str) -> None:
+        body = msgspec.msgpack.encode({"t": "NextTokens", "run": run, "num_on": 0, "token_ids": token_ids})
+        with pytest.raises(ProtocolError, match=why):
+            decode_all(frame(body))
+
+    refused(run, [7], "not a token for each")
+    for column in range(3):
+        short = [one[:1] if at == column else one for at, one in enumerate(columns)]
+        refused(msgspec.msgpack.encode(short), [7, 8], "not of one length")
+    refused(msgspec.msgpack.encode(columns[:2]), [7, 8], "length")
+    refused(run[:-1], [7, 8], "truncated")
+    refused(b"", [], "truncated")
+    long = [RequestId("q" * (1 << 20))]
+    refused(m.pack_run(m.TokenRun(long, [A], [3])), [7], "over the limit")
 
 
 def decode_all(data: bytes, decode_type: Any = m.WorkerToRouter, limit: int = 1 << 20) -> list[Any]:

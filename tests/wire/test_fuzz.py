@@ -77,8 +77,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
 
 def next_tokens(rows: list[tuple[Any, ...]]) -> m.NextTokens:
     """Its columns are of one length, or it is none."""
-    columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
-    return m.NextTokens(**dict(zip(m.NextTokens.__struct_fields__, columns, strict=True)))
+    *columns, token_ids = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
+    return m.NextTokens(run=m.pack_run(m.TokenRun(*columns)), num_on=len(rows), token_ids=token_ids)
 
 
 MESSAGES = {name: values(inspect.type_info(union)) for name, union in DIRECTIONS.items()}
@@ -153,6 +153,8 @@ def samples(union: Any) -> list[bytes]:
 
 def _smallest(kind: inspect.Type) -> Any:
     match kind:
+        case inspect.StructType() if kind.cls is m.NextTokens:
+            return next_tokens([("x", 1, 1, 1)])
         case inspect.StructType():
             return kind.cls(**{field.name: _smallest(field.type) for field in kind.fields})
         case inspect.UnionType():
