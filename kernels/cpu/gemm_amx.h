@@ -10,6 +10,10 @@
 //    equal height: the unit's time is that of the lines a tile of rows has, not of those it could have.
 // 3. Two tiles of rows meet the two tiles of a panel in four tiles of sums, which stay in the unit for all of K and
 //    are handed to `Output` once. A tile of rows alone (up to 16 rows) is bound by memory.
+// 4. Of the four tiles that such a product loads in a step two come from the first cache, else the unit waits for the
+//    second: a panel stays there while rows pass it, loaded as a stream. A panel too deep for that is multiplied in parts,
+//    their sums kept between them.
+// 5. `Output` gets rows of a product while the next one's tiles are multiplied.
 //
 // Bits: each y[m, n] adds up the products of one tile depth after another in k order, whatever the height of its tile
 // and the number of rows; within a tile the order is the hardware's and depends on neither. Sums of int8 are exact:

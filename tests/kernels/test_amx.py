@@ -24,7 +24,8 @@ from tests.support.isa_emulation import emulated_library
 pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
 
 ROWS = (1, 2, 7, 16, 17, 31, 32, 33, 48, 65, 70)
-SHAPES = ((576, 130), (100, 7), (33, 48), (31, 33), (1, 1), (64, 32), (200, 96))  # in features, out features
+# in features, out features; the deepest is multiplied in parts
+SHAPES = ((576, 130), (100, 7), (33, 48), (31, 33), (1, 1), (64, 32), (200, 96), (1300, 40))
 SMALLEST_NORMAL = 2.0**-126
 
 Kernels = Callable[..., NativeKernels]
