@@ -1,5 +1,7 @@
-// The instructions of the matrix unit where there is one (`BATON_AMX` of `gemm_amx.h`), or their emulation.
+// The instructions of the matrix unit where there is one, or their emulation.
 #pragma once
+
+#include "amx_unit.h"  // first: it has the compiler's own, which emulation takes the names of
 
 #if defined(BATON_AMX_EMULATED)
 #include "amx_emulated.h"

@@ -7,7 +7,6 @@
 #include <type_traits>
 
 #include "amx_tiles.h"
-#include "amx_unit.h"
 #include "gemm.h"
 #include "line_rows.h"
 
