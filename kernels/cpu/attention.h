@@ -15,6 +15,7 @@ struct Shape {
     KvShape kv;
     int64_t num_heads, group, layer;
     float scale;
+    bool by_tiles = false;  // attention of bf16 models by the matrix unit, where it is lent
 
     Shape(const KvShape& kv, int64_t num_heads, float scale, int64_t layer = 0)
         : kv(kv), num_heads(num_heads), group(num_heads / kv.num_kv_heads), layer(layer), scale(scale) {}

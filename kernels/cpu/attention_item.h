@@ -32,10 +32,6 @@ namespace baton {
 
 constexpr int64_t kFewKeys = 2 * kGroup;  // a chunk where rows are few; else a whole partition
 
-inline Reading reading_of(const Item& item, const Shape& shape, const int32_t* block_table, int64_t end) {
-    return {block_table, item.first_head * shape.kv.row_bytes, item.num_heads * shape.kv.row_bytes, end};
-}
-
 // One KV head's share of an item: its rows and what they have accumulated so far.
 struct HeadState {
     float *q, *accumulator, *partial;  // [rows, dim]; with pairs q is bf16, of integers an `IntegerQuery` and partial int32

@@ -21,25 +21,25 @@ inline Vec exp_of_negative(Vec x) {
     return parts.rest * Vec((parts.power + 127) << 23);       // 2^power, power >= -127, or 0
 }
 
-// 2^t * p(t - floor(t)) for t <= 0, p being 2^f on [0, 1] to 4e-6, with p(0) = 1; a NaN stays one.
+// 2^t * p(t - floor(t)) for t about 0 at most, p being 2^f on [0, 1] to 4e-6, with p(0) = 1; a NaN stays one.
 inline Vec power_of_two(Vec t) {
-    t = max(splat(-300.0f), t);  // far below the least number; in this order a NaN passes
-#if defined(BATON_AVX512)
-    const Vec whole = Vec(_mm512_roundscale_ps(__m512(t), 0x09));  // floor
+#if defined(BATON_AVX512) && defined(__AVX512DQ__)
+    const Vec f = Vec(_mm512_reduce_ps(__m512(t), 0x09));  // t - floor(t), and 0 of -inf
 #else
+    t = max(splat(-300.0f), t);  // far below the least number; in this order a NaN passes
     Vec whole;
     for (int64_t l = 0; l < kWidth; ++l) whole[l] = std::floor(t[l]);
-#endif
     const Vec f = t - whole;
+#endif
     Vec p = splat(0.013555747456848621f);
     p = fma(p, f, splat(0.05203237012028694f));
     p = fma(p, f, splat(0.2413797676563263f));
     p = fma(p, f, splat(0.6930321455001831f));
     p = fma(p, f, splat(1.0f));
-#if defined(BATON_AVX512)
-    return Vec(_mm512_scalef_ps(__m512(p), __m512(whole)));
+#if defined(BATON_AVX512) && defined(__AVX512DQ__)
+    return Vec(_mm512_scalef_ps(__m512(p), __m512(t)));  // by floor(t)
 #else
-    for (int64_t l = 0; l < kWidth; ++l) p[l] = whole[l] <= 0.0f ? std::ldexp(p[l], int(whole[l])) : t[l];
+    for (int64_t l = 0; l < kWidth; ++l) p[l] = t[l] == t[l] ? std::ldexp(p[l], int(whole[l])) : t[l];
     return p;
 #endif
 }
@@ -61,6 +61,15 @@ inline void store_fast(bf16* target, Vec value) {
     std::memcpy(target, &narrow, sizeof narrow);
 #else
     store(target, value);
+#endif
+}
+
+inline void store_two_fast(bf16* target, Vec low, Vec high) {
+#if defined(BATON_AVX512) && defined(__AVX512BF16__)
+    const auto both = _mm512_cvtne2ps_pbh(high, low);
+    std::memcpy(target, &both, sizeof both);
+#else
+    store(target, low), store(target + kWidth, high);
 #endif
 }
 
@@ -100,6 +109,46 @@ inline float softmax_row(float* scores, int64_t visible, float& running_max, flo
     }
     std::memset(static_cast<void*>(weights + end), 0, size_t(kPartition - end) * sizeof(W));
     return extend<W>(total, new_max, running_max, running_sum);
+}
+
+// The same of up to kMostWeighed rows at once, as bf16: weights 2^(score * unit - max), the maximum being of scores times
+// the unit. Weights of the first `num_keys` keys are written (a multiple of 2 * kWidth, no fewer than a row sees): who sees
+// none of them keeps what it has. `running_max` and the like are read and written up to kMostWeighed.
+constexpr int64_t kMostWeighed = 16;
+template <typename Visible>
+inline void weigh_rows(float* scores, int64_t num_rows, const Visible& visible, int64_t num_keys, float unit,
+                       float* running_max, float* running_sum, float* rescale) {
+    constexpr int64_t step = 2 * kWidth;
+    alignas(64) float maxima[kMostWeighed] = {}, sums[kMostWeighed] = {};
+    int64_t ends[kMostWeighed];
+    for (int64_t r = 0; r < num_rows; ++r) {
+        float* const row = scores + r * kPartition;
+        const int64_t seen = visible(r), end = ceil_div(seen, step) * step;
+        for (int64_t j = seen; j < end; ++j) row[j] = -kInfinity;
+        Vec highest = splat(-kInfinity);
+        for (int64_t j = 0; j < end; j += kWidth) highest = max(highest, load(row + j));
+        maxima[r] = max_lanes(highest), ends[r] = end;
+    }
+    for (int64_t r = 0; r < kMostWeighed; r += kWidth) {
+        const Vec before = load(running_max + r), now = max(before, load(maxima + r) * unit);
+        store(running_max + r, now), store(rescale + r, power_of_two(before - now));
+    }
+    for (int64_t r = 0; r < num_rows; ++r) {
+        const float* const row = scores + r * kPartition;
+        bf16* const weights = reinterpret_cast<bf16*>(scores + r * kPartition);  // written no further than scores are read
+        const Vec factor = splat(unit), offset = splat(-running_max[r]);
+        Vec total = {};
+        for (int64_t j = 0; j < ends[r]; j += step) {
+            const Vec low = power_of_two(fma(load(row + j), factor, offset));
+            const Vec high = power_of_two(fma(load(row + j + kWidth), factor, offset));
+            total += low, total += high;
+            store_two_fast(weights + j, low, high);
+        }
+        std::memset(static_cast<void*>(weights + ends[r]), 0, size_t(num_keys - ends[r]) * sizeof(bf16));
+        sums[r] = sum_lanes(total);
+    }
+    for (int64_t r = 0; r < kMostWeighed; r += kWidth)
+        store(running_sum + r, load(running_sum + r) * load(rescale + r) + load(sums + r));
 }
 
 }  // namespace baton

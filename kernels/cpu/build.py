@@ -39,6 +39,7 @@ SOURCES = (
     "gemm_int8.cpp",
     "line_rows.cpp",
     "attention.cpp",
+    "attention_amx.cpp",
     "rowwise.cpp",
     "forward.cpp",
     "core_board.cpp",
@@ -47,7 +48,10 @@ SOURCES = (
     "sampling.cpp",
 )
 HEADERS = (
+    "amx_tiles.h",
+    "amx_unit.h",
     "attention.h",
+    "attention_amx.h",
     "attention_bytes.h",
     "attention_chunk.h",
     "attention_item.h",

@@ -10,11 +10,7 @@
 #include <unistd.h>
 #endif
 
-#if defined(BATON_AMX_EMULATED)
-#include "amx_emulated.h"
-#elif defined(BATON_AMX)
-#include <immintrin.h>
-#endif
+#include "amx_tiles.h"
 
 namespace baton {
 
@@ -88,11 +84,11 @@ void multiply(int64_t height, int64_t steps, const char* rows, const char* panel
 
 }  // namespace
 
-AmxSession::AmxSession(int64_t height) {
+AmxSession::AmxSession(const Heights& heights) {
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) {
         config.line_bytes[tile] = uint16_t(kLineBytes);
-        config.lines[tile] = uint8_t(tile < 6 ? height : kTileLines);
+        config.lines[tile] = uint8_t(heights[size_t(tile)]);
     }
     asm volatile("" : : "r"(&config) : "memory");  // some compilers think that a part of it is read
     _tile_loadconfig(&config);

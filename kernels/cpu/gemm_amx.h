@@ -15,28 +15,17 @@
 // and the number of rows; within a tile the order is the hardware's and depends on neither. Sums of int8 are exact:
 // results are those of `gemm_int8`.
 //
-// Where the compiler or its target has no AMX, `kHasAmx` is false and no product of this file may be called.
+// Where there is no unit (`amx_unit.h`) no product of this file may be called.
 #pragma once
 
 #include <algorithm>
 
+#include "amx_unit.h"
 #include "gemm.h"
 #include "gemm_int8.h"
 
-#if defined(BATON_AMX_EMULATED) || \
-    (defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
-#define BATON_AMX
-#endif
-
 namespace baton {
 
-#if defined(BATON_AMX)
-constexpr bool kHasAmx = true;
-#else
-constexpr bool kHasAmx = false;
-#endif
-
-constexpr int64_t kTileLines = 16, kTileBytes = kTileLines * kLineBytes;
 constexpr int64_t kAmxPanel = 32;                   // output features of a panel: two tiles
 constexpr int64_t kAmxStepBytes = 2 * kTileBytes;   // of a panel per tile depth of k
 constexpr int64_t kAmxRowBlockBytes = 1024 * 1024;  // tiles of rows that stay in L2 while panels pass
@@ -47,16 +36,6 @@ static_assert(!kHasAmx || kWordPanel == kAmxPanel);  // machines with AMX have A
 inline RowCut amx_cut(int64_t num_rows) {
     return {num_rows, num_rows <= kTileLines ? 1 : 2 * ceil_div(num_rows, 2 * kTileLines)};
 }
-
-// The unit on this thread, set up for tiles of rows of a height. It is released at the end: a thread that waits has
-// little state to be saved.
-class AmxSession {
-public:
-    explicit AmxSession(int64_t height);
-    ~AmxSession();
-    AmxSession(const AmxSession&) = delete;
-    AmxSession& operator=(const AmxSession&) = delete;
-};
 
 // One or two tiles of rows x one panel: sums[row * kAmxPanel + column].
 void amx_tiles(bool pair, int64_t height, int64_t steps, const char* rows, const char* panel, Ahead ahead, float* sums);
@@ -136,9 +115,6 @@ void amx_gemm_int8(const Int8Rows& rows, const Int8Weight& weight, int64_t begin
                           };
                       });
 }
-
-// Whether this process may use the unit: it asked (`baton_amx_acquire`), and the kernel granted it.
-bool amx_is_lent();
 
 // `baton_packed_bytes` of a bf16 weight, `baton_linear` of both kinds.
 int64_t amx_packed_bytes(int64_t out_features, int64_t in_features);

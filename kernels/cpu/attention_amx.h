@@ -1,0 +1,310 @@
+// Attention of bf16 models over bf16 keys and values by the matrix unit (`amx_unit.h`): the walk of `attention_item.h`
+// with both products in tiles.
+//
+// 1. Many rows: a partition's keys and values are packed once, keys turned over and values interleaved, as panels of
+//    columns [tile depths][16 lines][2 tiles]. Two tiles of rows at a time then go through scores, weights and sums, while
+//    these lie in the first cache; panels that none of them sees are left out.
+// 2. Few rows: keys are read where they lie, as the rows of a product whose columns are the queries, and the scores turned
+//    over. Values are packed a panel at a time, for all heads of a token in turn, as memory has them.
+//
+// Bits: a score adds up tiles of 32 elements in order, a partition's weighted sum tiles of 32 keys in order, whichever
+// operand is which: within a tile the order is the hardware's, and a product commutes. Tiles of weights 0 that only some
+// ways multiply add nothing. All else is in an order of the row's own (`weigh_rows`).
+#pragma once
+
+#include "amx_unit.h"
+#include "attention_chunk.h"
+#include "attention_pages.h"
+#include "attention_pairs.h"
+#include "attention_weights.h"
+
+namespace baton {
+
+constexpr int64_t kPairLineBytes = 2 * kLine, kPairTileBytes = 2 * kTileBytes;  // two tiles side by side
+constexpr int64_t kTileKeys = 2 * kTileLines;  // of a panel of keys, and of a tile depth of values
+constexpr int64_t kScoreBytes = kPartition * 4;  // from a row's scores to the next one's
+
+// Tiles of rows: lines `stride` bytes apart, their tile depths one after the other.
+struct TileRows {
+    const char* data;
+    int64_t stride;
+};
+
+// 16 rows, or a pair of tiles, times a panel of 32 columns. Lines of `out` are `out_bytes` apart.
+void tile_sums(bool pair, const TileRows& rows, const char* panel, int64_t steps, float* out, int64_t out_bytes);
+
+// Twice 16 keys times queries [steps][16 pairs][16 rows]: scores [32 keys][16 rows].
+void few_scores(const TileRows (&keys)[2], const char* queries, int64_t steps, float* scores);
+
+// As many rows as the session has, of weights of 32 keys, times their values: a panel per 32 elements. Added to `out`, or
+// put there at first.
+void add_few_values(const TileRows& weights, const char* panels, int64_t num_panels, bool is_first, float* out,
+                    int64_t out_bytes);
+
+// Memory for one thing after the other, each on lines of its own; from null it tells how much they need.
+class Carver {
+public:
+    explicit Carver(float* memory) : start_(memory) {}
+    float* take(int64_t num_floats) {
+        float* const here = start_ == nullptr ? nullptr : start_ + taken_;
+        taken_ += ceil_div(num_floats, 16) * 16;
+        return here;
+    }
+    int64_t taken() const { return taken_; }
+
+private:
+    float* const start_;
+    int64_t taken_ = 0;
+};
+
+class TileAttention {
+public:
+    TileAttention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position, const Reading* then)
+        : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim),
+          dim_(ceil_div(head_dim_, kGroup) * kGroup), rows_(item.num_queries * shape.group),
+          tile_rows_(ceil_div(rows_, kTileLines) * kTileLines), first_position_(first_position),
+          end_(first_position + item.num_queries), is_few_(rows_ <= kTileLines), heads_(size_t(item.num_heads)),
+          carved_(carve()), keys_(pages_, item, dim_, key_rows_), values_(pages_, item, dim_, value_rows_),
+          ahead_(pages_, reading_of(item, shape, pages.block_table, end_), then) {}
+
+    // `out` as of `Attention`.
+    template <typename Out>
+    void run(const bf16* q, int64_t q_row_stride, Out* out) {
+        AmxSession::Heights heights;
+        heights.fill(kTileLines);
+        if (is_few_) heights[0] = heights[1] = heights[4] = rows_;
+        const AmxSession session(heights);
+        each_row([&](Head& head, int64_t r, int64_t query, int64_t query_head) {
+            take_query(head, r, q + query * q_row_stride + query_head * head_dim_);
+        });
+        for (int64_t start = 0; start < end_; start += kPartition) {
+            const int64_t count = std::min(end_ - start, kPartition);
+            is_few_ ? few_take_in(start, count) : many_take_in(start, count);
+        }
+        for (Head& head : heads_)
+            for (int64_t r = 0; r < tile_rows_; r += kWidth) store(head.sum + r, 1.0f / load(head.sum + r));
+        each_row([&](Head& head, int64_t r, int64_t query, int64_t query_head) {
+            give_result(head.accumulator + r * dim_, head.sum[r],
+                        out + (query * shape_.num_heads + query_head) * head_dim_);
+        });
+    }
+
+private:
+    // One KV head's share of the item.
+    struct Head {
+        bf16* q;             // many rows: [rows, dim]; few: [tile depths][16 pairs][16 rows]
+        float* accumulator;  // [rows, dim], elements in the order of `interleave`
+        float *max, *sum;    // [rows]
+        float *turned, *scores, *partial, *rescale;  // of few rows: [kPartition, 16], [16, kPartition], [16, dim], [16]
+    };
+
+    int64_t carve() {
+        static thread_local Scratch scratch;
+        Carver counter(nullptr);
+        carve(counter);
+        Carver carver(scratch.floats(counter.taken()));
+        carve(carver);
+        for (Head& head : heads_) {
+            std::memset(static_cast<void*>(head.q), 0, size_t(tile_rows_ * dim_) * sizeof(bf16));
+            std::fill(head.accumulator, head.accumulator + tile_rows_ * dim_, 0.0f);
+            std::fill(head.max, head.max + tile_rows_, -kInfinity);
+            std::fill(head.sum, head.sum + tile_rows_, 0.0f);
+        }
+        return carver.taken();
+    }
+
+    void carve(Carver& carver) {
+        key_rows_ = carver.take(ChunkRows<bf16>::num_floats(dim_)), value_rows_ = carver.take(ChunkRows<bf16>::num_floats(dim_));
+        const int64_t keys = is_few_ ? kTileKeys : kPartition, at_once = is_few_ ? kTileLines : 2 * kTileLines;
+        key_panels_ = carver.take(keys * dim_ / 2), value_panels_ = carver.take(keys * dim_ / 2);
+        const auto take_work = [&](Head& head) {
+            head.scores = carver.take(at_once * kPartition), head.partial = carver.take(at_once * dim_);
+            head.rescale = carver.take(at_once);
+        };
+        if (!is_few_) take_work(heads_[0]);
+        for (Head& head : heads_) {
+            head.q = reinterpret_cast<bf16*>(carver.take(tile_rows_ * dim_ / 2));
+            head.accumulator = carver.take(tile_rows_ * dim_);
+            head.max = carver.take(tile_rows_), head.sum = carver.take(tile_rows_);
+            if (is_few_) head.turned = carver.take(kPartition * kTileLines), take_work(head);
+        }
+    }
+
+    template <typename Body>
+    void each_row(const Body& body) {
+        for (int64_t head = 0; head < item_.num_heads; ++head)
+            for (int64_t r = 0; r < rows_; ++r)
+                body(heads_[size_t(head)], r, item_.first_query + r / shape_.group,
+                     (item_.first_head + head) * shape_.group + r % shape_.group);
+    }
+
+    void take_query(Head& head, int64_t r, const bf16* source) const {
+        if (!is_few_) {
+            std::memcpy(static_cast<void*>(head.q + r * dim_), source, size_t(head_dim_) * sizeof(bf16));
+            return;
+        }
+        for (int64_t d = 0; d < head_dim_; d += 2)
+            std::memcpy(static_cast<void*>(head.q + (d / 2 * kTileLines + r) * 2), source + d,
+                        size_t(std::min<int64_t>(2, head_dim_ - d)) * sizeof(bf16));
+    }
+
+    template <typename Out>
+    void give_result(const float* sums, float factor, Out* target) const {
+        alignas(64) float ordered[kGroup];
+        for (int64_t d = 0; d < dim_; d += kGroup) {
+            store_pairs_in_order(sums + d, ordered);
+            for (int64_t i = 0; i < kGroup && d + i < head_dim_; i += kWidth)
+                store_partial(target + d + i, round_to<bf16>(load(ordered + i) * factor), head_dim_ - d - i);
+        }
+    }
+
+    // Of the partition at `start`, positions that a row sees.
+    int64_t visible(int64_t row, int64_t start) const {
+        return std::clamp<int64_t>(first_position_ + row / shape_.group + 1 - start, 0, kPartition);
+    }
+
+    float unit() const { return shape_.scale * 1.44269504088896341f; }
+
+    // Scores of rows [first, first + count) of the partition at `start` to weights of the first `num_keys` keys.
+    void weigh(const Head& head, float* scores, int64_t first, int64_t count, int64_t start, int64_t num_keys,
+               float* rescale) const {
+        weigh_rows(scores, count, [&](int64_t r) { return visible(first + r, start); }, num_keys, unit(), head.max + first,
+                   head.sum + first, rescale);
+    }
+
+    void accumulate(const Head& head, int64_t first, int64_t count, const float* partial, const float* rescale) const {
+        for (int64_t r = 0; r < count; ++r) {
+            float* const sums = head.accumulator + (first + r) * dim_;
+            for (int64_t d = 0; d < dim_; d += kWidth)  // + 0: never -0, so a row may see a partition that adds nothing
+                store(sums + d, load(sums + d) * rescale[r] + (load(partial + r * dim_ + d) + 0.0f));
+        }
+    }
+
+    void many_take_in(int64_t start, int64_t count) {
+        const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not see it
+        keys_.locate(start, count, 0), values_.locate(start, count, 1);
+        for (Head& head : heads_) {
+            for (int64_t j = 0; j < ceil_div(count, kTileKeys) * kTileKeys; j += kTileLines) {
+                char* const tile = key_panel(j / kTileKeys) + j % kTileKeys / kTileLines * kLine;
+                turn_keys(keys_.whole(j, kTileLines), dim_ * 2, tile);
+                ahead_.advance(std::clamp<int64_t>(count - j, 0, kTileLines) * shape_.kv.row_bytes);
+            }
+            pack_values(count, kPartition);
+            for (int64_t first = from / kTileKeys * kTileKeys; first < rows_; first += kTileKeys)
+                many_rows(head, first, std::min(kTileKeys, rows_ - first), start);
+            keys_.next_head(count), values_.next_head(count);
+        }
+    }
+
+    void many_rows(const Head& head, int64_t first, int64_t count, int64_t start) const {
+        float *const scores = heads_[0].scores, *const partial = heads_[0].partial, *const rescale = heads_[0].rescale;
+        const bool pair = count > kTileLines;
+        const int64_t seen = ceil_div(visible(first + count - 1, start), kTileKeys);  // panels
+        const TileRows queries{reinterpret_cast<const char*>(head.q + first * dim_), dim_ * 2};
+        for (int64_t panel = 0; panel < seen; ++panel)
+            tile_sums(pair, queries, key_panel(panel), dim_ / kGroup, scores + panel * kTileKeys, kScoreBytes);
+        for (int64_t r = 0; r < count; r += kTileLines)
+            weigh(head, scores + r * kPartition, first + r, std::min(kTileLines, count - r), start, seen * kTileKeys,
+                  rescale + r);
+        const TileRows weights{reinterpret_cast<const char*>(scores), kScoreBytes};
+        for (int64_t d = 0; d < dim_; d += kGroup)
+            tile_sums(pair, weights, value_panel(d / kGroup, kPartition), seen, partial + d, dim_ * 4);
+        accumulate(head, first, count, partial, rescale);
+    }
+
+    void few_take_in(int64_t start, int64_t count) {
+        each_chunk(keys_, start, count, 0, [&](Head& head, int64_t j, int64_t some) {
+            const TileRows tiles[2] = {whole_keys(start + j, 0), whole_keys(start + j, kTileLines)};
+            few_scores(tiles, reinterpret_cast<const char*>(head.q), dim_ / kGroup, head.turned + j * kTileLines);
+            ahead_.advance(some * shape_.kv.row_bytes);
+        });
+        for (Head& head : heads_) {
+            turn_scores(head, count);
+            weigh(head, head.scores, 0, rows_, start, ceil_div(count, kTileKeys) * kTileKeys, head.rescale);
+        }
+        each_chunk(values_, start, count, 1, [&](Head& head, int64_t j, int64_t some) {
+            pack_values(some, kTileKeys);
+            const TileRows weights{reinterpret_cast<const char*>(head.scores) + j * 2, kScoreBytes};
+            add_few_values(weights, value_panel(0, kTileKeys), dim_ / kGroup, j == 0, head.partial, dim_ * 4);
+        });
+        for (Head& head : heads_) accumulate(head, 0, rows_, head.partial, head.rescale);
+    }
+
+    // body(head, first key, count) of each head's keys or values, kTileKeys at a time.
+    template <typename Body>
+    void each_chunk(ChunkRows<bf16>& rows, int64_t start, int64_t count, int64_t which, const Body& body) {
+        for (int64_t j = 0; j < count; j += kTileKeys) {
+            const int64_t some = std::min(kTileKeys, count - j);
+            rows.locate(start + j, some, which);
+            for (Head& head : heads_) body(head, j, some), rows.next_head(some);
+        }
+    }
+
+    // 16 keys from the i-th of the chunk at `position` on: where they lie, if they are whole tiles there. What follows the
+    // last key of the sequence in its block may be anything: scores of it are hidden.
+    TileRows whole_keys(int64_t position, int64_t i) {
+        const char* const first = *keys_.from(i);
+        const bool is_there = position + i < end_;
+        if (is_there && head_dim_ == dim_ && pages_.run_length(position + i, position + i + kTileLines) == kTileLines)
+            return {first, shape_.kv.token_bytes()};
+        char* const staged = reinterpret_cast<char*>(key_panels_) + i * dim_ * 2;
+        const char* const* const rows = keys_.from(i);
+        for (int64_t k = 0; k < kTileLines; ++k) {
+            std::memcpy(staged + k * dim_ * 2, rows[k], size_t(head_dim_) * sizeof(bf16));
+            std::memset(staged + k * dim_ * 2 + head_dim_ * 2, 0, size_t(dim_ - head_dim_) * sizeof(bf16));
+        }
+        return {staged, dim_ * 2};
+    }
+
+    // Scores of few rows as rows.
+    void turn_scores(const Head& head, int64_t count) const {
+        const char* lines[kWidth];
+        for (int64_t j = 0; j < ceil_div(count, kTileKeys) * kTileKeys; j += kWidth) {
+            for (int64_t i = 0; i < kWidth; ++i)
+                lines[i] = reinterpret_cast<const char*>(head.turned + (j + i) * kTileLines);
+            for (int64_t r = 0; r < rows_; r += 4) {
+                UintVec words[4];
+                load_words(lines, r * 4, words);
+                for (int64_t i = 0; i < std::min<int64_t>(4, rows_ - r); ++i)
+                    store(head.scores + (r + i) * kPartition + j, Vec(words[i]));
+            }
+        }
+    }
+
+    // 16 keys to every second line of a panel: a line has a pair of elements of each.
+    static void turn_keys(const char* const* keys, int64_t num_bytes, char* line) {
+        for (int64_t byte = 0; byte < num_bytes; byte += 16) {
+            UintVec words[4];
+            load_words(keys, byte, words);
+            for (int w = 0; w < 4; ++w, line += kPairLineBytes) std::memcpy(line, &words[w], sizeof words[w]);
+        }
+    }
+
+    // The chunk's values to panels of `length` keys; the last one's tile depth ends with zeros.
+    void pack_values(int64_t count, int64_t length) {
+        char* line = value_panel(0, length);
+        for (int64_t j = 0; j < ceil_div(count, kTileKeys) * kTileKeys; j += 2, line += kPairLineBytes) {
+            const char* const* rows = values_.whole(j, 2);
+            pack_pair<bf16>(rows[0], rows[1], dim_, length / 2 * kPairLineBytes, line);
+            if (j % kTileLines == 0) ahead_.advance(std::clamp<int64_t>(count - j, 0, kTileLines) * shape_.kv.row_bytes);
+        }
+    }
+
+    char* key_panel(int64_t index) const { return reinterpret_cast<char*>(key_panels_) + index * kTileKeys * dim_ * 2; }
+    char* value_panel(int64_t index, int64_t length) const {
+        return reinterpret_cast<char*>(value_panels_) + index * (length / 2) * kPairLineBytes;
+    }
+
+    const Item& item_;
+    const Shape& shape_;
+    const Pages pages_;
+    const int64_t head_dim_, dim_, rows_, tile_rows_, first_position_, end_;
+    const bool is_few_;
+    std::vector<Head> heads_;
+    float *key_rows_, *value_rows_, *key_panels_, *value_panels_;
+    const int64_t carved_;
+    ChunkRows<bf16> keys_, values_;
+    Ahead ahead_;
+};
+
+}  // namespace baton
