@@ -1,7 +1,7 @@
 // The tile products of `attention_amx.h`.
 //
-// Tile numbers are part of the instructions. Many rows: 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns. Few rows: 0 and 1
-// are results and 4 weights, as high as there are rows; 2 and 3 are scores, 5 keys, 6 and 7 queries or values.
+// Tile numbers are part of the instructions: 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns. Of few rows 0 and 1 are the
+// sums that 4 takes part in, all as high as there are rows; 2 and 3 are of keys, which are rows of whole tiles.
 #include "attention_amx.h"
 
 #include "amx_tiles.h"
@@ -64,28 +64,6 @@ void few_scores(const TileRows (&keys)[2], const char* queries, int64_t steps, f
     }
     _tile_stored(2, scores, kLine);
     _tile_stored(3, scores + kTileLines * kTileLines, kLine);
-}
-
-void add_few_values(const TileRows& weights, const char* values, int64_t num_panels, bool is_first, float* out,
-                    int64_t out_bytes) {
-    stored_before();
-    _tile_loadd(4, weights.data, weights.stride);
-    char* sums = reinterpret_cast<char*>(out);
-    for (int64_t panel = 0; panel < num_panels; ++panel, values += kPairTileBytes, sums += kPairLineBytes) {
-        if (is_first) {
-            _tile_zero(0);
-            _tile_zero(1);
-        } else {
-            _tile_loadd(0, sums, out_bytes);
-            _tile_loadd(1, sums + kLine, out_bytes);
-        }
-        _tile_loadd(6, values, kPairLineBytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, values + kLine, kPairLineBytes);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_stored(0, sums, out_bytes);
-        _tile_stored(1, sums + kLine, out_bytes);
-    }
 }
 
 #endif  // BATON_AMX

@@ -22,6 +22,7 @@ namespace baton {
 
 constexpr int64_t kPairLineBytes = 2 * kLine, kPairTileBytes = 2 * kTileBytes;  // two tiles side by side
 constexpr int64_t kTileKeys = 2 * kTileLines;  // of a panel of keys, and of a tile depth of values
+constexpr int64_t kPairRows = 2 * kTileLines;  // of a pair of tiles
 constexpr int64_t kScoreBytes = kPartition * 4;  // from a row's scores to the next one's
 
 // Tiles of rows: lines `stride` bytes apart, their tile depths one after the other.
@@ -30,16 +31,11 @@ struct TileRows {
     int64_t stride;
 };
 
-// 16 rows, or a pair of tiles, times a panel of 32 columns. Lines of `out` are `out_bytes` apart.
+// A tile of rows, or a pair of whole ones, times a panel of 32 columns. Lines of `out` are `out_bytes` apart.
 void tile_sums(bool pair, const TileRows& rows, const char* panel, int64_t steps, float* out, int64_t out_bytes);
 
 // Twice 16 keys times queries [steps][16 pairs][16 rows]: scores [32 keys][16 rows].
 void few_scores(const TileRows (&keys)[2], const char* queries, int64_t steps, float* scores);
-
-// As many rows as the session has, of weights of 32 keys, times their values: a panel per 32 elements. Added to `out`, or
-// put there at first.
-void add_few_values(const TileRows& weights, const char* panels, int64_t num_panels, bool is_first, float* out,
-                    int64_t out_bytes);
 
 // Memory for one thing after the other, each on lines of its own; from null it tells how much they need.
 class Carver {
@@ -64,7 +60,7 @@ public:
           dim_(ceil_div(head_dim_, kGroup) * kGroup), rows_(item.num_queries * shape.group),
           tile_rows_(ceil_div(rows_, kTileLines) * kTileLines), first_position_(first_position),
           end_(first_position + item.num_queries), is_few_(rows_ <= kTileLines), heads_(size_t(item.num_heads)),
-          carved_(carve()), keys_(pages_, item, dim_, key_rows_), values_(pages_, item, dim_, value_rows_),
+          keys_(pages_, item, dim_, (carve(), key_rows_)), values_(pages_, item, dim_, value_rows_),
           ahead_(pages_, reading_of(item, shape, pages.block_table, end_), then) {}
 
     // `out` as of `Attention`.
@@ -95,38 +91,35 @@ private:
         bf16* q;             // many rows: [rows, dim]; few: [tile depths][16 pairs][16 rows]
         float* accumulator;  // [rows, dim], elements in the order of `interleave`
         float *max, *sum;    // [rows]
-        float *turned, *scores, *partial, *rescale;  // of few rows: [kPartition, 16], [16, kPartition], [16, dim], [16]
+        float* turned;       // few rows: scores [kPartition, 16]
+        char* values;        // panels of a partition; many rows: the same memory for all heads
     };
 
-    int64_t carve() {
+    void carve() {
         static thread_local Scratch scratch;
         Carver counter(nullptr);
         carve(counter);
         Carver carver(scratch.floats(counter.taken()));
         carve(carver);
-        for (Head& head : heads_) {
+        for (const Head& head : heads_) {
             std::memset(static_cast<void*>(head.q), 0, size_t(tile_rows_ * dim_) * sizeof(bf16));
             std::fill(head.accumulator, head.accumulator + tile_rows_ * dim_, 0.0f);
             std::fill(head.max, head.max + tile_rows_, -kInfinity);
             std::fill(head.sum, head.sum + tile_rows_, 0.0f);
         }
-        return carver.taken();
     }
 
     void carve(Carver& carver) {
+        const auto take_bytes = [&](int64_t bytes) { return reinterpret_cast<char*>(carver.take(ceil_div(bytes, 4))); };
+        const int64_t at_once = is_few_ ? kTileLines : kPairRows;
         key_rows_ = carver.take(ChunkRows<bf16>::num_floats(dim_)), value_rows_ = carver.take(ChunkRows<bf16>::num_floats(dim_));
-        const int64_t keys = is_few_ ? kTileKeys : kPartition, at_once = is_few_ ? kTileLines : 2 * kTileLines;
-        key_panels_ = carver.take(keys * dim_ / 2), value_panels_ = carver.take(keys * dim_ / 2);
-        const auto take_work = [&](Head& head) {
-            head.scores = carver.take(at_once * kPartition), head.partial = carver.take(at_once * dim_);
-            head.rescale = carver.take(at_once);
-        };
-        if (!is_few_) take_work(heads_[0]);
+        scores_ = carver.take(at_once * kPartition), partial_ = carver.take(at_once * dim_), rescale_ = carver.take(at_once);
+        keys_packed_ = take_bytes((is_few_ ? kTileKeys : kPartition) * dim_ * 2);
         for (Head& head : heads_) {
-            head.q = reinterpret_cast<bf16*>(carver.take(tile_rows_ * dim_ / 2));
-            head.accumulator = carver.take(tile_rows_ * dim_);
-            head.max = carver.take(tile_rows_), head.sum = carver.take(tile_rows_);
-            if (is_few_) head.turned = carver.take(kPartition * kTileLines), take_work(head);
+            head.q = reinterpret_cast<bf16*>(take_bytes(tile_rows_ * dim_ * 2));
+            head.accumulator = carver.take(tile_rows_ * dim_), head.max = carver.take(tile_rows_), head.sum = carver.take(tile_rows_);
+            if (is_few_) head.turned = carver.take(kPartition * kTileLines);
+            head.values = is_few_ || &head == &heads_[0] ? take_bytes(kPartition * dim_ * 2) : heads_[0].values;
         }
     }
 
@@ -165,69 +158,57 @@ private:
 
     float unit() const { return shape_.scale * 1.44269504088896341f; }
 
-    // Scores of rows [first, first + count) of the partition at `start` to weights of the first `num_keys` keys.
-    void weigh(const Head& head, float* scores, int64_t first, int64_t count, int64_t start, int64_t num_keys,
-               float* rescale) const {
-        weigh_rows(scores, count, [&](int64_t r) { return visible(first + r, start); }, num_keys, unit(), head.max + first,
-                   head.sum + first, rescale);
-    }
-
-    void accumulate(const Head& head, int64_t first, int64_t count, const float* partial, const float* rescale) const {
+    // The scores of rows [first, first + count) of the partition at `start`, of whose keys they see `panels` at most, and the
+    // values of these into what the rows have.
+    void take_in(const Head& head, int64_t first, int64_t count, int64_t start, int64_t panels) const {
+        for (int64_t r = 0; r < count; r += kTileLines)
+            weigh_rows(
+                scores_ + r * kPartition, std::min(kTileLines, count - r),
+                [&](int64_t i) { return visible(first + r + i, start); }, panels * kTileKeys, unit(), head.max + first + r,
+                head.sum + first + r, rescale_ + r);
+        const TileRows weights{reinterpret_cast<const char*>(scores_), kScoreBytes};
+        for (int64_t d = 0; d < dim_; d += kGroup)
+            tile_sums(count > kTileLines, weights, head.values + d * kPartition * 2, panels, partial_ + d, dim_ * 4);
         for (int64_t r = 0; r < count; ++r) {
-            float* const sums = head.accumulator + (first + r) * dim_;
-            for (int64_t d = 0; d < dim_; d += kWidth)  // + 0: never -0, so a row may see a partition that adds nothing
-                store(sums + d, load(sums + d) * rescale[r] + (load(partial + r * dim_ + d) + 0.0f));
+            float *const sums = head.accumulator + (first + r) * dim_, *const partial = partial_ + r * dim_;
+            for (int64_t d = 0; d < dim_; d += kWidth)  // + 0: never -0, so a row may take in a partition it does not see
+                store(sums + d, load(sums + d) * rescale_[r] + (load(partial + d) + 0.0f));
         }
     }
 
     void many_take_in(int64_t start, int64_t count) {
         const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not see it
         keys_.locate(start, count, 0), values_.locate(start, count, 1);
-        for (Head& head : heads_) {
+        for (const Head& head : heads_) {
             for (int64_t j = 0; j < ceil_div(count, kTileKeys) * kTileKeys; j += kTileLines) {
-                char* const tile = key_panel(j / kTileKeys) + j % kTileKeys / kTileLines * kLine;
-                turn_keys(keys_.whole(j, kTileLines), dim_ * 2, tile);
+                turn_keys(keys_.whole(j, kTileLines), dim_ * 2, key_panel(j / kTileKeys) + j % kTileKeys / kTileLines * kLine);
                 ahead_.advance(std::clamp<int64_t>(count - j, 0, kTileLines) * shape_.kv.row_bytes);
             }
-            pack_values(count, kPartition);
-            for (int64_t first = from / kTileKeys * kTileKeys; first < rows_; first += kTileKeys)
-                many_rows(head, first, std::min(kTileKeys, rows_ - first), start);
+            pack_values(head, 0, count);
+            for (int64_t first = from / kPairRows * kPairRows; first < rows_; first += kPairRows) {
+                const int64_t some = std::min(kPairRows, rows_ - first);
+                const int64_t panels = ceil_div(visible(first + some - 1, start), kTileKeys);
+                const TileRows queries{reinterpret_cast<const char*>(head.q + first * dim_), dim_ * 2};
+                for (int64_t panel = 0; panel < panels; ++panel)
+                    tile_sums(some > kTileLines, queries, key_panel(panel), dim_ / kGroup, scores_ + panel * kTileKeys,
+                              kScoreBytes);
+                take_in(head, first, some, start, panels);
+            }
             keys_.next_head(count), values_.next_head(count);
         }
     }
 
-    void many_rows(const Head& head, int64_t first, int64_t count, int64_t start) const {
-        float *const scores = heads_[0].scores, *const partial = heads_[0].partial, *const rescale = heads_[0].rescale;
-        const bool pair = count > kTileLines;
-        const int64_t seen = ceil_div(visible(first + count - 1, start), kTileKeys);  // panels
-        const TileRows queries{reinterpret_cast<const char*>(head.q + first * dim_), dim_ * 2};
-        for (int64_t panel = 0; panel < seen; ++panel)
-            tile_sums(pair, queries, key_panel(panel), dim_ / kGroup, scores + panel * kTileKeys, kScoreBytes);
-        for (int64_t r = 0; r < count; r += kTileLines)
-            weigh(head, scores + r * kPartition, first + r, std::min(kTileLines, count - r), start, seen * kTileKeys,
-                  rescale + r);
-        const TileRows weights{reinterpret_cast<const char*>(scores), kScoreBytes};
-        for (int64_t d = 0; d < dim_; d += kGroup)
-            tile_sums(pair, weights, value_panel(d / kGroup, kPartition), seen, partial + d, dim_ * 4);
-        accumulate(head, first, count, partial, rescale);
-    }
-
     void few_take_in(int64_t start, int64_t count) {
-        each_chunk(keys_, start, count, 0, [&](Head& head, int64_t j, int64_t some) {
+        each_chunk(keys_, start, count, 0, [&](const Head& head, int64_t j, int64_t some) {
             const TileRows tiles[2] = {whole_keys(start + j, 0), whole_keys(start + j, kTileLines)};
             few_scores(tiles, reinterpret_cast<const char*>(head.q), dim_ / kGroup, head.turned + j * kTileLines);
             ahead_.advance(some * shape_.kv.row_bytes);
         });
-        for (Head& head : heads_) {
+        each_chunk(values_, start, count, 1, [&](const Head& head, int64_t j, int64_t some) { pack_values(head, j, some); });
+        for (const Head& head : heads_) {
             turn_scores(head, count);
-            weigh(head, head.scores, 0, rows_, start, ceil_div(count, kTileKeys) * kTileKeys, head.rescale);
+            take_in(head, 0, rows_, start, ceil_div(count, kTileKeys));
         }
-        each_chunk(values_, start, count, 1, [&](Head& head, int64_t j, int64_t some) {
-            pack_values(some, kTileKeys);
-            const TileRows weights{reinterpret_cast<const char*>(head.scores) + j * 2, kScoreBytes};
-            add_few_values(weights, value_panel(0, kTileKeys), dim_ / kGroup, j == 0, head.partial, dim_ * 4);
-        });
-        for (Head& head : heads_) accumulate(head, 0, rows_, head.partial, head.rescale);
     }
 
     // body(head, first key, count) of each head's keys or values, kTileKeys at a time.
@@ -236,18 +217,18 @@ private:
         for (int64_t j = 0; j < count; j += kTileKeys) {
             const int64_t some = std::min(kTileKeys, count - j);
             rows.locate(start + j, some, which);
-            for (Head& head : heads_) body(head, j, some), rows.next_head(some);
+            for (const Head& head : heads_) body(head, j, some), rows.next_head(some);
         }
     }
 
     // 16 keys from the i-th of the chunk at `position` on: where they lie, if they are whole tiles there. What follows the
     // last key of the sequence in its block may be anything: scores of it are hidden.
-    TileRows whole_keys(int64_t position, int64_t i) {
+    TileRows whole_keys(int64_t position, int64_t i) const {
         const char* const first = *keys_.from(i);
         const bool is_there = position + i < end_;
         if (is_there && head_dim_ == dim_ && pages_.run_length(position + i, position + i + kTileLines) == kTileLines)
             return {first, shape_.kv.token_bytes()};
-        char* const staged = reinterpret_cast<char*>(key_panels_) + i * dim_ * 2;
+        char* const staged = keys_packed_ + i * dim_ * 2;
         const char* const* const rows = keys_.from(i);
         for (int64_t k = 0; k < kTileLines; ++k) {
             std::memcpy(staged + k * dim_ * 2, rows[k], size_t(head_dim_) * sizeof(bf16));
@@ -266,7 +247,7 @@ private:
                 UintVec words[4];
                 load_words(lines, r * 4, words);
                 for (int64_t i = 0; i < std::min<int64_t>(4, rows_ - r); ++i)
-                    store(head.scores + (r + i) * kPartition + j, Vec(words[i]));
+                    store(scores_ + (r + i) * kPartition + j, Vec(words[i]));
             }
         }
     }
@@ -280,20 +261,17 @@ private:
         }
     }
 
-    // The chunk's values to panels of `length` keys; the last one's tile depth ends with zeros.
-    void pack_values(int64_t count, int64_t length) {
-        char* line = value_panel(0, length);
-        for (int64_t j = 0; j < ceil_div(count, kTileKeys) * kTileKeys; j += 2, line += kPairLineBytes) {
-            const char* const* rows = values_.whole(j, 2);
-            pack_pair<bf16>(rows[0], rows[1], dim_, length / 2 * kPairLineBytes, line);
-            if (j % kTileLines == 0) ahead_.advance(std::clamp<int64_t>(count - j, 0, kTileLines) * shape_.kv.row_bytes);
+    // `count` values, where they are the j-th of the partition and more, to the head's panels; a tile depth ends with zeros.
+    void pack_values(const Head& head, int64_t j, int64_t count) {
+        char* line = head.values + j / 2 * kPairLineBytes;
+        for (int64_t i = 0; i < ceil_div(count, kTileKeys) * kTileKeys; i += 2, line += kPairLineBytes) {
+            const char* const* rows = values_.whole(i, 2);
+            pack_pair<bf16>(rows[0], rows[1], dim_, kPartition / 2 * kPairLineBytes, line);
+            if (i % kTileLines == 0) ahead_.advance(std::clamp<int64_t>(count - i, 0, kTileLines) * shape_.kv.row_bytes);
         }
     }
 
-    char* key_panel(int64_t index) const { return reinterpret_cast<char*>(key_panels_) + index * kTileKeys * dim_ * 2; }
-    char* value_panel(int64_t index, int64_t length) const {
-        return reinterpret_cast<char*>(value_panels_) + index * (length / 2) * kPairLineBytes;
-    }
+    char* key_panel(int64_t index) const { return keys_packed_ + index * kTileKeys * dim_ * 2; }
 
     const Item& item_;
     const Shape& shape_;
@@ -301,8 +279,9 @@ private:
     const int64_t head_dim_, dim_, rows_, tile_rows_, first_position_, end_;
     const bool is_few_;
     std::vector<Head> heads_;
-    float *key_rows_, *value_rows_, *key_panels_, *value_panels_;
-    const int64_t carved_;
+    float *key_rows_, *value_rows_;           // for `ChunkRows`
+    float *scores_, *partial_, *rescale_;     // of rows at once: [kPartition], then weights at its start, [dim], one
+    char* keys_packed_;                       // panels; few rows: tiles of keys that are not whole where they lie
     ChunkRows<bf16> keys_, values_;
     Ahead ahead_;
 };
