@@ -23,7 +23,6 @@ namespace baton {
 constexpr int64_t kPairLineBytes = 2 * kLine, kPairTileBytes = 2 * kTileBytes;  // two tiles side by side
 constexpr int64_t kTileKeys = 2 * kTileLines;  // of a panel of keys, and of a tile depth of values
 constexpr int64_t kPairRows = 2 * kTileLines;  // of a pair of tiles
-constexpr int64_t kScoreBytes = kPartition * 4;  // from a row's scores to the next one's
 
 // Tiles of rows: lines `stride` bytes apart, their tile depths one after the other.
 struct TileRows {
@@ -58,7 +57,7 @@ public:
     TileAttention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position, const Reading* then)
         : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim),
           dim_(ceil_div(head_dim_, kGroup) * kGroup), rows_(item.num_queries * shape.group),
-          tile_rows_(ceil_div(rows_, kTileLines) * kTileLines), first_position_(first_position),
+          tile_rows_(ceil_div(rows_, kPairRows) * kPairRows), first_position_(first_position),
           end_(first_position + item.num_queries), is_few_(rows_ <= kTileLines), heads_(size_t(item.num_heads)),
           keys_(pages_, item, dim_, (carve(), key_rows_)), values_(pages_, item, dim_, value_rows_),
           ahead_(pages_, reading_of(item, shape, pages.block_table, end_), then) {}
@@ -113,7 +112,8 @@ private:
         const auto take_bytes = [&](int64_t bytes) { return reinterpret_cast<char*>(carver.take(ceil_div(bytes, 4))); };
         const int64_t at_once = is_few_ ? kTileLines : kPairRows;
         key_rows_ = carver.take(ChunkRows<bf16>::num_floats(dim_)), value_rows_ = carver.take(ChunkRows<bf16>::num_floats(dim_));
-        scores_ = carver.take(at_once * kPartition), partial_ = carver.take(at_once * dim_), rescale_ = carver.take(at_once);
+        scores_ = carver.take(at_once * kPartition), partial_ = carver.take(at_once * dim_);
+        weights_ = reinterpret_cast<bf16*>(carver.take(tile_rows_ * kPartition / 2)), rescale_ = carver.take(tile_rows_);
         keys_packed_ = take_bytes((is_few_ ? kTileKeys : kPartition) * dim_ * 2);
         for (Head& head : heads_) {
             head.q = reinterpret_cast<bf16*>(take_bytes(tile_rows_ * dim_ * 2));
@@ -158,26 +158,39 @@ private:
 
     float unit() const { return shape_.scale * 1.44269504088896341f; }
 
-    // The scores of rows [first, first + count) of the partition at `start`, of whose keys they see `panels` at most, and the
-    // values of these into what the rows have.
-    void take_in(const Head& head, int64_t first, int64_t count, int64_t start, int64_t panels) const {
+    // Scores of rows [first, first + count) of the partition at `start` to their weights, of `panels` of keys.
+    void weigh(const Head& head, int64_t first, int64_t count, int64_t start, int64_t panels) const {
         for (int64_t r = 0; r < count; r += kTileLines)
             weigh_rows(
-                scores_ + r * kPartition, std::min(kTileLines, count - r),
+                scores_ + r * kPartition, weights_ + (first + r) * kPartition, std::min(kTileLines, count - r),
                 [&](int64_t i) { return visible(first + r + i, start); }, panels * kTileKeys, unit(), head.max + first + r,
-                head.sum + first + r, rescale_ + r);
-        const TileRows weights{reinterpret_cast<const char*>(scores_), kScoreBytes};
+                head.sum + first + r, rescale_ + first + r);
+    }
+
+    // Values of `panels` of keys to what these rows have.
+    void add_values(const Head& head, int64_t first, int64_t count, int64_t panels) const {
+        const TileRows weights{reinterpret_cast<const char*>(weights_ + first * kPartition), kPartition * 2};
         for (int64_t d = 0; d < dim_; d += kGroup)
             tile_sums(count > kTileLines, weights, head.values + d * kPartition * 2, panels, partial_ + d, dim_ * 4);
         for (int64_t r = 0; r < count; ++r) {
             float *const sums = head.accumulator + (first + r) * dim_, *const partial = partial_ + r * dim_;
+            const float rescale = rescale_[first + r];
             for (int64_t d = 0; d < dim_; d += kWidth)  // + 0: never -0, so a row may take in a partition it does not see
-                store(sums + d, load(sums + d) * rescale_[r] + (load(partial + d) + 0.0f));
+                store(sums + d, load(sums + d) * rescale + (load(partial + d) + 0.0f));
+        }
+    }
+
+    // body(first row, count, panels of keys that they see at most) of each pair of tiles that sees the partition.
+    template <typename Body>
+    void each_pair(int64_t start, const Body& body) const {
+        const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not
+        for (int64_t first = from / kPairRows * kPairRows; first < rows_; first += kPairRows) {
+            const int64_t count = std::min(kPairRows, rows_ - first);
+            body(first, count, ceil_div(visible(first + count - 1, start), kTileKeys));
         }
     }
 
     void many_take_in(int64_t start, int64_t count) {
-        const int64_t from = std::max<int64_t>(0, start - first_position_) * shape_.group;  // rows before do not see it
         keys_.locate(start, count, 0), values_.locate(start, count, 1);
         for (const Head& head : heads_) {
             for (int64_t j = 0; j < ceil_div(count, kTileKeys) * kTileKeys; j += kTileLines) {
@@ -185,15 +198,14 @@ private:
                 ahead_.advance(std::clamp<int64_t>(count - j, 0, kTileLines) * shape_.kv.row_bytes);
             }
             pack_values(head, 0, count);
-            for (int64_t first = from / kPairRows * kPairRows; first < rows_; first += kPairRows) {
-                const int64_t some = std::min(kPairRows, rows_ - first);
-                const int64_t panels = ceil_div(visible(first + some - 1, start), kTileKeys);
+            each_pair(start, [&](int64_t first, int64_t some, int64_t panels) {
                 const TileRows queries{reinterpret_cast<const char*>(head.q + first * dim_), dim_ * 2};
                 for (int64_t panel = 0; panel < panels; ++panel)
                     tile_sums(some > kTileLines, queries, key_panel(panel), dim_ / kGroup, scores_ + panel * kTileKeys,
-                              kScoreBytes);
-                take_in(head, first, some, start, panels);
-            }
+                              kPartition * 4);
+                weigh(head, first, some, start, panels);
+            });
+            each_pair(start, [&](int64_t first, int64_t some, int64_t panels) { add_values(head, first, some, panels); });
             keys_.next_head(count), values_.next_head(count);
         }
     }
@@ -207,7 +219,8 @@ private:
         each_chunk(values_, start, count, 1, [&](const Head& head, int64_t j, int64_t some) { pack_values(head, j, some); });
         for (const Head& head : heads_) {
             turn_scores(head, count);
-            take_in(head, 0, rows_, start, ceil_div(count, kTileKeys));
+            weigh(head, 0, rows_, start, ceil_div(count, kTileKeys));
+            add_values(head, 0, rows_, ceil_div(count, kTileKeys));
         }
     }
 
@@ -280,7 +293,9 @@ private:
     const bool is_few_;
     std::vector<Head> heads_;
     float *key_rows_, *value_rows_;           // for `ChunkRows`
-    float *scores_, *partial_, *rescale_;     // of rows at once: [kPartition], then weights at its start, [dim], one
+    float *scores_, *partial_;                // of rows at once: [kPartition], [dim]
+    bf16* weights_;                           // [rows, kPartition]
+    float* rescale_;                          // [rows]
     char* keys_packed_;                       // panels; few rows: tiles of keys that are not whole where they lie
     ChunkRows<bf16> keys_, values_;
     Ahead ahead_;

@@ -111,12 +111,12 @@ inline float softmax_row(float* scores, int64_t visible, float& running_max, flo
     return extend<W>(total, new_max, running_max, running_sum);
 }
 
-// The same of up to kMostWeighed rows at once, as bf16: weights 2^(score * unit - max), the maximum being of scores times
-// the unit. Weights of the first `num_keys` keys are written (a multiple of 2 * kWidth, no fewer than a row sees): who sees
+// The same of up to kMostWeighed rows at once, to bf16 elsewhere: 2^(score * unit - max), the maximum being of scores times
+// the unit. Weights of the first `num_keys` keys are written (a multiple of 2 * kWidth, no fewer than a row sees); who sees
 // none of them keeps what it has. `running_max` and the like are read and written up to kMostWeighed.
 constexpr int64_t kMostWeighed = 16;
 template <typename Visible>
-inline void weigh_rows(float* scores, int64_t num_rows, const Visible& visible, int64_t num_keys, float unit,
+inline void weigh_rows(float* scores, bf16* weights, int64_t num_rows, const Visible& visible, int64_t num_keys, float unit,
                        float* running_max, float* running_sum, float* rescale) {
     constexpr int64_t step = 2 * kWidth;
     alignas(64) float maxima[kMostWeighed] = {}, sums[kMostWeighed] = {};
@@ -133,9 +133,8 @@ inline void weigh_rows(float* scores, int64_t num_rows, const Visible& visible, 
         const Vec before = load(running_max + r), now = max(before, load(maxima + r) * unit);
         store(running_max + r, now), store(rescale + r, power_of_two(before - now));
     }
-    for (int64_t r = 0; r < num_rows; ++r) {
+    for (int64_t r = 0; r < num_rows; ++r, weights += kPartition) {
         const float* const row = scores + r * kPartition;
-        bf16* const weights = reinterpret_cast<bf16*>(scores + r * kPartition);  // written no further than scores are read
         const Vec factor = splat(unit), offset = splat(-running_max[r]);
         Vec total = {};
         for (int64_t j = 0; j < ends[r]; j += step) {
