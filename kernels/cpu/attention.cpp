@@ -1,5 +1,6 @@
 // Causal attention of a packed batch over paged keys and values: cut into items (sequence, some KV heads, tile of queries),
-// which threads share out. How an item is computed, and in what order its sums are taken, is told in `attention_item.h`.
+// which threads share out. How an item is computed, and in what order its sums are taken, is told in `attention_item.h` and
+// `attention_amx.h`.
 //
 // A decode item takes all KV heads, so that a block is read from memory as one stretch, and each KV head once for its
 // whole group of query heads; a prefill item takes one, and many rows share what is packed.

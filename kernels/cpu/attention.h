@@ -1,5 +1,5 @@
 // Causal attention of a packed batch over paged keys and values, as items that threads share out; how an item is
-// computed, and in what order its sums are taken, is told in `attention_item.h`.
+// computed, and in what order its sums are taken, is told in `attention_item.h` and `attention_amx.h`.
 #pragma once
 
 #include <cstdint>

@@ -2,10 +2,10 @@
 // with both products in tiles.
 //
 // 1. Many rows: a partition's keys and values are packed once, keys turned over and values interleaved, as panels of
-//    columns [tile depths][16 lines][2 tiles]. Two tiles of rows at a time then go through scores, weights and sums, while
-//    these lie in the first cache; panels that none of them sees are left out.
+//    columns [tile depths][16 lines][2 tiles]. Two tiles of rows at a time then meet keys, and their scores become weights
+//    in the first cache; when all have, they meet values. Panels that none of the two sees are left out.
 // 2. Few rows: keys are read where they lie, as the rows of a product whose columns are the queries, and the scores turned
-//    over. Values are packed a panel at a time, for all heads of a token in turn, as memory has them.
+//    over. Of all heads in turn, as memory has them.
 //
 // Bits: a score adds up tiles of 32 elements in order, a partition's weighted sum tiles of 32 keys in order, whichever
 // operand is which: within a tile the order is the hardware's, and a product commutes. Tiles of weights 0 that only some
@@ -57,8 +57,9 @@ public:
     TileAttention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position, const Reading* then)
         : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim),
           dim_(ceil_div(head_dim_, kGroup) * kGroup), rows_(item.num_queries * shape.group),
-          tile_rows_(ceil_div(rows_, kPairRows) * kPairRows), first_position_(first_position),
-          end_(first_position + item.num_queries), is_few_(rows_ <= kTileLines), heads_(size_t(item.num_heads)),
+          first_position_(first_position), end_(first_position + item.num_queries), is_few_(rows_ <= kTileLines),
+          at_once_(is_few_ ? kTileLines : kPairRows), tile_rows_(ceil_div(rows_, at_once_) * at_once_),
+          heads_(size_t(item.num_heads)),
           keys_(pages_, item, dim_, (carve(), key_rows_)), values_(pages_, item, dim_, value_rows_),
           ahead_(pages_, reading_of(item, shape, pages.block_table, end_), then) {}
 
@@ -102,7 +103,7 @@ private:
         carve(carver);
         for (const Head& head : heads_) {
             std::memset(static_cast<void*>(head.q), 0, size_t(tile_rows_ * dim_) * sizeof(bf16));
-            std::fill(head.accumulator, head.accumulator + tile_rows_ * dim_, 0.0f);
+            std::fill(head.accumulator, head.accumulator + rows_ * dim_, 0.0f);
             std::fill(head.max, head.max + tile_rows_, -kInfinity);
             std::fill(head.sum, head.sum + tile_rows_, 0.0f);
         }
@@ -110,14 +111,15 @@ private:
 
     void carve(Carver& carver) {
         const auto take_bytes = [&](int64_t bytes) { return reinterpret_cast<char*>(carver.take(ceil_div(bytes, 4))); };
-        const int64_t at_once = is_few_ ? kTileLines : kPairRows;
-        key_rows_ = carver.take(ChunkRows<bf16>::num_floats(dim_)), value_rows_ = carver.take(ChunkRows<bf16>::num_floats(dim_));
-        scores_ = carver.take(at_once * kPartition), partial_ = carver.take(at_once * dim_);
+        const int64_t chunk_rows = ChunkRows<bf16>::num_floats(dim_);
+        key_rows_ = carver.take(chunk_rows), value_rows_ = carver.take(chunk_rows);
+        scores_ = carver.take(at_once_ * kPartition), partial_ = carver.take(at_once_ * dim_);
         weights_ = reinterpret_cast<bf16*>(carver.take(tile_rows_ * kPartition / 2)), rescale_ = carver.take(tile_rows_);
         keys_packed_ = take_bytes((is_few_ ? kTileKeys : kPartition) * dim_ * 2);
         for (Head& head : heads_) {
             head.q = reinterpret_cast<bf16*>(take_bytes(tile_rows_ * dim_ * 2));
-            head.accumulator = carver.take(tile_rows_ * dim_), head.max = carver.take(tile_rows_), head.sum = carver.take(tile_rows_);
+            head.accumulator = carver.take(rows_ * dim_);
+            head.max = carver.take(tile_rows_), head.sum = carver.take(tile_rows_);
             if (is_few_) head.turned = carver.take(kPartition * kTileLines);
             head.values = is_few_ || &head == &heads_[0] ? take_bytes(kPartition * dim_ * 2) : heads_[0].values;
         }
@@ -194,7 +196,8 @@ private:
         keys_.locate(start, count, 0), values_.locate(start, count, 1);
         for (const Head& head : heads_) {
             for (int64_t j = 0; j < ceil_div(count, kTileKeys) * kTileKeys; j += kTileLines) {
-                turn_keys(keys_.whole(j, kTileLines), dim_ * 2, key_panel(j / kTileKeys) + j % kTileKeys / kTileLines * kLine);
+                turn_keys(keys_.whole(j, kTileLines), dim_ * 2,
+                          key_panel(j / kTileKeys) + j % kTileKeys / kTileLines * kLine);
                 ahead_.advance(std::clamp<int64_t>(count - j, 0, kTileLines) * shape_.kv.row_bytes);
             }
             pack_values(head, 0, count);
@@ -289,8 +292,9 @@ private:
     const Item& item_;
     const Shape& shape_;
     const Pages pages_;
-    const int64_t head_dim_, dim_, rows_, tile_rows_, first_position_, end_;
+    const int64_t head_dim_, dim_, rows_, first_position_, end_;
     const bool is_few_;
+    const int64_t at_once_, tile_rows_;  // rows of a tile or a pair of them; rows, filled up to as many
     std::vector<Head> heads_;
     float *key_rows_, *value_rows_;           // for `ChunkRows`
     float *scores_, *partial_;                // of rows at once: [kPartition], [dim]

@@ -1,5 +1,5 @@
-"""Attention by the matrix unit, real and emulated: close to fp64, the same bits on both, and for a decode step, a chunk and a
-whole prompt, wherever keys and values lie."""
+"""Attention by the matrix unit, real and emulated: close to fp64, the same bits on both, and for a decode
+step, a chunk and a whole prompt, wherever keys and values lie."""
 
 from __future__ import annotations
 
@@ -157,9 +157,9 @@ for lent in (False, True):
     if lent:
         library.baton_amx_acquire()
     library.baton_paged_attention(
-        bytes(64), word(32), wide(2048), word(1), word(1), word(16), word(1), word(32), word(0), integers(0, 1),
-        integers(1), integers(0), word(1), word(1), word(1), word(1), ctypes.c_float(1), out, word(1), word(0),
-        word(1), word(1)
+        bytes(64), word(32), wide(2048), word(1), word(1), word(16), word(1), word(32), word(0),
+        integers(0, 1), integers(1), integers(0), word(1), word(1), word(1), word(1), ctypes.c_float(1), out,
+        word(1), word(0), word(1), word(1)
     )
     print("attended")
 """
