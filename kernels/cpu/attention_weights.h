@@ -21,25 +21,25 @@ inline Vec exp_of_negative(Vec x) {
     return parts.rest * Vec((parts.power + 127) << 23);       // 2^power, power >= -127, or 0
 }
 
-// 2^t * p(t - floor(t)) for t about 0 at most, p being 2^f on [0, 1] to 4e-6, with p(0) = 1; a NaN stays one.
+// 2^t * p(t - floor(t)) for t <= 0 (or just above), p being 2^f on [0, 1] to 4e-6, with p(0) = 1; a NaN stays one.
 inline Vec power_of_two(Vec t) {
-#if defined(BATON_AVX512) && defined(__AVX512DQ__)
-    const Vec f = Vec(_mm512_reduce_ps(__m512(t), 0x09));  // t - floor(t), and 0 of -inf
-#else
     t = max(splat(-300.0f), t);  // far below the least number; in this order a NaN passes
+#if defined(BATON_AVX512)
+    const Vec whole = Vec(_mm512_roundscale_ps(__m512(t), 0x09));  // floor
+#else
     Vec whole;
     for (int64_t l = 0; l < kWidth; ++l) whole[l] = std::floor(t[l]);
-    const Vec f = t - whole;
 #endif
+    const Vec f = t - whole;
     Vec p = splat(0.013555747456848621f);
     p = fma(p, f, splat(0.05203237012028694f));
     p = fma(p, f, splat(0.2413797676563263f));
     p = fma(p, f, splat(0.6930321455001831f));
     p = fma(p, f, splat(1.0f));
-#if defined(BATON_AVX512) && defined(__AVX512DQ__)
-    return Vec(_mm512_scalef_ps(__m512(p), __m512(t)));  // by floor(t)
+#if defined(BATON_AVX512)
+    return Vec(_mm512_scalef_ps(__m512(p), __m512(whole)));
 #else
-    for (int64_t l = 0; l < kWidth; ++l) p[l] = t[l] == t[l] ? std::ldexp(p[l], int(whole[l])) : t[l];
+    for (int64_t l = 0; l < kWidth; ++l) p[l] = whole[l] <= 0.0f ? std::ldexp(p[l], int(whole[l])) : t[l];
     return p;
 #endif
 }
