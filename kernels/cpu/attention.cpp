@@ -1,8 +1,10 @@
 // Causal attention of a packed batch over paged keys and values: cut into items (sequence, some KV heads, tile of queries),
-// which threads share out. How an item is computed, and in what order its sums are taken, is told in `attention_item.h`.
+// which threads share out. How an item is computed, and in what order its sums are taken, is told in `attention_item.h` and
+// `attention_amx.h`.
 //
 // A decode item takes all KV heads, so that a block is read from memory as one stretch, and each KV head once for its
 // whole group of query heads; a prefill item takes one, and many rows share what is packed.
+#include "attention_amx.h"
 #include "attention_item.h"
 
 namespace baton {
@@ -39,6 +41,9 @@ void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stri
     Reading next{};
     if (then != nullptr) next = reading_of(*then, shape, table(*then), first_position(*then) + then->num_queries);
     const Reading* const comes = then == nullptr ? nullptr : &next;
+    if constexpr (kHasAmx && std::is_same_v<T, bf16>)
+        if (shape.by_tiles && amx_is_lent() && !shape.kv.is_int8 && shape.scale >= 0)
+            return TileAttention(item, shape, pages, first_position(item), comes).run(q, q_row_stride, out);
     if (shape.kv.is_int8)
         Attention<T, int8_t>(item, shape, pages, first_position(item), comes).run(q, q_row_stride, out);
     else
@@ -98,12 +103,13 @@ int64_t baton_paged_attention(const void* q, int64_t q_row_stride, const void* p
                               int64_t layer, const int32_t* query_starts, const int32_t* context_lens,
                               const int32_t* block_tables, int64_t max_blocks, int64_t num_seqs, int64_t num_tokens,
                               int64_t num_heads, float scale, void* out, int64_t is_bf16, int64_t is_int8,
-                              int64_t num_threads) {
+                              int64_t by_tiles, int64_t num_threads) {
     const int64_t bad = first_unfit(query_starts, context_lens, block_tables, max_blocks, num_seqs, num_tokens,
                                     num_blocks, block_size);
     if (bad >= 0) return bad;
     const KvShape kv(num_layers, block_size, num_kv_heads, head_dim, is_int8, is_bf16);
-    const Shape shape(kv, num_heads, scale, layer);
+    Shape shape(kv, num_heads, scale, layer);
+    shape.by_tiles = by_tiles != 0;
     if (is_bf16)
         paged_attention(static_cast<const bf16*>(q), q_row_stride, static_cast<const char*>(pool), shape,
                         query_starts, context_lens, block_tables, max_blocks, num_seqs, static_cast<bf16*>(out),

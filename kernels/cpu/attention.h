@@ -1,5 +1,5 @@
 // Causal attention of a packed batch over paged keys and values, as items that threads share out; how an item is
-// computed, and in what order its sums are taken, is told in `attention_item.h`.
+// computed, and in what order its sums are taken, is told in `attention_item.h` and `attention_amx.h`.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@ struct Shape {
     KvShape kv;
     int64_t num_heads, group, layer;
     float scale;
+    bool by_tiles = false;  // attention of bf16 models by the matrix unit, where it is lent
 
     Shape(const KvShape& kv, int64_t num_heads, float scale, int64_t layer = 0)
         : kv(kv), num_heads(num_heads), group(num_heads / kv.num_kv_heads), layer(layer), scale(scale) {}

@@ -5,6 +5,7 @@
 #include "attention_pages.h"
 #include "attention_quarters.h"
 #include "attention_tiles.h"
+#include "threads.h"
 
 namespace baton {
 

@@ -10,7 +10,8 @@
 //    a partition skips it.
 //
 // Where the model is bf16 and the machine has dot products, keys and values of bf16 meet queries and weights of bf16 by
-// pairs (`attention_pairs.h`), and those of int8 meet integers (`attention_bytes.h`).
+// pairs (`attention_pairs.h`), and those of int8 meet integers (`attention_bytes.h`). Where bf16 is left to the matrix unit,
+// `attention_amx.h` is what computes an item.
 //
 // Orders that make the bits: a score is one chain over head_dim, times the key's factor (the softmax scale, and in int8
 // the key's own); a partition's sum is one chain per lane over the partition and a fixed tree over lanes; its weighted
@@ -31,10 +32,6 @@
 namespace baton {
 
 constexpr int64_t kFewKeys = 2 * kGroup;  // a chunk where rows are few; else a whole partition
-
-inline Reading reading_of(const Item& item, const Shape& shape, const int32_t* block_table, int64_t end) {
-    return {block_table, item.first_head * shape.kv.row_bytes, item.num_heads * shape.kv.row_bytes, end};
-}
 
 // One KV head's share of an item: its rows and what they have accumulated so far.
 struct HeadState {

@@ -43,6 +43,10 @@ struct Reading {
     int64_t end;
 };
 
+inline Reading reading_of(const Item& item, const Shape& shape, const int32_t* block_table, int64_t end) {
+    return {block_table, item.first_head * shape.kv.row_bytes, item.num_heads * shape.kv.row_bytes, end};
+}
+
 // Asks memory for rows some bytes before they are used, in the order of use: blocks lie anywhere, where no hardware
 // prefetcher looks. Keys of a partition, its values, the next keys; of each token, the item's heads. Then the first rows
 // of the item that comes `then`, if one does: an item that begins has nothing to compute while it waits.

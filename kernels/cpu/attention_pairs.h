@@ -147,7 +147,7 @@ inline void pack_pair(const char* even, const char* odd, int64_t dim, int64_t st
     for (int64_t d = 0; d < dim; d += kGroup, line += strip) {
         IntVec words[2];
         interleave<Kv>(even, odd, d, words);
-        std::memcpy(line, words, sizeof words);
+        for (int64_t i = 0; i < 2; ++i) std::memcpy(line + i * int64_t(sizeof words[i]), &words[i], sizeof words[i]);
     }
 }
 

@@ -21,7 +21,7 @@ inline Vec exp_of_negative(Vec x) {
     return parts.rest * Vec((parts.power + 127) << 23);       // 2^power, power >= -127, or 0
 }
 
-// 2^t * p(t - floor(t)) for t <= 0, p being 2^f on [0, 1] to 4e-6, with p(0) = 1; a NaN stays one.
+// 2^t * p(t - floor(t)) for t <= 0 (or just above), p being 2^f on [0, 1] to 4e-6, with p(0) = 1; a NaN stays one.
 inline Vec power_of_two(Vec t) {
     t = max(splat(-300.0f), t);  // far below the least number; in this order a NaN passes
 #if defined(BATON_AVX512)
@@ -64,6 +64,15 @@ inline void store_fast(bf16* target, Vec value) {
 #endif
 }
 
+inline void store_two_fast(bf16* target, Vec low, Vec high) {
+#if defined(BATON_AVX512) && defined(__AVX512BF16__)
+    const auto both = _mm512_cvtne2ps_pbh(high, low);
+    std::memcpy(target, &both, sizeof both);
+#else
+    store(target, low), store(target + kWidth, high);
+#endif
+}
+
 // Keys of a partition whose weights are computed: whole vectors of them.
 inline int64_t num_weighed(int64_t visible) { return ceil_div(visible, kWidth) * kWidth; }
 
@@ -100,6 +109,45 @@ inline float softmax_row(float* scores, int64_t visible, float& running_max, flo
     }
     std::memset(static_cast<void*>(weights + end), 0, size_t(kPartition - end) * sizeof(W));
     return extend<W>(total, new_max, running_max, running_sum);
+}
+
+// The same of up to kMostWeighed rows at once, to bf16 elsewhere: 2^(score * unit - max), the maximum being of scores times
+// the unit. Weights of the first `num_keys` keys are written (a multiple of 2 * kWidth, no fewer than a row sees); who sees
+// none of them keeps what it has. `running_max` and the like are read and written up to kMostWeighed.
+constexpr int64_t kMostWeighed = 16;
+template <typename Visible>
+inline void weigh_rows(float* scores, bf16* weights, int64_t num_rows, const Visible& visible, int64_t num_keys, float unit,
+                       float* running_max, float* running_sum, float* rescale) {
+    constexpr int64_t step = 2 * kWidth;
+    alignas(64) float maxima[kMostWeighed] = {}, sums[kMostWeighed] = {};
+    int64_t ends[kMostWeighed];
+    for (int64_t r = 0; r < num_rows; ++r) {
+        float* const row = scores + r * kPartition;
+        const int64_t seen = visible(r), end = ceil_div(seen, step) * step;
+        for (int64_t j = seen; j < end; ++j) row[j] = -kInfinity;
+        Vec highest = splat(-kInfinity);
+        for (int64_t j = 0; j < end; j += kWidth) highest = max(highest, load(row + j));
+        maxima[r] = max_lanes(highest), ends[r] = end;
+    }
+    for (int64_t r = 0; r < kMostWeighed; r += kWidth) {
+        const Vec before = load(running_max + r), now = max(before, load(maxima + r) * unit);
+        store(running_max + r, now), store(rescale + r, power_of_two(before - now));
+    }
+    for (int64_t r = 0; r < num_rows; ++r, weights += kPartition) {
+        const float* const row = scores + r * kPartition;
+        const Vec factor = splat(unit), offset = splat(-running_max[r]);
+        Vec total = {};
+        for (int64_t j = 0; j < ends[r]; j += step) {
+            const Vec low = power_of_two(fma(load(row + j), factor, offset));
+            const Vec high = power_of_two(fma(load(row + j + kWidth), factor, offset));
+            total += low, total += high;
+            store_two_fast(weights + j, low, high);
+        }
+        std::memset(static_cast<void*>(weights + ends[r]), 0, size_t(num_keys - ends[r]) * sizeof(bf16));
+        sums[r] = sum_lanes(total);
+    }
+    for (int64_t r = 0; r < kMostWeighed; r += kWidth)
+        store(running_sum + r, load(running_sum + r) * load(rescale + r) + load(sums + r));
 }
 
 }  // namespace baton

@@ -32,8 +32,7 @@ public:
     Pass(Model& model, const Batch& batch)
         : model_(model), s_(model.sizes), batch_(batch), size_(model.team.size()),
           x_(static_cast<T*>(batch.hidden)), pool_(static_cast<char*>(batch.pool)),
-          shape_(KvShape(s_.num_layers, batch.block_size, s_.num_kv_heads, s_.head_dim, batch.kv_int8, sizeof(T) == 2),
-                 s_.num_heads, model.scale),
+          shape_(shape_of(model, batch)),
           items_(cut(shape_, batch.query_starts, batch.num_seqs, model.team.most())),
           last_items_(batch.is_trimmed() ? asked(items_, batch) : items_), kv_ahead_(kv_to_come()),
           operands_(model.team, model.operand_memory, model.placed_memory, std::max(batch.num_tokens, batch.num_logit_rows),
@@ -88,6 +87,14 @@ public:
 private:
     static T* typed(Scratch& scratch, int64_t count) {
         return reinterpret_cast<T*>(scratch.floats(ceil_div(count * int64_t(sizeof(T)), 4)));
+    }
+
+    static Shape shape_of(const Model& model, const Batch& batch) {
+        const Sizes& s = model.sizes;
+        const KvShape kv(s.num_layers, batch.block_size, s.num_kv_heads, s.head_dim, batch.kv_int8, sizeof(T) == 2);
+        Shape shape(kv, s.num_heads, model.scale);
+        shape.by_tiles = s.by_tiles != 0;
+        return shape;
     }
 
     // The end of a stage whose results other ranks read.

@@ -14,7 +14,7 @@ struct Layer {
 static_assert(sizeof(Layer) == 12 * sizeof(void*));
 
 struct Sizes {
-    int64_t num_layers, hidden, inner, num_heads, num_kv_heads, head_dim, vocab, max_positions, is_bf16;
+    int64_t num_layers, hidden, inner, num_heads, num_kv_heads, head_dim, vocab, max_positions, is_bf16, by_tiles;
 
     int64_t query() const { return num_heads * head_dim; }
     int64_t kv() const { return num_kv_heads * head_dim; }

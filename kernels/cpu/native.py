@@ -54,7 +54,7 @@ SIGNATURES = {
     "baton_rotary": "pipppiiiipiii",
     "baton_silu_mul": "piipii-",
     "baton_write_kv": "ppiipipiiiiiiiiii",
-    "baton_paged_attention": "pipiiiiiipppiiiifpiiii",
+    "baton_paged_attention": "pipiiiiiipppiiiifpiiiii",
     "baton_model_create": "pppppppffip",
     "baton_model_borrow": "ppipppi",
     "baton_model_num_borrowed": "pi",
@@ -145,6 +145,7 @@ class NativeKernels:
         self._library = bind(library)
         choice = isa_of(self._library)
         self._packing = Packing(self._library, choice.isa, quantization, requested_form(os.environ))
+        self._by_tiles = choice.isa is Isa.AMX  # attention of bf16
         if choice.is_lost:
             logger.warning("products use %s, several times slower: %s", choice.isa.value, choice.reason)
         elif choice.isa is not Isa.SIMD:
@@ -329,6 +330,7 @@ class NativeKernels:
             out.data_ptr(),
             is_bf16,
             pool.dtype is torch.int8,
+            self._by_tiles,
             self._num_threads,
         )
         if bad >= 0:
@@ -340,7 +342,9 @@ class NativeKernels:
         return out
 
     def fuse(self, shape: DecoderShape, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> NativeForward:
-        return NativeForward(self._library, self._num_threads, shape, weights, cos, sin, self._seat)
+        return NativeForward(
+            self._library, self._num_threads, shape, weights, cos, sin, self._seat, self._by_tiles
+        )
 
     def make_sampler(self) -> NativeSampler:
         return NativeSampler(self._library, self._num_threads)

@@ -58,8 +58,11 @@ class NativeForward:
         cos: Tensor,
         sin: Tensor,
         seat: Seat | None = None,
+        by_tiles: bool = False,
     ) -> None:
-        """Raises:
+        """`by_tiles`: attention of bf16 uses the matrix unit.
+
+        Raises:
         TypeError, ValueError: a tensor is not what the shape says, or not contiguous on the CPU.
         OSError: cores cannot be borrowed as `seat` says.
         RuntimeError: the threads cannot be started.
@@ -82,6 +85,7 @@ class NativeForward:
             self._vocab_size,
             self._max_positions,
             is_bf16,
+            by_tiles,
         )
         model = library.baton_model_create(
             (ctypes.c_int64 * len(sizes))(*sizes),

@@ -37,7 +37,9 @@ class Packing:
     def layout(self) -> str:
         """What weights are packed for, and all else that results depend on in their last bits."""
         library, unit = self._library, _UNITS[self._isa]
-        attends = "-dots" if library.baton_dot_is_there() else ""  # by other sums, whatever weights are
+        attends = ""  # by what sums, whatever weights are
+        if library.baton_dot_is_there():
+            attends = "-tiles" if self._isa is Isa.AMX else "-dots"
         if self._quantization is Quantization.NONE:
             return f"panels{library.baton_panel_width()}-paired{unit}{attends}"
         unit = unit if self._isa is Isa.AMX else ""  # pairs of bf16 are no matter of int8

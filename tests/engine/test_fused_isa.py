@@ -21,8 +21,8 @@ VARIANTS = ("llama-biases", "qwen3", "odd", "tiny-vocabulary")
 @pytest.mark.parametrize(
     ("isa", "quantization", "layout"),
     [
-        ("amx", Quantization.NONE, "-paired-amx-dots"),
-        ("amx", Quantization.INT8, "-int8-amx-dots"),
+        ("amx", Quantization.NONE, "-paired-amx-tiles"),
+        ("amx", Quantization.INT8, "-int8-amx-tiles"),
         ("avx512-bf16", Quantization.NONE, "-paired-dot-dots"),
     ],
 )

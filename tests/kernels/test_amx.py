@@ -200,7 +200,7 @@ class TestKinds:
 
     @pytest.mark.parametrize("isa", ["simd", "amx"])
     @pytest.mark.parametrize("quantization", list(Quantization))
-    def test_whoever_attends_by_dot_products_has_another_layout(
+    def test_whoever_attends_by_dot_products_or_tiles_has_another_layout(
         self, library, monkeypatch, isa, quantization
     ):
         monkeypatch.setenv("BATON_CPU_ISA", isa)
@@ -209,7 +209,7 @@ class TestKinds:
             machine = SimpleNamespace(**{name: getattr(library, name) for name in SIGNATURES})
             machine.baton_dot_is_there = lambda answer=has_dot: answer
             names.append(NativeKernels(machine, 1, quantization).packed_layout)
-        assert names[1] == f"{names[0]}-dots"
+        assert names[1] == names[0] + {"simd": "-dots", "amx": "-tiles"}[isa]
 
     @pytest.mark.parametrize(
         ("isa", "dtype", "quantization", "kind"),

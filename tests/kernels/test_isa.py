@@ -145,9 +145,16 @@ def compile_for_sapphire_rapids(source: str, *flags: str) -> str:
     return result.stdout
 
 
-def test_the_unit_is_used_by_its_real_instructions():
-    assembly = compile_for_sapphire_rapids("gemm_amx.cpp", "-O1", "-S")
-    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tdpbusd", "tilestored", "tilerelease"):
+@pytest.mark.parametrize(
+    ("source", "instructions"),
+    [
+        ("gemm_amx.cpp", ("ldtilecfg", "tileloadd", "tdpbf16ps", "tdpbusd", "tilestored", "tilerelease")),
+        ("attention_amx.cpp", ("tileloadd", "tdpbf16ps", "tilestored")),
+    ],
+)
+def test_the_unit_is_used_by_its_real_instructions(source, instructions):
+    assembly = compile_for_sapphire_rapids(source, "-O1", "-S")
+    for instruction in instructions:
         assert instruction in assembly
 
 
@@ -156,6 +163,6 @@ def test_pairs_are_multiplied_by_their_real_instruction():
     assert "vdpbf16ps" in assembly
 
 
-@pytest.mark.parametrize("source", [name for name in build.SOURCES if name != "gemm_amx.cpp"])
+@pytest.mark.parametrize("source", [name for name in build.SOURCES if "amx" not in name])
 def test_every_source_compiles_for_avx512_without_a_warning(source):
     compile_for_sapphire_rapids(source, "-fsyntax-only")
