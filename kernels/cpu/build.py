@@ -98,6 +98,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fopenmp",
     "-fPIC",
+    "-fvisibility-inlines-hidden",  # else they are called as if another library could replace them
 )
 COMPILE_TIMEOUT_S = 300.0
 _SEAL_BYTES = hashlib.sha256().digest_size  # behind the library, of all that is before

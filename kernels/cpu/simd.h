@@ -236,7 +236,7 @@ inline Vec round_to<bf16>(Vec value) {
 
 // Both to T.
 template <typename T>
-inline void round_two(Vec& low, Vec& high) {
+[[gnu::always_inline]] inline void round_two(Vec& low, Vec& high) {
 #if defined(BATON_AVX512) && defined(__AVX512BF16__) && defined(__AVX512DQ__)
     if constexpr (sizeof(T) == 2) {
         bf16 both[2 * kWidth];  // in a register
@@ -320,8 +320,9 @@ inline Vec exp(Vec x) {
     result = x > largest ? splat(kInfinity) : result;
     return x != x ? x : result;
 }
+
 // The same, sooner where no lane is outside.
-inline Vec exp_mostly_inside(Vec x) {
+[[gnu::always_inline]] inline Vec exp_mostly_inside(Vec x) {
 #if defined(BATON_AVX512)
     const __mmask16 above = _mm512_cmp_ps_mask(x, splat(kExpSmallest), _CMP_GE_OQ);
     if (_mm512_mask_cmp_ps_mask(above, x, splat(kExpLargest), _CMP_LE_OQ) == 0xffff) [[likely]] {
