@@ -136,19 +136,21 @@ BATON_NOINLINE void score_bytes_in_place(const float* q, int64_t dim, const char
     }
 }
 
-// A row's weights of a partition in the memory of its scores: their n, then what turns sums into results.
+// A row's weights of a partition in the memory of its scores: their n, then what turns sums into results, and the factor
+// for what was accumulated before.
 struct IntegerWeights {
     char* n;  // [kPartition] int16, or [2, kPartition] bytes: high, low
-    float* scale;
+    float *scale, *rescale;
 
     explicit IntegerWeights(float* scores)
-        : n(reinterpret_cast<char*>(scores)), scale(reinterpret_cast<float*>(n + 2 * kPartition)) {}
+        : n(reinterpret_cast<char*>(scores)), scale(reinterpret_cast<float*>(n + 2 * kPartition)),
+          rescale(scale + 1) {}
 
     // As `softmax_row`, from a row's scores and its values' scales. Where a scale is no number (`AllNumbers` false), a weight
     // of 0 takes nothing from it, and other weights are zeros of scale NaN.
     template <bool AllNumbers>
-    static float take(float* scores, int64_t visible, const float* value_scales, bool as_bytes, float& running_max,
-                      float& running_sum) {
+    static void take(float* scores, int64_t visible, const float* value_scales, bool as_bytes, float& running_max,
+                     float& running_sum) {
         const float new_max = mask_scores(scores, visible, running_max);
         const int64_t end = num_weighed(visible);
         alignas(64) float weights[kPartition];
@@ -169,7 +171,7 @@ struct IntegerWeights {
         for (int64_t j = 0; is_number && j < end; j += kWidth)
             store_integers<false>(IntVec(fma(load(weights + j), inverse, magic)), target.n, j, kPartition, as_bytes);
         *target.scale = is_number ? most * (1.0f / 32640.0f) : std::numeric_limits<float>::quiet_NaN();
-        return extend<void>(total, new_max, running_max, running_sum);
+        *target.rescale = extend<void>(total, new_max, running_max, running_sum);
     }
 };
 

@@ -10,8 +10,8 @@
 //    a partition skips it.
 //
 // Where the model is bf16 and the machine has dot products, keys and values of bf16 meet queries and weights of bf16 by
-// pairs (`attention_pairs.h`), and those of int8 meet integers (`attention_bytes.h`). Where bf16 is left to the matrix unit,
-// `attention_amx.h` is what computes an item.
+// pairs (`attention_pairs.h`), and those of int8 meet integers (`attention_bytes.h`), many rows by the matrix unit where it
+// is lent (`attention_amx_bytes.h`). Where bf16 is left to the unit, `attention_amx.h` is what computes an item.
 //
 // Orders that make the bits: a score is one chain over head_dim, times the key's factor (the softmax scale, and in int8
 // the key's own); a partition's sum is one chain per lane over the partition and a fixed tree over lanes; its weighted
@@ -20,7 +20,7 @@
 // agree (where values are finite: a later key of a tile has weight 0, but is multiplied).
 #pragma once
 
-#include "attention_bytes.h"
+#include "attention_amx_bytes.h"
 #include "attention_chunk.h"
 #include "attention_pages.h"
 #include "attention_pairs.h"
@@ -53,11 +53,13 @@ struct HeadState {
     }
 };
 
-template <typename T, typename Kv>
+// `ByTiles`: of integers, by the matrix unit, which this thread has a session of.
+template <typename T, typename Kv, bool ByTiles = false>
 class Attention {
     static constexpr bool kInt8 = sizeof(Kv) == 1;
     static constexpr bool kPairs = kHasDot && std::is_same_v<T, bf16> && !kInt8;
     static constexpr bool kIntegers = kHasDot && std::is_same_v<T, bf16> && kInt8;
+    static_assert(kIntegers || !ByTiles);
     static constexpr int kMostInPlace = kIntegers ? kMostByteRows : kMostRows;
     static constexpr int64_t kUnit = kIntegers ? kQuadGroup : kGroup;  // elements that are taken at once
 
@@ -65,15 +67,16 @@ public:
     Attention(const Item& item, const Shape& shape, const Pages& pages, int64_t first_position, const Reading* then)
         : item_(item), shape_(shape), pages_(pages), head_dim_(shape.kv.head_dim),
           dim_(ceil_div(head_dim_, kUnit) * kUnit), rows_(item.num_queries * shape.group), first_position_(first_position),
-          end_(first_position + item.num_queries), chunk_(rows_ < 4 * kMostRows ? kFewKeys : kPartition),
-          in_place_(rows_ <= kMostRows && head_dim_ % kUnit == 0), memory_(take_memory()),
+          end_(first_position + item.num_queries), chunk_(!ByTiles && rows_ < 4 * kMostRows ? kFewKeys : kPartition),
+          in_place_(!ByTiles && rows_ <= kMostRows && head_dim_ % kUnit == 0), as_bytes_(ByTiles || in_place_),
+          memory_rows_(ByTiles ? ceil_div(rows_, kTileLines) * kTileLines : rows_), memory_(take_memory()),
           chunk_rows_(pages_, item, dim_, memory_), ahead_(pages_, reading_of(item, shape, pages.block_table, end_), then) {
         panel_ = memory_ + ChunkRows<Kv>::num_floats(dim_);
         float* const states = panel_ + chunk_ * dim_;
-        const int64_t state_floats = HeadState::num_floats(rows_, dim_);
+        const int64_t state_floats = HeadState::num_floats(memory_rows_, dim_);
         heads_.reserve(size_t(item.num_heads));
         for (int64_t head = 0; head < item.num_heads; ++head)
-            heads_.emplace_back(states + head * state_floats, rows_, dim_);
+            heads_.emplace_back(states + head * state_floats, memory_rows_, dim_);
     }
 
     // `out` [num_tokens, num_heads, head_dim], rounded to T; of type T, or fp32 for a product that reads it next.
@@ -99,7 +102,7 @@ private:
 
     void take_query(HeadState& head, int64_t r, const T* source) {
         if constexpr (kIntegers) {
-            IntegerQuery(head.q + r * dim_, dim_).take(source, head_dim_, dim_, in_place_);
+            IntegerQuery(head.q + r * dim_, dim_).take(source, head_dim_, dim_, as_bytes_);
         } else if constexpr (kPairs) {
             bf16* row = pair_queries(head) + r * dim_;
             std::memset(static_cast<void*>(row + head_dim_), 0, size_t(dim_ - head_dim_) * sizeof(bf16));
@@ -120,7 +123,7 @@ private:
         for (int64_t d = 0; d < dim_; d += kUnit) {
             alignas(64) Vec ordered[kUnit / kWidth];
             if constexpr (kIntegers) {
-                if (in_place_) {
+                if (as_bytes_) {
                     load_quads_in_order(sums + d, ordered);
                     for (int64_t i = 0; i < kUnit / kWidth; ++i) give(d + i * kWidth, ordered[i]);
                     continue;
@@ -159,7 +162,9 @@ private:
 
     void pack(int64_t count) {
         for (int64_t j = 0; j < count; j += kWidth) {
-            if constexpr (kPairs || kIntegers)
+            if constexpr (ByTiles)
+                pack_key_bytes(chunk_rows_.whole(j, kWidth), dim_, panel() + j * dim_);
+            else if constexpr (kPairs || kIntegers)
                 pack_quarters(kPairs ? chunk_rows_.whole(j, kWidth) : chunk_rows_.halved(j), dim_ * 2, panel() + j * dim_ * 2);
             else
                 pack_keys<Kv>(chunk_rows_.whole(j, kWidth), dim_, panel_ + j / kGroup * dim_ * kGroup + j % kGroup);
@@ -223,6 +228,13 @@ private:
             }
             pack(count);
             const float* const factors = chunk_rows_.factors();
+            if constexpr (ByTiles) {
+                each_tile(from, [&](int64_t r, int64_t rows) {
+                    score_byte_tiles(head.q + r * dim_, rows, dim_, panel(), visible(r + rows - 1, start, count), factors,
+                                     scores + r * kPartition);
+                });
+                return;
+            }
             by_rows(from, rows_, [&](int64_t r, auto rows) {
                 const int64_t num_keys = visible(r + rows.value - 1, position, count);
                 float* const target = scores + r * kPartition;
@@ -240,10 +252,11 @@ private:
             const bool all_numbers = !kIntegers || chunk_rows_.scales_are_numbers();
             for (int64_t r = from; r < rows_; ++r) {
                 const float rescale = to_weights(head, r, visible(r, start, kPartition), all_numbers);
+                if constexpr (ByTiles) continue;  // with what the partition adds
                 for (int64_t d = r * dim_; d < (r + 1) * dim_; d += kWidth)
                     store(head.accumulator + d, load(head.accumulator + d) * rescale);
             }
-            std::fill(head.partial + from * dim_, head.partial + rows_ * dim_, 0.0f);
+            if constexpr (!ByTiles) std::fill(head.partial + from * dim_, head.partial + rows_ * dim_, 0.0f);
             if constexpr (kInt8) chunk_rows_.next_head(end - start);
         }
         each_chunk(start, end, 1, [&](HeadState& head, int64_t position, int64_t count) {
@@ -253,6 +266,13 @@ private:
                 return;
             }
             widen(count);
+            if constexpr (ByTiles) {
+                each_tile(from, [&](int64_t r, int64_t rows) {
+                    add_value_byte_tiles(head.scores + r * kPartition, std::max<int64_t>(0, from - r), rows, dim_, panel(),
+                                         visible(r + rows - 1, start, count), head.accumulator + r * dim_);
+                });
+                return;
+            }
             by_rows(from, rows_, [&](int64_t r, auto rows) {
                 const int64_t num_keys = visible(r + rows.value - 1, position, count);
                 float* const partial = head.partial + r * dim_;
@@ -264,6 +284,7 @@ private:
                                            partial);
             });
         });
+        if constexpr (ByTiles) return;
         for (HeadState& head : heads_)
             for (int64_t r = from; r < rows_; ++r)
                 for (int64_t i = r * dim_; i < (r + 1) * dim_; i += kWidth)
@@ -281,16 +302,31 @@ private:
     float to_weights(const HeadState& head, int64_t r, int64_t num_visible, [[maybe_unused]] bool all_numbers) {
         float* const scores = head.scores + r * kPartition;
         float &running_max = head.running_max[r], &running_sum = head.running_sum[r];
-        if constexpr (kIntegers)
-            return (all_numbers ? IntegerWeights::take<true> : IntegerWeights::take<false>)(
-                scores, num_visible, chunk_rows_.factors(), in_place_, running_max, running_sum);
+        if constexpr (kIntegers) {
+            (all_numbers ? IntegerWeights::take<true> : IntegerWeights::take<false>)(
+                scores, num_visible, chunk_rows_.factors(), as_bytes_, running_max, running_sum);
+            return *IntegerWeights(scores).rescale;
+        }
         const float rescale = softmax_row<std::conditional_t<kPairs, bf16, float>>(scores, num_visible, running_max, running_sum);
         if constexpr (kInt8)
             for (int64_t j = 0; j < kPartition; j += kWidth) store(scores + j, load(scores + j) * load(chunk_rows_.factors() + j));
         return rescale;
     }
 
+    // body(first row, count) of each tile with rows from `from` on.
+    template <typename Body>
+    void each_tile(int64_t from, const Body& body) const {
+        for (int64_t r = from / kTileLines * kTileLines; r < rows_; r += kTileLines) body(r, std::min(kTileLines, rows_ - r));
+    }
+
     void widen(int64_t count) {
+        if constexpr (ByTiles) {  // after the last one lies anything: its weight is 0
+            for (int64_t j = 0; j < count; j += 4) {
+                pack_value_bytes(chunk_rows_.whole(j, 4), j / 4, dim_, panel());
+                if (j % kWidth == kWidth - 4) ahead_.advance(kWidth * shape_.kv.row_bytes);
+            }
+            return;
+        }
         if constexpr (kPairs || kIntegers) {
             for (int64_t j = 0; j < count; j += 2) {  // after the last one lie zeros
                 const char* const* rows = chunk_rows_.whole(j, 2);
@@ -308,7 +344,7 @@ private:
     float* take_memory() const {
         static thread_local Scratch scratch;
         return scratch.floats(ChunkRows<Kv>::num_floats(dim_) + chunk_ * dim_ +
-                              item_.num_heads * HeadState::num_floats(rows_, dim_));
+                              item_.num_heads * HeadState::num_floats(memory_rows_, dim_));
     }
 
     const Item& item_;
@@ -316,6 +352,8 @@ private:
     const Pages pages_;
     const int64_t head_dim_, dim_, rows_, first_position_, end_, chunk_;
     const bool in_place_;  // so few rows that packing does not pay
+    const bool as_bytes_;  // of integers: queries and weights, and values interleaved by four
+    const int64_t memory_rows_;  // whole tiles of them
     float* const memory_;
     ChunkRows<Kv> chunk_rows_;
     Ahead ahead_;
