@@ -250,9 +250,10 @@ private:
         for (HeadState& head : heads_) {
             if constexpr (kInt8) chunk_rows_.load_scales(end - start, 1.0f);
             const bool all_numbers = !kIntegers || chunk_rows_.scales_are_numbers();
-            for (int64_t r = from; r < rows_; ++r) {
-                const float rescale = to_weights(head, r, visible(r, start, kPartition), all_numbers);
-                if constexpr (ByTiles) continue;  // with what the partition adds
+            if constexpr (kIntegers)
+                for (int64_t r = from; r < rows_; r += kMostWeighed) to_integer_weights(head, r, start, all_numbers);
+            for (int64_t r = from; !ByTiles && r < rows_; ++r) {  // by tiles with what the partition adds
+                const float rescale = rescale_of(head, r, visible(r, start, kPartition));
                 for (int64_t d = r * dim_; d < (r + 1) * dim_; d += kWidth)
                     store(head.accumulator + d, load(head.accumulator + d) * rescale);
             }
@@ -298,16 +299,22 @@ private:
         return load(head.partial + i);
     }
 
-    // A row's scores to weights of the values, whose scales are the chunk's factors.
-    float to_weights(const HeadState& head, int64_t r, int64_t num_visible, [[maybe_unused]] bool all_numbers) {
+    // Scores of some rows from r on to integer weights of the values, whose scales are the chunk's factors.
+    void to_integer_weights(const HeadState& head, int64_t r, int64_t start, bool all_numbers) const {
+        const auto seen = [&](int64_t i) { return visible(r + i, start, kPartition); };
+        const auto take = [&]<bool AllNumbers>(std::bool_constant<AllNumbers>) {
+            IntegerWeights::take<AllNumbers>(head.scores + r * kPartition, std::min(kMostWeighed, rows_ - r), seen,
+                                             chunk_rows_.factors(), as_bytes_, head.running_max + r, head.running_sum + r);
+        };
+        all_numbers ? take(std::true_type()) : take(std::false_type());
+    }
+
+    // The factor for what a row has accumulated; but for integers, its scores become weights.
+    float rescale_of(const HeadState& head, int64_t r, int64_t num_visible) {
         float* const scores = head.scores + r * kPartition;
-        float &running_max = head.running_max[r], &running_sum = head.running_sum[r];
-        if constexpr (kIntegers) {
-            (all_numbers ? IntegerWeights::take<true> : IntegerWeights::take<false>)(
-                scores, num_visible, chunk_rows_.factors(), as_bytes_, running_max, running_sum);
-            return *IntegerWeights(scores).rescale;
-        }
-        const float rescale = softmax_row<std::conditional_t<kPairs, bf16, float>>(scores, num_visible, running_max, running_sum);
+        if constexpr (kIntegers) return *IntegerWeights(scores).rescale;
+        const float rescale = softmax_row<std::conditional_t<kPairs, bf16, float>>(scores, num_visible, head.running_max[r],
+                                                                                   head.running_sum[r]);
         if constexpr (kInt8)
             for (int64_t j = 0; j < kPartition; j += kWidth) store(scores + j, load(scores + j) * load(chunk_rows_.factors() + j));
         return rescale;
