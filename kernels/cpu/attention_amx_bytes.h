@@ -14,9 +14,9 @@
 
 namespace baton {
 
-constexpr int64_t kTileDepth = 64;                                // bytes of a row of a tile
-constexpr int64_t kTileColumns = 2 * kTileLines;                  // of two panels
-constexpr int64_t kValuePanelBytes = kPartition * kTileLines;     // of a partition
+constexpr int64_t kTileDepth = 64;                             // bytes of a row of a tile
+constexpr int64_t kTileColumns = 2 * kTileLines;               // of two panels
+constexpr int64_t kValuePanelBytes = kPartition * kTileLines;  // of a partition
 static_assert(!kHasAmx || (kTileColumns == kGroup && kTileDepth == kQuadGroup));
 
 // A tile of rows, `stride` bytes apart: high bytes, and low ones so many bytes after them.
@@ -25,7 +25,7 @@ struct ByteRows {
     int64_t low, stride;
 };
 
-// Sums of 16 rows and two panels of columns, [2 of high and low][16 rows][32 columns].
+// Sums of 16 rows and two panels of columns, of high bytes and of low ones.
 struct ByteSums {
     alignas(64) int32_t parts[2][kTileLines][kTileColumns];
 

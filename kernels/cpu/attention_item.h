@@ -22,6 +22,7 @@
 
 #include "attention_amx_bytes.h"
 #include "attention_chunk.h"
+#include "attention_head.h"
 #include "attention_pages.h"
 #include "attention_pairs.h"
 #include "attention_tiles.h"
@@ -32,26 +33,6 @@
 namespace baton {
 
 constexpr int64_t kFewKeys = 2 * kGroup;  // a chunk where rows are few; else a whole partition
-
-// One KV head's share of an item: its rows and what they have accumulated so far.
-struct HeadState {
-    float *q, *accumulator, *partial;  // [rows, dim]; with pairs q is bf16, of integers an `IntegerQuery` and partial int32
-    float *scores;                     // [rows, kPartition]; then weights, bf16 ones or `IntegerWeights` in the same memory
-    float *running_max, *running_sum;  // [rows]
-
-    static int64_t num_floats(int64_t num_rows, int64_t dim) {
-        return ceil_div(num_rows * (3 * dim + kPartition + 2), 16) * 16;
-    }
-
-    HeadState(float* memory, int64_t num_rows, int64_t dim)
-        : q(memory), accumulator(q + num_rows * dim), partial(accumulator + num_rows * dim),
-          scores(partial + num_rows * dim), running_max(scores + num_rows * kPartition),
-          running_sum(running_max + num_rows) {
-        std::fill(accumulator, accumulator + num_rows * dim, 0.0f);
-        std::fill(running_max, running_max + num_rows, -kInfinity);
-        std::fill(running_sum, running_sum + num_rows, 0.0f);
-    }
-};
 
 // `ByTiles`: of integers, by the matrix unit, which this thread has a session of.
 template <typename T, typename Kv, bool ByTiles = false>
@@ -104,7 +85,7 @@ private:
         if constexpr (kIntegers) {
             IntegerQuery(head.q + r * dim_, dim_).take(source, head_dim_, dim_, as_bytes_);
         } else if constexpr (kPairs) {
-            bf16* row = pair_queries(head) + r * dim_;
+            bf16* row = head.pairs() + r * dim_;
             std::memset(static_cast<void*>(row + head_dim_), 0, size_t(dim_ - head_dim_) * sizeof(bf16));
             std::memcpy(static_cast<void*>(row), source, size_t(head_dim_) * sizeof(bf16));
         } else {
@@ -117,31 +98,17 @@ private:
     template <typename Out>
     void give_result(const HeadState& head, int64_t r, Out* target) const {
         const float* sums = head.accumulator + r * dim_;
-        const auto give = [&](int64_t d, Vec sum) {
-            if (d < head_dim_) store_partial(target + d, round_to<T>(sum / head.running_sum[r]), head_dim_ - d);
-        };
         for (int64_t d = 0; d < dim_; d += kUnit) {
             alignas(64) Vec ordered[kUnit / kWidth];
-            if constexpr (kIntegers) {
-                if (as_bytes_) {
-                    load_quads_in_order(sums + d, ordered);
-                    for (int64_t i = 0; i < kUnit / kWidth; ++i) give(d + i * kWidth, ordered[i]);
-                    continue;
-                }
-            }
-            float* const target_order = reinterpret_cast<float*>(ordered);
-            if constexpr (kPairs || kIntegers)
-                for (int64_t i = 0; i < kUnit; i += kGroup) store_pairs_in_order(sums + d + i, target_order + i);
-            else
-                std::memcpy(target_order, sums + d, sizeof ordered);
-            for (int64_t i = 0; i < kUnit / kWidth; ++i) give(d + i * kWidth, ordered[i]);
+            load_in_order<kUnit>(sums + d, interleaved(), ordered);
+            for (int64_t i = 0; d + i < std::min(d + kUnit, head_dim_); i += kWidth)
+                store_partial(target + d + i, round_to<T>(ordered[i / kWidth] / head.running_sum[r]), head_dim_ - d - i);
         }
     }
 
-    static bf16* pair_queries(const HeadState& head) { return reinterpret_cast<bf16*>(head.q); }
-    // A row's weights of the keys from `first` of the partition on.
-    static const char* weights(const HeadState& head, int64_t r, int64_t first, int64_t num_bytes) {
-        return reinterpret_cast<const char*>(head.scores + r * kPartition) + first * num_bytes;
+    Interleaved interleaved() const {
+        if constexpr (!kPairs && !kIntegers) return Interleaved::kNot;
+        return as_bytes_ ? Interleaved::kQuads : Interleaved::kPairs;
     }
 
     // body(rows in chunk order, position of the first, count) per chunk of the partition and head
@@ -184,7 +151,7 @@ private:
             if constexpr (kIntegers)
                 score_bytes_in_place<Rows>(head.q + r * dim_, dim_, chunk_rows_.from(j), factors + j, scores + j);
             else if constexpr (kPairs)
-                score_pairs_in_place<Rows>(pair_queries(head) + r * dim_, dim_, chunk_rows_.from(j), factors + j, scores + j);
+                score_pairs_in_place<Rows>(head.pairs() + r * dim_, dim_, chunk_rows_.from(j), factors + j, scores + j);
             else
                 score_keys<Kv, Rows, 2>(head.q + r * dim_, dim_, chunk_rows_.from(j), factors + j, scores + j);
             if (r == 0) ahead_.advance(std::min(step, count - j) * shape_.kv.row_bytes);
@@ -197,11 +164,9 @@ private:
         for (int64_t j = 0; j < count; j += kGroup) {
             const int64_t some = std::min(kGroup, count - j);
             if constexpr (kIntegers)
-                add_value_quads_in_place<Rows>(weights(head, r, first + j, 1), chunk_rows_.from(j), ceil_div(some, 4), dim_,
-                                               partial);
+                add_value_quads_in_place<Rows>(head.weights(r, first + j, 1), chunk_rows_.from(j), ceil_div(some, 4), dim_, partial);
             else if constexpr (kPairs)
-                add_value_pairs_in_place<Rows>(weights(head, r, first + j, 2), chunk_rows_.from(j), ceil_div(some, 2), dim_,
-                                               partial);
+                add_value_pairs_in_place<Rows>(head.weights(r, first + j, 2), chunk_rows_.from(j), ceil_div(some, 2), dim_, partial);
             else
                 add_values_in_place<Kv, Rows>(head.scores + r * kPartition + first + j, chunk_rows_.from(j), head_dim_, some,
                                               dim_, partial);
@@ -228,7 +193,7 @@ private:
             }
             pack(count);
             const float* const factors = chunk_rows_.factors();
-            if constexpr (ByTiles) {
+            if constexpr (ByTiles) {  // keys after the last one may be anything
                 each_tile(from, [&](int64_t r, int64_t rows) {
                     score_byte_tiles(head.q + r * dim_, rows, dim_, panel(), visible(r + rows - 1, start, count), factors,
                                      scores + r * kPartition);
@@ -241,7 +206,7 @@ private:
                 if constexpr (kIntegers)
                     score_shorts<rows.value>(head.q + r * dim_, dim_, panel(), num_keys, factors, target);
                 else if constexpr (kPairs)
-                    score_pairs<rows.value>(pair_queries(head) + r * dim_, dim_, panel(), num_keys, factors, target);
+                    score_pairs<rows.value>(head.pairs() + r * dim_, dim_, panel(), num_keys, factors, target);
                 else
                     score_groups<rows.value>(head.q + r * dim_, dim_, panel_, ceil_div(num_keys, kGroup), factors, target);
             });
@@ -279,7 +244,7 @@ private:
                 float* const partial = head.partial + r * dim_;
                 if constexpr (kPairs || kIntegers)
                     add_value_pairs<std::conditional_t<kPairs, Bf16Pair, ShortPair>, rows.value>(
-                        weights(head, r, first, 2), panel(), strip_bytes(), ceil_div(num_keys, 2), dim_, partial);
+                        head.weights(r, first, 2), panel(), strip_bytes(), ceil_div(num_keys, 2), dim_, partial);
                 else
                     add_values<rows.value>(head.scores + first + r * kPartition, panel_, chunk_ * kGroup, num_keys, dim_,
                                            partial);
@@ -302,9 +267,9 @@ private:
     // Scores of some rows from r on to integer weights of the values, whose scales are the chunk's factors.
     void to_integer_weights(const HeadState& head, int64_t r, int64_t start, bool all_numbers) const {
         const auto seen = [&](int64_t i) { return visible(r + i, start, kPartition); };
-        const auto take = [&]<bool AllNumbers>(std::bool_constant<AllNumbers>) {
-            IntegerWeights::take<AllNumbers>(head.scores + r * kPartition, std::min(kMostWeighed, rows_ - r), seen,
-                                             chunk_rows_.factors(), as_bytes_, head.running_max + r, head.running_sum + r);
+        const auto take = [&](auto all) {
+            IntegerWeights::take<all.value>(head.scores + r * kPartition, std::min(kMostWeighed, rows_ - r), seen,
+                                            chunk_rows_.factors(), as_bytes_, head.running_max + r, head.running_sum + r);
         };
         all_numbers ? take(std::true_type()) : take(std::false_type());
     }

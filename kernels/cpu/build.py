@@ -57,6 +57,7 @@ HEADERS = (
     "attention_amx_bytes.h",
     "attention_bytes.h",
     "attention_chunk.h",
+    "attention_head.h",
     "attention_item.h",
     "attention_pages.h",
     "attention_pairs.h",
