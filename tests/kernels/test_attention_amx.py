@@ -24,7 +24,15 @@ from tests.support.isa_emulation import emulated_library
 pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
 
 SHAPES = (((9, 3), 64), ((8, 1), 80), ((4, 4), 128), ((8, 2), 32), ((6, 1), 10), ((5, 1), 96), ((34, 2), 40))
-INT8_SHAPES = (((9, 3), 64), ((8, 1), 80), ((4, 4), 128), ((8, 2), 32), ((6, 2), 10), ((34, 2), 40), ((5, 1), 260))
+INT8_SHAPES = (
+    ((9, 3), 64),
+    ((8, 1), 80),
+    ((4, 4), 128),
+    ((8, 2), 32),
+    ((6, 2), 10),
+    ((34, 2), 40),
+    ((5, 1), 260),
+)
 
 Kernels = Callable[..., NativeKernels]
 
@@ -142,7 +150,9 @@ def test_the_emulation_gives_the_bits_of_the_unit(monkeypatch, kv_int8):
     if bind(load_library()).baton_amx_acquire() != 0:
         pytest.skip("this machine has no matrix unit")
     results = [
-        whole(world_of([40, PARTITION_SIZE + 2], SHAPES[0], kv_int8=kv_int8), make_kernels(library, monkeypatch))
+        whole(
+            world_of([40, PARTITION_SIZE + 2], SHAPES[0], kv_int8=kv_int8), make_kernels(library, monkeypatch)
+        )
         for library in (load_library(), emulated_library())
     ]
     for real, emulated in zip(*results, strict=True):
@@ -178,7 +188,9 @@ def test_over_int8_bits_are_those_of_dot_products(kernels, shape):
 def test_over_int8_bits_do_not_depend_on_blocks_the_batch_or_threads(kernels, block_size):
     lengths = [40, PARTITION_SIZE, PARTITION_SIZE + 1, 2 * PARTITION_SIZE + 3]
     spans = [(index, max(0, length - (1, 70, 30)[index % 3]), length) for index, length in enumerate(lengths)]
-    usual, other = (world_of(lengths, INT8_SHAPES[0], block_size=size, kv_int8=True) for size in (16, block_size))
+    usual, other = (
+        world_of(lengths, INT8_SHAPES[0], block_size=size, kv_int8=True) for size in (16, block_size)
+    )
     dots = kernels("simd")
     expected = [usual.attend(dots, [span])[0] for span in spans]
     for num_threads in (1, 3):
