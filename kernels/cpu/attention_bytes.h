@@ -4,10 +4,11 @@
 // 1. A query becomes integers: n = round(q / s), s = max |q| / 16256, so that  q . k = s * sum n k.
 // 2. A row's weights become integers, a partition at a time: with W = weight times its value's scale, n = round(W / s),
 //    s = max W / 32640. A weight of 0 takes nothing from its value.
-// 3. Where many rows share keys and values, these become int16, and `attention_pairs.h` does the rest. Few rows take them
-//    as they lie, four bytes at a time, and have their own n in two bytes, n = 128 high + low: keys are made unsigned for
-//    it (k + 128, hence 128 sum n too much), weights are so. Interleaving four values leaves elements in an order of its
-//    own within each group of kQuadGroup (`load_quads_in_order` undoes it), which sums keep until the end.
+// 3. Where many rows share keys and values, these become int16, and `attention_pairs.h` does the rest, or they meet bytes in
+//    the matrix unit (`attention_amx_bytes.h`). Few rows take them as they lie, four bytes at a time. Bytes of a row's n are
+//    two, n = 128 high + low; where one side must be unsigned, keys are (k + 128, hence 128 sum n too much), or weights,
+//    which are. Interleaving four values leaves elements in an order of its own within each group of kQuadGroup
+//    (`load_quads_in_order` undoes it), which sums keep until the end.
 //
 // Sums are exact integers, below 2^31 for rows of up to 1,024 elements: the same in every order and on both ways. What is
 // rounded is what the row alone says: its query to 1 / 32,512 of its largest element, its weights to 1 / 65,280.
