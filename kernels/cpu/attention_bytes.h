@@ -4,10 +4,11 @@
 // 1. A query becomes integers: n = round(q / s), s = max |q| / 16256, so that  q . k = s * sum n k.
 // 2. A row's weights become integers, a partition at a time: with W = weight times its value's scale, n = round(W / s),
 //    s = max W / 32640. A weight of 0 takes nothing from its value.
-// 3. Where many rows share keys and values, these become int16, and `attention_pairs.h` does the rest. Few rows take them
-//    as they lie, four bytes at a time, and have their own n in two bytes, n = 128 high + low: keys are made unsigned for
-//    it (k + 128, hence 128 sum n too much), weights are so. Interleaving four values leaves elements in an order of its
-//    own within each group of kQuadGroup (`load_quads_in_order` undoes it), which sums keep until the end.
+// 3. Where many rows share keys and values, these become int16, and `attention_pairs.h` does the rest, or they meet bytes in
+//    the matrix unit (`attention_amx_bytes.h`). Few rows take them as they lie, four bytes at a time. Bytes of a row's n are
+//    two, n = 128 high + low; where one side must be unsigned, keys are (k + 128, hence 128 sum n too much), or weights,
+//    which are. Interleaving four values leaves elements in an order of its own within each group of kQuadGroup
+//    (`load_quads_in_order` undoes it), which sums keep until the end.
 //
 // Sums are exact integers, below 2^31 for rows of up to 1,024 elements: the same in every order and on both ways. What is
 // rounded is what the row alone says: its query to 1 / 32,512 of its largest element, its weights to 1 / 65,280.
@@ -136,40 +137,63 @@ BATON_NOINLINE void score_bytes_in_place(const float* q, int64_t dim, const char
     }
 }
 
-// A row's weights of a partition in the memory of its scores: their n, then what turns sums into results.
+// A row's weights of a partition in the memory of its scores: their n, then what turns sums into results, and the factor
+// for what was accumulated before.
 struct IntegerWeights {
     char* n;  // [kPartition] int16, or [2, kPartition] bytes: high, low
-    float* scale;
+    float *scale, *rescale;
 
     explicit IntegerWeights(float* scores)
-        : n(reinterpret_cast<char*>(scores)), scale(reinterpret_cast<float*>(n + 2 * kPartition)) {}
+        : n(reinterpret_cast<char*>(scores)), scale(reinterpret_cast<float*>(n + 2 * kPartition)),
+          rescale(scale + 1) {}
 
-    // As `softmax_row`, from a row's scores and its values' scales. Where a scale is no number (`AllNumbers` false), a weight
-    // of 0 takes nothing from it, and other weights are zeros of scale NaN.
-    template <bool AllNumbers>
-    static float take(float* scores, int64_t visible, const float* value_scales, bool as_bytes, float& running_max,
-                      float& running_sum) {
-        const float new_max = mask_scores(scores, visible, running_max);
-        const int64_t end = num_weighed(visible);
-        alignas(64) float weights[kPartition];
-        Vec largest = {}, total = {}, check = {};
-        for (int64_t j = 0; j < end; j += kWidth) {
-            const Vec weight = weight_of<void>(load(scores + j) - new_max);
-            total += weight;
-            Vec scaled = weight * load(value_scales + j);
-            if (!AllNumbers) scaled = weight == 0.0f ? Vec{} : scaled, check += scaled;
-            largest = max(scaled, largest);
-            store(weights + j, scaled);
+    // As `softmax_row`, from the scores of up to kMostWeighed rows and their values' scales, each step for all of them.
+    // Where a scale is no number (`AllNumbers` false), a weight of 0 takes nothing from it, and other weights are zeros of
+    // scale NaN.
+    template <bool AllNumbers, typename Visible>
+    static void take(float* scores, int64_t num_rows, const Visible& visible, const float* value_scales, bool as_bytes,
+                     float* running_max, float* running_sum) {
+        alignas(64) float weights[kMostWeighed][kPartition];
+        alignas(64) float maxima[kMostWeighed] = {}, rescale[kMostWeighed], sums[kMostWeighed] = {}, check[kMostWeighed] = {};
+        alignas(64) float largest[kMostWeighed] = {}, inverse[kMostWeighed], before[kMostWeighed] = {};
+        int64_t ends[kMostWeighed];
+        for (int64_t r = 0; r < num_rows; ++r) {
+            ends[r] = num_weighed(visible(r)), before[r] = running_max[r];
+            maxima[r] = highest_score(scores + r * kPartition, visible(r));
         }
-        const float sum = sum_lanes(AllNumbers ? total : check), most = std::max(max_lanes(largest), 1e-33f);
-        const bool is_number = sum == sum;
-        const Vec inverse = splat(32640.0f / most), magic = splat(kMagic);
-        const IntegerWeights target(scores);
-        std::memset(target.n, 0, size_t(2 * kPartition));
-        for (int64_t j = 0; is_number && j < end; j += kWidth)
-            store_integers<false>(IntVec(fma(load(weights + j), inverse, magic)), target.n, j, kPartition, as_bytes);
-        *target.scale = is_number ? most * (1.0f / 32640.0f) : std::numeric_limits<float>::quiet_NaN();
-        return extend<void>(total, new_max, running_max, running_sum);
+        for (int64_t r = 0; r < kMostWeighed; r += kWidth) {
+            const Vec old = load(before + r), now = max(load(maxima + r), old);
+            store(maxima + r, now), store(rescale + r, weight_of<void>(old - now));
+        }
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const Vec new_max = splat(maxima[r]);
+            Vec most = {}, total = {}, numbers = {};
+            for (int64_t j = 0; j < ends[r]; j += kWidth) {
+                const Vec weight = weight_of<void>(load(scores + r * kPartition + j) - new_max);
+                total += weight;
+                Vec scaled = weight * load(value_scales + j);
+                if (!AllNumbers) scaled = weight == 0.0f ? Vec{} : scaled, numbers += scaled;
+                most = max(scaled, most);
+                store(weights[r] + j, scaled);
+            }
+            sums[r] = sum_lanes(total), largest[r] = max_lanes(most);
+            check[r] = AllNumbers ? sums[r] : sum_lanes(numbers);
+        }
+        for (int64_t r = 0; r < kMostWeighed; r += kWidth) {
+            const Vec most = max(splat(1e-33f), load(largest + r));
+            store(largest + r, most * (1.0f / 32640.0f)), store(inverse + r, 32640.0f / most);
+        }
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const IntegerWeights target(scores + r * kPartition);
+            const bool is_number = check[r] == check[r];
+            const Vec factor = splat(inverse[r]), magic = splat(kMagic);
+            std::memset(target.n, 0, size_t(2 * kPartition));
+            for (int64_t j = 0; is_number && j < ends[r]; j += kWidth)
+                store_integers<false>(IntVec(fma(load(weights[r] + j), factor, magic)), target.n, j, kPartition, as_bytes);
+            *target.scale = is_number ? largest[r] : std::numeric_limits<float>::quiet_NaN();
+            *target.rescale = rescale[r];
+            running_max[r] = maxima[r], running_sum[r] = running_sum[r] * rescale[r] + sums[r];
+        }
     }
 };
 

@@ -76,13 +76,18 @@ inline void store_two_fast(bf16* target, Vec low, Vec high) {
 // Keys of a partition whose weights are computed: whole vectors of them.
 inline int64_t num_weighed(int64_t visible) { return ceil_div(visible, kWidth) * kWidth; }
 
-// A row's scores past `visible` that are weighed become -inf; returns the running maximum with them.
-inline float mask_scores(float* scores, int64_t visible, float running_max) {
+// Of a row's scores; those past `visible` that are weighed become -inf.
+inline float highest_score(float* scores, int64_t visible) {
     const int64_t end = num_weighed(visible);
-    for (int64_t j = visible; j < end; ++j) scores[j] = -kInfinity;
+    if (visible < end) {
+        Vec some = load(scores + end - kWidth);  // at once: a vector with a lane just written is read late
+        for (int64_t lane = 0; lane < kWidth; ++lane)
+            some[lane] = lane < visible - (end - kWidth) ? some[lane] : -kInfinity;
+        store(scores + end - kWidth, some);
+    }
     Vec highest = load(scores);
     for (int64_t j = kWidth; j < end; j += kWidth) highest = max(highest, load(scores + j));
-    return std::max(running_max, max_lanes(highest));
+    return max_lanes(highest);
 }
 
 // The running pair with a partition's weights; returns the factor for what was accumulated before.
@@ -98,7 +103,7 @@ inline float extend(Vec total, float new_max, float& running_max, float& running
 // the running pair. Returns the factor for what was accumulated before.
 template <typename W>
 inline float softmax_row(float* scores, int64_t visible, float& running_max, float& running_sum) {
-    const float new_max = mask_scores(scores, visible, running_max);
+    const float new_max = std::max(running_max, highest_score(scores, visible));
     const int64_t end = num_weighed(visible);
     W* const weights = reinterpret_cast<W*>(scores);  // written no further than scores are read
     Vec total = {};

@@ -145,7 +145,7 @@ class NativeKernels:
         self._library = bind(library)
         choice = isa_of(self._library)
         self._packing = Packing(self._library, choice.isa, quantization, requested_form(os.environ))
-        self._by_tiles = choice.isa is Isa.AMX  # attention of bf16
+        self._by_tiles = choice.isa is Isa.AMX  # attention of bf16 models
         if choice.is_lost:
             logger.warning("products use %s, several times slower: %s", choice.isa.value, choice.reason)
         elif choice.isa is not Isa.SIMD:

@@ -60,7 +60,7 @@ class NativeForward:
         seat: Seat | None = None,
         by_tiles: bool = False,
     ) -> None:
-        """`by_tiles`: attention of bf16 uses the matrix unit.
+        """`by_tiles`: attention of bf16 models uses the matrix unit.
 
         Raises:
         TypeError, ValueError: a tensor is not what the shape says, or not contiguous on the CPU.

@@ -1,6 +1,6 @@
 // AMX in plain C++: the tile intrinsics that `amx_tiles.h` and `gemm_amx.cpp` use, for machines that have none.
 //
-// Numerics are those of the operation sections of Intel's manual (SDM vol. 2, TDPBF16PS, TDPBUSD): per output two
+// Numerics are those of the operation sections of Intel's manual (SDM vol. 2, TDPBF16PS, TDPBSSD, TDPBUSD): per output two
 // chains of fused multiply-adds, one for the even elements of the pairs and one for the odd, both from 0 in k order;
 // their sum is added to the tile. Every result is rounded to nearest even; subnormal inputs count as zero, subnormal
 // results become zero. What would fault on a machine (no permission, no configuration, sizes that do not fit, a tile
@@ -137,6 +137,10 @@ inline void dot_int8(int target, int left, int right) {
     multiply_bytes<uint8_t, int8_t>(target, left, right);
 }
 
+inline void dot_signed(int target, int left, int right) {
+    multiply_bytes<int8_t, int8_t>(target, left, right);
+}
+
 }  // namespace amx_emulated
 
 #pragma GCC pop_options
@@ -150,6 +154,7 @@ inline void dot_int8(int target, int left, int right) {
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbusd
+#undef _tile_dpbssd
 #define _tile_loadconfig amx_emulated::load_config
 #define _tile_release amx_emulated::release
 #define _tile_zero amx_emulated::zero
@@ -158,3 +163,4 @@ inline void dot_int8(int target, int left, int right) {
 #define _tile_stored amx_emulated::store
 #define _tile_dpbf16ps amx_emulated::dot_bf16
 #define _tile_dpbusd amx_emulated::dot_int8
+#define _tile_dpbssd amx_emulated::dot_signed

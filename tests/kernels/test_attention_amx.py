@@ -1,5 +1,6 @@
 """Attention by the matrix unit, real and emulated: close to fp64, the same bits on both, and for a decode
-step, a chunk and a whole prompt, wherever keys and values lie."""
+step, a chunk and a whole prompt, wherever keys and values lie. Over int8 the bits are those of dot products,
+too."""
 
 from __future__ import annotations
 
@@ -16,12 +17,22 @@ from kernels.cpu.build import load_library
 from kernels.cpu.native import NativeKernels, bind
 from kernels.ops import PARTITION_SIZE
 from kernels.quantization import Quantization
-from tests.kernels.attention_world import World
+from kernels.reference import quantize_kv
+from tests.kernels.attention_world import LAYER, World
 from tests.support.isa_emulation import emulated_library
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles the emulated library
 
 SHAPES = (((9, 3), 64), ((8, 1), 80), ((4, 4), 128), ((8, 2), 32), ((6, 1), 10), ((5, 1), 96), ((34, 2), 40))
+INT8_SHAPES = (
+    ((9, 3), 64),
+    ((8, 1), 80),
+    ((4, 4), 128),
+    ((8, 2), 32),
+    ((6, 2), 10),
+    ((34, 2), 40),
+    ((5, 1), 260),
+)
 
 Kernels = Callable[..., NativeKernels]
 
@@ -47,6 +58,14 @@ def make_kernels(
 
 def world_of(lengths: list[int], shape: tuple[tuple[int, int], int], **where: int) -> World:
     return World(lengths, *shape, dtype=torch.bfloat16, **where)
+
+
+def have_the_same_bits(outputs: list[Tensor], others: list[Tensor]) -> bool:
+    """Of numbers; NaN are where NaN are."""
+    return all(
+        torch.equal(out.isnan(), other.isnan()) and torch.equal(out[~out.isnan()], other[~other.isnan()])
+        for out, other in zip(outputs, others, strict=True)
+    )
 
 
 def whole(world: World, kernels: NativeKernels) -> list[Tensor]:
@@ -126,11 +145,14 @@ def test_a_later_key_that_is_not_a_number_and_those_of_others_stay_where_they_ar
     assert broken[0][64:].isnan().all()
 
 
-def test_the_emulation_gives_the_bits_of_the_unit(monkeypatch):
+@pytest.mark.parametrize("kv_int8", [False, True], ids=["bf16-kv", "int8-kv"])
+def test_the_emulation_gives_the_bits_of_the_unit(monkeypatch, kv_int8):
     if bind(load_library()).baton_amx_acquire() != 0:
         pytest.skip("this machine has no matrix unit")
     results = [
-        whole(world_of([40, PARTITION_SIZE + 2], SHAPES[0]), make_kernels(library, monkeypatch))
+        whole(
+            world_of([40, PARTITION_SIZE + 2], SHAPES[0], kv_int8=kv_int8), make_kernels(library, monkeypatch)
+        )
         for library in (load_library(), emulated_library())
     ]
     for real, emulated in zip(*results, strict=True):
@@ -142,6 +164,56 @@ def test_who_renounces_the_unit_does_not_use_it(kernels):
     by_isa = {isa: whole(world, kernels(isa))[0] for isa in ("simd", "amx", "avx512-bf16")}
     assert torch.equal(by_isa["simd"], by_isa["avx512-bf16"])  # attention of both is by pairs
     assert not torch.equal(by_isa["simd"], by_isa["amx"])
+
+
+@pytest.mark.parametrize("shape", INT8_SHAPES, ids=str)
+def test_over_int8_bits_are_those_of_dot_products(kernels, shape):
+    """Prompts, chunks and steps: sums are exact integers both ways."""
+    unit, dots = kernels(), kernels("simd")
+    lengths = [2, 17, 63, PARTITION_SIZE, 2 * PARTITION_SIZE + 34]
+    world = world_of(lengths, shape, kv_int8=True)
+    expected = whole(world, dots)
+    outputs = whole(world, unit)
+    assert have_the_same_bits(outputs, expected)
+    for index, out in enumerate(outputs):
+        assert ((out.double() - world.exact(index)).abs() <= world.largest_error(index)).all()
+    for index, length in enumerate(lengths):
+        for num_queries in (1, 2, 5, 23, 40, 150):
+            span = (index, max(0, length - num_queries), length)
+            for isa in (unit, dots):
+                assert torch.equal(world.attend(isa, [span])[0], expected[index][span[1] :])
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 24, 256])
+def test_over_int8_bits_do_not_depend_on_blocks_the_batch_or_threads(kernels, block_size):
+    lengths = [40, PARTITION_SIZE, PARTITION_SIZE + 1, 2 * PARTITION_SIZE + 3]
+    spans = [(index, max(0, length - (1, 70, 30)[index % 3]), length) for index, length in enumerate(lengths)]
+    usual, other = (
+        world_of(lengths, INT8_SHAPES[0], block_size=size, kv_int8=True) for size in (16, block_size)
+    )
+    dots = kernels("simd")
+    expected = [usual.attend(dots, [span])[0] for span in spans]
+    for num_threads in (1, 3):
+        assert have_the_same_bits(other.attend(kernels("amx", num_threads), spans), expected)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+def test_over_int8_what_is_not_a_number_stays_where_it_is(kernels, which):
+    """Scales of keys or values, and queries; with weights of every kind."""
+    unit, dots = kernels(), kernels("simd")
+    length, place = PARTITION_SIZE + 70, PARTITION_SIZE + 30
+    world = world_of([length], INT8_SHAPES[0], kv_int8=True)
+    [expected] = whole(world, unit)
+    sequence = world.sequences[0]
+    block, offset = sequence.blocks[place // world.block_size], place % world.block_size
+    world.pool[block, LAYER, which, offset] = quantize_kv(torch.full((3, 64), torch.nan))
+    [broken] = whole(world, unit)
+    assert torch.equal(broken[:place], expected[:place])
+    assert broken[place:].isnan().all()
+    sequence.q[12, 4, 7], sequence.q[13, 8, 0] = torch.inf, torch.nan
+    for factor in (1.0, -1.0, 500.0):
+        world.scale *= factor
+        assert have_the_same_bits(whole(world, unit), whole(world, dots))
 
 
 def test_a_process_that_was_not_lent_the_unit_does_not_use_it():

@@ -150,6 +150,7 @@ def compile_for_sapphire_rapids(source: str, *flags: str) -> str:
     [
         ("gemm_amx.cpp", ("ldtilecfg", "tileloadd", "tdpbf16ps", "tdpbusd", "tilestored", "tilerelease")),
         ("attention_amx.cpp", ("tileloadd", "tdpbf16ps", "tilestored")),
+        ("attention_amx_bytes.cpp", ("tileloadd", "tdpbssd", "tdpbusd", "tilestored")),
     ],
 )
 def test_the_unit_is_used_by_its_real_instructions(source, instructions):
