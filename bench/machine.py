@@ -17,6 +17,7 @@ from cluster.errors import BatonError
 _PROBE_PROGRAM = """
 import json, sys, time, torch
 from kernels.cpu.build import BuildError
+from kernels.cpu.isa import IsaError
 from kernels.cpu.probe import MachineProbe
 num_threads = int(sys.argv[1])
 torch.set_num_threads(num_threads)
@@ -46,7 +47,7 @@ try:
     rates["read"], rates["registers"] = max(rates["read"], read / 1e9), 2 * multiply_adds / 1e9
     rates["fp32"] = max(rates["fp32"], 2 * probe.fp32_multiply_adds_per_s() / 1e9)
     rates["int8"] = max(rates["int8"], 2 * max(probe.byte_multiply_adds_per_s(), bytes_of_tiles) / 1e9)
-except BuildError:  # torch's products are the yardstick
+except (BuildError, IsaError):  # torch's products are the yardstick
     pass
 print(json.dumps(rates))
 """

@@ -4,7 +4,7 @@
    rows, it stays.
 2. `room` says how many tokens all rows can go on by: looked up once, then counted down.
 3. `go_on` is the end of a step after which the same rows are in flight again, each with its new token: that
-   is booked, and comes out as one message per router, of which mostly the tokens alone are new.
+   comes out as one message per router, of which mostly the tokens alone are new.
 4. Of the sequences themselves only the histories take their tokens then, which the engine reads. The rest,
    and what the step took, follows when somebody is about to look (`behind`, `settle`): what is cold costs far
    more than what is done there.
@@ -18,7 +18,7 @@ from cluster.engine.batch import PlainOutputs, StepOutput
 from cluster.engine.sequence import Sequence, SequenceKey
 from cluster.ids import RouterId
 from cluster.sampling import FinishReason, TokenOutput
-from cluster.wire.messages import NextTokens, TokenRun, pack_run
+from cluster.wire.messages import LARGEST_RUN_BYTES, NextTokens, TokenRun, pack_run
 from cluster.worker_io import Action, ToRouter
 
 # of one router: which, its rows as they are told, and their places if there are others
@@ -55,7 +55,7 @@ class DecodeStep:
         self.rows = rows  # each with as many tokens
         self.num_decode_rows = num_decode_rows  # the first of them
         self.is_pure_decode = len(rows) == num_decode_rows
-        self.context = context  # keys that these read
+        self.context = context  # keys that these read, as of the last step that is settled
         self.cancelled: set[SequenceKey] = set()  # gone, but in the step
         # Tokens for which every row, all of which decode, has a place; None: to be looked up. Blocks come
         # between steps that are planned, so it is one less after each step that goes on.
@@ -82,14 +82,17 @@ class DecodeStep:
         return self.room
 
     def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
-        """Every row goes on with its token of `output`: what to tell of that. None, and nothing is booked:
-        there is more in it than a token each, or a row was cancelled."""
+        """Every row goes on with its token of `output`: what to tell of that. None, and nothing is changed:
+        there is more in it than a token each, a row was cancelled, or who they are is too long for a run."""
         outputs = output.outputs
         if self.cancelled or output.further or not isinstance(outputs, PlainOutputs):
             return None
         token_ids = outputs.token_ids
         if self._runs is None:
-            self._runs, self._num_on = _runs_of(self._sequences), 0
+            runs = _runs_of(self._sequences)
+            if any(len(packed) > LARGEST_RUN_BYTES for _, packed, _ in runs):
+                return None
+            self._runs, self._num_on = runs, 0
         for history, token_id in zip(self._histories, token_ids, strict=True):
             history.append(token_id)
         self.behind.append((output, now))
@@ -106,6 +109,8 @@ class DecodeStep:
     def settle(self) -> list[tuple[StepOutput, float]]:
         """Sequences are as their histories say: before anybody else reads or writes them. The steps that were
         `behind`."""
+        if not self.behind:
+            return []
         settled, self.behind = self.behind, []
         for sequence in self._sequences:
             sequence.catch_up(len(settled))

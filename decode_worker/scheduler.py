@@ -256,13 +256,13 @@ class DecodeScheduler:
         return generated
 
     def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
-        """Book a step that went on, and what to tell of it. None, and nothing is booked, if that is more than
-        a token of each row: then it is to be `account`ed."""
+        """What to tell of a step that went on; it is booked when somebody looks. None, and nothing is changed, if
+        that is more than a token of each row: then it is to be `account`ed."""
         assert self._step is not None
         return self._step.go_on(output, now)  # when its rows had a token last is told when the run ends
 
     def _pace_on(self, step: DecodeStep, output: StepOutput, now: float) -> None:
-        """The same rows are in flight again."""
+        """The same rows were in flight again, and may have ended since."""
         work = StepWork(len(step.rows), step.context)
         self._pacer.go_on(output.compute_s, work, now, is_typical=not output.num_drafted)
 

@@ -34,7 +34,7 @@ from kernels.quantization import Quantization
 
 PARTITION_SIZE = 128  # key positions reduced at a time; a multiple of every supported block size
 
-NUMERICS = 2  # of all backends: another number wherever a change gives results other bits
+NUMERICS = 3  # of all backends: another number wherever a change gives results other bits
 
 KV_SCALE_BYTES = 4  # fp32, behind the values of each row of an int8 pool
 MAXIMA_BLOCK = 64  # logits of a row, one after another, that `StepResult.maxima` has one number for
@@ -125,6 +125,11 @@ class FusedForward(Protocol):
     @property
     def num_borrowed(self) -> int:
         """Pieces of work done so far on cores that belong to other workers, which rested."""
+        ...
+
+    @property
+    def needs_no_mode(self) -> bool:
+        """Whether it is the same outside torch's inference mode, asking nothing of torch."""
         ...
 
     def __call__(self, batch: StepBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:

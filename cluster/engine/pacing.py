@@ -129,7 +129,7 @@ class Pacer:
         self.prompts.settings = self._plain if self.prompts.num_late else self._roomy
 
     def go_on(self, compute_s: float, work: StepWork, now: float, *, is_typical: bool = True) -> None:
-        """`end` of a step, and `begin` of `work`, which is in flight already: at half the price where no
+        """`end` of a step, and `begin` of `work`, which began without a word: at half the price where no
         prompt waits, and so none is late."""
         if self._late_s is not None or len(self.prompts):
             self.end(compute_s, now, is_typical=is_typical)

@@ -84,7 +84,7 @@ class ModelRunner:
         started_s = time.perf_counter()
         fused, rows = self._fused, plan.rows
         further: Further = {}
-        if fused is not None and isinstance(rows, FollowingRows):
+        if fused is not None and fused.needs_no_mode and isinstance(rows, FollowingRows):
             outputs: Sequence[TokenOutput | None] = self._go_on(rows, await_history)
         elif torch.is_inference_mode_enabled():
             # a thread that lives in this mode need not enter it each time
@@ -148,7 +148,7 @@ class ModelRunner:
     def _go_on(
         self, rows: FollowingRows, await_history: Callable[[], object] | None
     ) -> Sequence[TokenOutput]:
-        """As little as can be. A fused pass asks nothing of torch, so of no mode that torch is in."""
+        """As little as can be, of a pass that needs no mode of torch."""
         packer = self._packer
         result = self._forward(packer.pack(rows), self._pool, False)
         if await_history is not None:

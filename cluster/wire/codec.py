@@ -7,7 +7,8 @@ A frame is a big-endian u32 body length and the body, one MessagePack map whose 
 3. The first byte that cannot be right ends the decoder with a `ProtocolError` that names it. There is no
    resynchronising: the stream is closed.
 
-A decoder never holds more than one frame of `max_frame_bytes` and what one `feed` brought.
+A decoder never holds more than one frame of `max_frame_bytes` and what one `feed` brought. The process keeps
+up to 64 runs of tokens that were decoded, of 256 KiB each at most (`unpack_run`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 @cache
 def _body_decoder(decode_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Making one of many message types takes half a millisecond; it keeps nothing of what it decodes."""
+    """Making one of many message types takes half a millisecond; by itself it keeps nothing of what it decodes."""
     return msgspec.msgpack.Decoder(decode_type)
 
 

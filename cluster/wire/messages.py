@@ -25,7 +25,7 @@ from cluster.step_model import StepModel
 
 PROTOCOL_VERSION = 11
 
-_LARGEST_RUN_BYTES = 1 << 20  # of more than ten thousand requests
+LARGEST_RUN_BYTES = 1 << 18  # of some five thousand requests
 
 
 class Role(Enum):
@@ -335,7 +335,7 @@ class NextTokens(Message, frozen=True, kw_only=True):
     """D → router: of a step, one more token of each request of a run, which goes on, and of which there is
     nothing else to say: what would be `rows` of `Tokens`."""
 
-    run: bytes  # `TokenRun` by `pack_run`: written and read once for all of its steps
+    run: bytes  # `TokenRun` by `pack_run`: the same bytes in all of its steps, written and read once
     num_on: int  # steps since its first
     token_ids: list[int]
 
@@ -354,13 +354,13 @@ pack_run = msgspec.msgpack.Encoder().encode
 _run_decoder = msgspec.msgpack.Decoder(TokenRun)
 
 
-@lru_cache(maxsize=256)  # the run of each worker, and some that have just ended
+@lru_cache(maxsize=64)  # the runs of so many workers are read once
 def unpack_run(packed: bytes) -> TokenRun:
     """Raises:
     ValueError, msgspec.DecodeError: it is none.
     """
-    if len(packed) > _LARGEST_RUN_BYTES:
-        raise ValueError(f"a run of {len(packed)} bytes is over the limit of {_LARGEST_RUN_BYTES}")
+    if len(packed) > LARGEST_RUN_BYTES:
+        raise ValueError(f"a run of {len(packed)} bytes is over the limit of {LARGEST_RUN_BYTES}")
     return _run_decoder.decode(packed)
 
 

@@ -43,7 +43,7 @@ void attend(const Item& item, const Shape& shape, const T* q, int64_t q_row_stri
     const Reading* const comes = then == nullptr ? nullptr : &next;
     if constexpr (kHasAmx && std::is_same_v<T, bf16>)
         if (shape.by_tiles && amx_is_lent()) {
-            if (!shape.kv.is_int8 && shape.scale >= 0)
+            if (!shape.kv.is_int8 && shape.scale > 0)
                 return TileAttention(item, shape, pages, first_position(item), comes).run(q, q_row_stride, out);
             if constexpr (kHasDot)
                 if (shape.kv.is_int8 && item.num_queries * shape.group > kTileLines) {

@@ -9,7 +9,8 @@
 //
 // Bits: a score adds up tiles of 32 elements in order, a partition's weighted sum tiles of 32 keys in order, whichever
 // operand is which: within a tile the order is the hardware's, and a product commutes. Tiles of weights 0 that only some
-// ways multiply add nothing. All else is in an order of the row's own (`weigh_rows`).
+// ways multiply add nothing (where values are finite: one that is not also reaches the earlier rows of two tiles of rows, one
+// of which sees it). All else is in an order of the row's own (`weigh_rows`).
 #pragma once
 
 #include "amx_unit.h"

@@ -1,8 +1,8 @@
 // A row's scores of one partition to weights of its values, and what the row keeps of it: a running maximum and sum.
 //
 // Where weights are fp32, so is what `exp` computes. Where they end as bf16 or as 15-bit integers (`attention_bytes.h`), a
-// power of two with a shorter polynomial does, to 4e-6. No more vectors are computed than hold keys that the row sees;
-// weights after them are 0.
+// power of two with a shorter polynomial does, to 4e-6. At most one vector is computed beyond those that hold keys
+// that the row sees; weights after them are 0.
 #pragma once
 
 #include <algorithm>

@@ -8,8 +8,8 @@
 //    Either way a panel is one stream of memory.
 // 2. Rows are laid out in tiles too (`line_rows.h`, a step being one tile depth of k), zeros past K, cut into tiles of
 //    equal height: the unit's time is that of the lines a tile of rows has, not of those it could have.
-// 3. Two tiles of rows meet the two tiles of a panel in four tiles of sums, which stay in the unit for all of K and
-//    are handed to `Output` once. A tile of rows alone (up to 16 rows) is bound by memory.
+// 3. Two tiles of rows meet the two tiles of a panel in four tiles of sums, which stay in the unit for all of K, or
+//    a part of it, and are handed to `Output` once. A tile of rows alone (up to 16 rows) is bound by memory.
 // 4. Of the four tiles that such a product loads in a step two come from the first cache, else the unit waits for the
 //    second: a panel stays there while rows pass it, loaded as a stream. A panel too deep for that is multiplied in parts,
 //    their sums kept between them.

@@ -61,7 +61,7 @@ char* decoded_words(const CodedWeight& weight);
 // Of column `n` of a panel's block at `k` of it, not rounded yet.
 float value_of(WeightKind kind, const char* block, int64_t n, int64_t k);
 
-// A panel as `dot_tile` reads it, to `words`, or as `amx_tiles` does.
+// A panel as `dot_tile` reads it, to `words`, or as the unit does (`gemm_amx.h`).
 void decode_panel(const CodedWeight& weight, const char* panel, char* words);
 void decode_amx_panel(const CodedWeight& weight, const char* panel, char* words);
 

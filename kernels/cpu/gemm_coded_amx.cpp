@@ -108,7 +108,7 @@ TurnedRows TurnedRows::of(const LineRows& rows) {
     if (cut.height == 1) return {rows.data, rows.tile_bytes(), kLineBytes, 4};
     const TurnedRows result{reinterpret_cast<const char*>(memory.floats(cut.num_tiles * rows.steps * kTileBytes / 4)),
                             rows.steps * kTileBytes, kTileBytes, kLineBytes};
-    if (last == rows.serial) return result;
+    if (last == rows.serial && last != 0) return result;
     last = rows.serial;
     for (int64_t tile = 0; tile < cut.num_tiles; ++tile)
         for (int64_t step = 0; step < rows.steps; ++step) {

@@ -1,5 +1,5 @@
 """Which instructions products use: the matrix unit (AMX) where there is one and it is lent, else those that
-multiply pairs of bf16 (AVX-512 BF16), else SIMD in fp32.
+multiply pairs of bf16 (AVX-512 BF16), else SIMD in fp32. Attention of bf16 models follows it to the unit.
 
 1. The compiler knows them if it targets a machine that has them (`-march=native`).
 2. The kernel lends the unit's registers to whoever asks (Linux 5.16 and later; sandboxes may refuse).

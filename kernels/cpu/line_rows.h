@@ -27,7 +27,7 @@ struct LineRows {
     RowCut cut;
     int64_t steps = 0;  // of 64 bytes
     char* data = nullptr;
-    int64_t serial = 0;  // differs wherever what is written does, for who keeps them in another form
+    int64_t serial = 0;  // for who keeps them in another form: differs wherever what is written does, or is 0
 
     static int64_t steps_of(int64_t row_bytes) { return ceil_div(row_bytes, kLineBytes); }
     static int64_t bytes(const RowCut& cut, int64_t steps) { return cut.num_tiles * cut.height * steps * kLineBytes; }

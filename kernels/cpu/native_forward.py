@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from operator import is_
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ _FAULTS = (
 
 class NativeForward:
     """`kernels.ops.FusedForward`."""
+
+    needs_no_mode: Final = True
 
     def __init__(
         self,

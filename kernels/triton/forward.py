@@ -11,6 +11,8 @@ their own.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -27,6 +29,8 @@ from kernels.triton.tiles import Mode, Tiles
 
 class TritonForward:
     """`kernels.ops.FusedForward`. Its results are tensors of their own."""
+
+    needs_no_mode: Final = False
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from cluster.engine.following import FollowingRows, following_plan
 from cluster.ids import Attempt, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
 from cluster.sampling import SamplingParams, TokenOutput
-from cluster.wire.messages import Abort, FirstToken, NextTokens, TokenRow, Tokens
+from cluster.wire.messages import LARGEST_RUN_BYTES, Abort, FirstToken, NextTokens, TokenRow, Tokens
 from cluster.worker_io import Action, FromRouter, StepDone, StepFailed, ToRouter
 from decode_worker.core import DecodeConfig, DecodeCore
 from tests.support.scripted_model import EOS, Oracle, ScriptedRunner, TagPool
@@ -209,6 +209,17 @@ def test_log_probabilities_are_told_row_by_row() -> None:
     assert NextTokens not in worker.kinds
     for name, told in worker.told.items():
         assert told.outputs == worker.oracles[name].outputs
+
+
+def test_requests_whose_names_are_too_long_for_a_run_are_told_row_by_row() -> None:
+    worker = Worker(True, 99, 4)
+    name = "q" * LARGEST_RUN_BYTES
+    worker.come(name, [1, 2], SamplingParams(max_tokens=20, seed=1), ROUTERS[0])
+    while worker.plan is not None:
+        worker.step()
+    assert worker.num_on > 5
+    assert NextTokens not in worker.kinds
+    assert worker.told[RequestId(name)].outputs == worker.oracles[RequestId(name)].outputs
 
 
 @pytest.mark.parametrize("num_more", [0, 1, 5])

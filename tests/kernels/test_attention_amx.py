@@ -127,9 +127,10 @@ def test_weights_that_vanish_and_large_scores(kernels):
         assert torch.equal(world.attend(unit, [(0, position, position + 1)])[0][0], out[position])
 
 
-def test_a_scale_below_zero(kernels):
+@pytest.mark.parametrize("factor", [-1.0, 0.0, -0.0])
+def test_a_scale_that_is_not_above_zero(kernels, factor):
     world = world_of([PARTITION_SIZE + 2], SHAPES[0])
-    world.scale *= -1
+    world.scale *= factor
     [out] = whole(world, kernels())
     assert ((out.double() - world.exact(0)).abs() <= world.largest_error(0)).all()
 

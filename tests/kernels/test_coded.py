@@ -85,8 +85,9 @@ def test_rows_too_many_for_the_cache_and_any_number_of_threads(kernels: Any, bit
     decoded = native.pack_linear(matrix.decode().bfloat16())
     expected = native.linear_fp32(x, decoded)
     for num_threads in (1, 3):
-        coded = kernels(num_threads, "small").pack_coded(matrix, torch.bfloat16, False)
-        assert_same_bits(kernels(num_threads).linear_fp32(x, coded), expected)
+        for form in ("small", "auto"):
+            coded = kernels(num_threads, form).pack_coded(matrix, torch.bfloat16, form == "auto")
+            assert_same_bits(kernels(num_threads).linear_fp32(x, coded), expected)
 
 
 @pytest.mark.parametrize("expands", [False, True])

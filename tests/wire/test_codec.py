@@ -132,7 +132,7 @@ def test_columns_are_rows_of_one_token_and_of_one_length() -> None:
     refused(msgspec.msgpack.encode(columns[:2]), [7, 8], "length")
     refused(run[:-1], [7, 8], "truncated")
     refused(b"", [], "truncated")
-    long = [RequestId("q" * (1 << 20))]
+    long = [RequestId("q" * m.LARGEST_RUN_BYTES)]
     refused(m.pack_run(m.TokenRun(long, [A], [3])), [7], "over the limit")
 
 
