@@ -256,7 +256,7 @@ class DecodeScheduler:
         return generated
 
     def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
-        """What to tell of a step that went on; it is booked when somebody looks. None, and nothing is changed,
+        """What to tell of a step that went on; it is booked when somebody looks. None, and nothing changes,
         if that is more than a token of each row: then it is to be `account`ed."""
         assert self._step is not None
         return self._step.go_on(output, now)  # when its rows had a token last is told when the run ends
