@@ -27,6 +27,15 @@ struct Item {
     int64_t first_query, num_queries;
 };
 
+// body(state of the head, row of it, query, query head) for all rows of an item, whose heads have states of their own.
+template <typename State, typename Body>
+void each_row(const Item& item, const Shape& shape, std::vector<State>& heads, const Body& body) {
+    for (int64_t head = 0; head < item.num_heads; ++head)
+        for (int64_t r = 0; r < item.num_queries * shape.group; ++r)
+            body(heads[size_t(head)], r, item.first_query + r / shape.group,
+                 (item.first_head + head) * shape.group + r % shape.group);
+}
+
 std::vector<Item> cut(const Shape& shape, const int32_t* query_starts, int64_t num_seqs, int64_t num_threads);
 
 // One item. q rows are q_row_stride elements apart; `out` [num_tokens, num_heads, head_dim] is rounded to T and stored

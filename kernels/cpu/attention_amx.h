@@ -70,7 +70,7 @@ public:
         AmxSession::Tiles tiles;
         if (is_few_) tiles[0] = tiles[1] = tiles[4] = rows_;
         const AmxSession session(tiles);
-        each_row([&](Head& head, int64_t r, int64_t query, int64_t query_head) {
+        each_row(item_, shape_, heads_, [&](Head& head, int64_t r, int64_t query, int64_t query_head) {
             take_query(head, r, q + query * q_row_stride + query_head * head_dim_);
         });
         for (int64_t start = 0; start < end_; start += kPartition) {
@@ -79,7 +79,7 @@ public:
         }
         for (Head& head : heads_)
             for (int64_t r = 0; r < tile_rows_; r += kWidth) store(head.sum + r, 1.0f / load(head.sum + r));
-        each_row([&](Head& head, int64_t r, int64_t query, int64_t query_head) {
+        each_row(item_, shape_, heads_, [&](Head& head, int64_t r, int64_t query, int64_t query_head) {
             give_result(head.accumulator + r * dim_, head.sum[r],
                         out + (query * shape_.num_heads + query_head) * head_dim_);
         });
@@ -123,14 +123,6 @@ private:
             if (is_few_) head.turned = carver.take(kPartition * kTileLines);
             head.values = is_few_ || &head == &heads_[0] ? take_bytes(kPartition * dim_ * 2) : heads_[0].values;
         }
-    }
-
-    template <typename Body>
-    void each_row(const Body& body) {
-        for (int64_t head = 0; head < item_.num_heads; ++head)
-            for (int64_t r = 0; r < rows_; ++r)
-                body(heads_[size_t(head)], r, item_.first_query + r / shape_.group,
-                     (item_.first_head + head) * shape_.group + r % shape_.group);
     }
 
     void take_query(Head& head, int64_t r, const bf16* source) const {

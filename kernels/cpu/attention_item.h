@@ -63,24 +63,16 @@ public:
     // `out` [num_tokens, num_heads, head_dim], rounded to T; of type T, or fp32 for a product that reads it next.
     template <typename Out>
     void run(const T* q, int64_t q_row_stride, Out* out) {
-        each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
+        each_row(item_, shape_, heads_, [&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
             take_query(head, r, q + query * q_row_stride + query_head * head_dim_);
         });
         for (int64_t start = 0; start < end_; start += kPartition) take_in(start, std::min(end_, start + kPartition));
-        each_row([&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
+        each_row(item_, shape_, heads_, [&](HeadState& head, int64_t r, int64_t query, int64_t query_head) {
             give_result(head, r, out + (query * shape_.num_heads + query_head) * head_dim_);
         });
     }
 
 private:
-    template <typename Body>
-    void each_row(const Body& body) {
-        for (int64_t head = 0; head < item_.num_heads; ++head)
-            for (int64_t r = 0; r < rows_; ++r)
-                body(heads_[size_t(head)], r, item_.first_query + r / shape_.group,
-                     (item_.first_head + head) * shape_.group + r % shape_.group);
-    }
-
     void take_query(HeadState& head, int64_t r, const T* source) {
         if constexpr (kIntegers) {
             IntegerQuery(head.q + r * dim_, dim_).take(source, head_dim_, dim_, as_bytes_);
