@@ -34,7 +34,7 @@ from kernels.quantization import Quantization
 
 PARTITION_SIZE = 128  # key positions reduced at a time; a multiple of every supported block size
 
-NUMERICS = 3  # of all backends: another number wherever a change gives results other bits
+NUMERICS = 4  # of all backends: another number wherever a change gives results other bits
 
 KV_SCALE_BYTES = 4  # fp32, behind the values of each row of an int8 pool
 MAXIMA_BLOCK = 64  # logits of a row, one after another, that `StepResult.maxima` has one number for

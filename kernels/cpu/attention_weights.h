@@ -21,10 +21,12 @@ inline Vec exp_of_negative(Vec x) {
     return parts.rest * Vec((parts.power + 127) << 23);       // 2^power, power >= -127, or 0
 }
 
-// 2^t * p(t - floor(t)) for t <= 0 (or just above), p being 2^f on [0, 1] to 4e-6, with p(0) = 1; a NaN stays one.
+// 2^t * p(t - floor(t)) for t <= 0 (or just above), p being 2^f on [0, 1] to 4e-6, with p(0) = 1; 0 where that is no normal
+// number, which machines take a hundred cycles to make; a NaN stays one.
 inline Vec power_of_two(Vec t) {
-    t = max(splat(-300.0f), t);  // far below the least number; in this order a NaN passes
+    constexpr float least = -126.0f;
 #if defined(BATON_AVX512)
+    const __mmask16 is_normal = _mm512_cmp_ps_mask(__m512(t), __m512(splat(least)), _CMP_NLT_UQ);
     const Vec whole = Vec(_mm512_roundscale_ps(__m512(t), 0x09));  // floor
 #else
     Vec whole;
@@ -37,9 +39,10 @@ inline Vec power_of_two(Vec t) {
     p = fma(p, f, splat(0.6930321455001831f));
     p = fma(p, f, splat(1.0f));
 #if defined(BATON_AVX512)
-    return Vec(_mm512_scalef_ps(__m512(p), __m512(whole)));
+    return Vec(_mm512_maskz_scalef_ps(is_normal, __m512(p), __m512(whole)));
 #else
-    for (int64_t l = 0; l < kWidth; ++l) p[l] = whole[l] <= 0.0f ? std::ldexp(p[l], int(whole[l])) : t[l];
+    for (int64_t l = 0; l < kWidth; ++l)
+        p[l] = t[l] >= least ? std::ldexp(p[l], int(whole[l])) : t[l] < least ? 0.0f : t[l];
     return p;
 #endif
 }
@@ -76,13 +79,18 @@ inline void store_two_fast(bf16* target, Vec low, Vec high) {
 // Keys of a partition whose weights are computed: whole vectors of them.
 inline int64_t num_weighed(int64_t visible) { return ceil_div(visible, kWidth) * kWidth; }
 
+// The first `count` lanes, and `other` in those behind.
+inline Vec first_lanes(Vec some, int64_t count, float other) {
+    IntVec lane;
+    for (int i = 0; i < kWidth; ++i) lane[i] = i;
+    return lane < int32_t(std::clamp<int64_t>(count, 0, kWidth)) ? some : splat(other);
+}
+
 // Of a row's scores; those past `visible` that are weighed become -inf.
 inline float highest_score(float* scores, int64_t visible) {
     const int64_t end = num_weighed(visible);
     if (visible < end) {
-        Vec some = load(scores + end - kWidth);  // at once: a vector with a lane just written is read late
-        for (int64_t lane = 0; lane < kWidth; ++lane)
-            some[lane] = lane < visible - (end - kWidth) ? some[lane] : -kInfinity;
+        const Vec some = first_lanes(load(scores + end - kWidth), visible - (end - kWidth), -kInfinity);
         store(scores + end - kWidth, some);
     }
     Vec highest = load(scores);
@@ -125,14 +133,19 @@ inline void weigh_rows(float* scores, bf16* weights, int64_t num_rows, const Vis
                        float* running_max, float* running_sum, float* rescale) {
     constexpr int64_t step = 2 * kWidth;
     alignas(64) float maxima[kMostWeighed] = {}, sums[kMostWeighed] = {};
-    int64_t ends[kMostWeighed];
+    // What all rows see whole steps of is taken as it is, the rest with what a row does not see hidden.
+    const int64_t whole = visible(0) / step * step;
     for (int64_t r = 0; r < num_rows; ++r) {
         float* const row = scores + r * kPartition;
-        const int64_t seen = visible(r), end = ceil_div(seen, step) * step;
-        for (int64_t j = seen; j < end; ++j) row[j] = -kInfinity;
+        const int64_t seen = visible(r);
         Vec highest = splat(-kInfinity);
-        for (int64_t j = 0; j < end; j += kWidth) highest = max(highest, load(row + j));
-        maxima[r] = max_lanes(highest), ends[r] = end;
+        for (int64_t j = 0; j < whole; j += kWidth) highest = max(highest, load(row + j));
+        for (int64_t j = whole; j < num_keys; j += kWidth) {
+            const Vec some = first_lanes(load(row + j), seen - j, -kInfinity);
+            store(row + j, some);
+            highest = max(highest, some);
+        }
+        maxima[r] = max_lanes(highest);
     }
     for (int64_t r = 0; r < kMostWeighed; r += kWidth) {
         const Vec before = load(running_max + r), now = max(before, load(maxima + r) * unit);
@@ -142,13 +155,12 @@ inline void weigh_rows(float* scores, bf16* weights, int64_t num_rows, const Vis
         const float* const row = scores + r * kPartition;
         const Vec factor = splat(unit), offset = splat(-running_max[r]);
         Vec total = {};
-        for (int64_t j = 0; j < ends[r]; j += step) {
+        for (int64_t j = 0; j < num_keys; j += step) {
             const Vec low = power_of_two(fma(load(row + j), factor, offset));
             const Vec high = power_of_two(fma(load(row + j + kWidth), factor, offset));
             total += low, total += high;
             store_two_fast(weights + j, low, high);
         }
-        std::memset(static_cast<void*>(weights + ends[r]), 0, size_t(num_keys - ends[r]) * sizeof(bf16));
         sums[r] = sum_lanes(total);
     }
     for (int64_t r = 0; r < kMostWeighed; r += kWidth)

@@ -9,11 +9,21 @@ from pathlib import Path
 from kernels.cpu import build
 
 
-def compiled(source: Path, target: Path) -> ctypes.CDLL:
-    """`source` as a library in the directory `target`; fast to make, not fast, and free of warnings."""
+def compiled(source: Path, target: Path, machine: str = "native") -> ctypes.CDLL:
+    """`source` as a library for `machine` in the directory `target`; fast to make, not fast, and free of warnings."""
     path = target / f"{source.stem}.so"
-    flags = [flag for flag in build.FLAGS if flag != "-O3"]
-    command = [build._compiler(), *flags, "-O0", "-Wall", "-Wextra", "-Werror", "-pthread", "-shared"]
+    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-march=native")]
+    command = [
+        build._compiler(),
+        *flags,
+        f"-march={machine}",
+        "-O0",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-pthread",
+        "-shared",
+    ]
     command += ["-I", str(build.SOURCE_DIR), str(source), "-o", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
