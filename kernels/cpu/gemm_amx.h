@@ -25,6 +25,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "gemm_amx_row.h"
 #include "gemm_amx_tiles.h"
 #include "gemm_int8.h"
 
@@ -146,9 +147,26 @@ void amx_walk(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int6
     }
 }
 
-// Rows x panels [begin, end) of a weight; `output` as in `gemm.h`.
+// Few rows x panels [begin, end), then perhaps panel `next`; `output` as in `gemm.h`.
 template <typename PanelOf, typename Output>
-void amx_gemm_bf16(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output) {
+void amx_gemm_few(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output,
+                  int64_t next) {
+    alignas(64) float sums[kAmxFewRows * kAmxPanel];
+    for (int64_t panel = begin; panel < end && rows.cut.num_rows > 0; ++panel) {
+        const int64_t then = panel + 1 < end ? panel + 1 : next;
+        amx_few_sums(rows, panel_of(panel).tiles, then < 0 ? nullptr : panel_of(then).tiles, sums);
+        for (int64_t row = 0; row < rows.cut.num_rows; ++row) {
+            const float* of_row = sums + row * kAmxPanel;
+            output.write(row, panel * kAmxPanel, load(of_row), load(of_row + kWidth));
+        }
+    }
+}
+
+// Rows x panels [begin, end) of a weight; `output` as in `gemm.h`, `next` as in `amx_gemm_few`.
+template <typename PanelOf, typename Output>
+void amx_gemm_bf16(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output,
+                   int64_t next = -1) {
+    if (rows.cut.num_rows <= kAmxFewRows) return amx_gemm_few(rows, panel_of, begin, end, output, next);
     amx_walk<float>(rows, panel_of, begin, end, [&](int64_t panel) {
         return [&output, n = panel * kAmxPanel](int64_t row, const float* sums) {
             output.write(row, n, load(sums), load(sums + kWidth));
