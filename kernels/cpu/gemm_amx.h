@@ -9,7 +9,8 @@
 // 2. Rows are laid out in tiles too (`line_rows.h`, a step being one tile depth of k), zeros past K, cut into tiles of
 //    equal height: the unit's time is that of the lines a tile of rows has, not of those it could have.
 // 3. Two tiles of rows meet the two tiles of a panel in four tiles of sums, which stay in the unit for all of K, or
-//    a part of it, and are handed to `Output` once. A tile of rows alone (up to 16 rows) is bound by memory.
+//    a part of it, and are handed to `Output` once. A tile of rows alone (up to 16 rows) is bound by memory; a row of
+//    bf16 alone does without the unit (`gemm_amx_row.h`).
 // 4. Of the four tiles that such a product loads in a step two come from the first cache, else the unit waits for the
 //    second: a panel stays there while rows pass it, loaded as a stream. A panel too deep for that is multiplied in parts,
 //    their sums kept between them.
@@ -147,26 +148,19 @@ void amx_walk(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int6
     }
 }
 
-// Few rows x panels [begin, end), then perhaps panel `next`; `output` as in `gemm.h`.
-template <typename PanelOf, typename Output>
-void amx_gemm_few(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output,
-                  int64_t next) {
-    alignas(64) float sums[kAmxFewRows * kAmxPanel];
-    for (int64_t panel = begin; panel < end && rows.cut.num_rows > 0; ++panel) {
-        const int64_t then = panel + 1 < end ? panel + 1 : next;
-        amx_few_sums(rows, panel_of(panel).tiles, then < 0 ? nullptr : panel_of(then).tiles, sums);
-        for (int64_t row = 0; row < rows.cut.num_rows; ++row) {
-            const float* of_row = sums + row * kAmxPanel;
-            output.write(row, panel * kAmxPanel, load(of_row), load(of_row + kWidth));
-        }
-    }
-}
-
-// Rows x panels [begin, end) of a weight; `output` as in `gemm.h`, `next` as in `amx_gemm_few`.
+// Rows x panels [begin, end) of a weight, then perhaps panel `next` (else negative); `output` as in `gemm.h`.
 template <typename PanelOf, typename Output>
 void amx_gemm_bf16(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output,
                    int64_t next = -1) {
-    if (rows.cut.num_rows <= kAmxFewRows) return amx_gemm_few(rows, panel_of, begin, end, output, next);
+    if (rows.cut.num_rows == 1) {
+        alignas(64) float sums[kAmxPanel];
+        for (int64_t panel = begin; panel < end; ++panel) {
+            const int64_t then = panel + 1 < end ? panel + 1 : next;
+            amx_row_sums(rows, panel_of(panel).tiles, then < 0 ? nullptr : panel_of(then).tiles, sums);
+            output.write(0, panel * kAmxPanel, load(sums), load(sums + kWidth));
+        }
+        return;
+    }
     amx_walk<float>(rows, panel_of, begin, end, [&](int64_t panel) {
         return [&output, n = panel * kAmxPanel](int64_t row, const float* sums) {
             output.write(row, n, load(sums), load(sums + kWidth));

@@ -66,7 +66,7 @@ struct Values {
     explicit Values(UintVec words) : even(Vec(words << 16)), odd(Vec(words & 0xffff0000)) {}
 };
 
-// Of one row with one tile.
+// Of the row with a tile.
 struct Chains {
     Vec even{}, odd{};
 
@@ -74,43 +74,33 @@ struct Chains {
         even = multiply_add(even, x.even, w.even);
         odd = multiply_add(odd, x.odd, w.odd);
     }
+    Vec sum() const { return add(even, odd); }
 };
-
-template <int Rows>
-void few_sums(const char* x, int64_t steps, const char* panel, const char* then, float* out) {
-    Vec left[Rows] = {}, right[Rows] = {};
-    if (then == nullptr) then = panel;
-    for (int64_t step = 0; step < steps; ++step, x += Rows * kLineBytes, panel += kAmxStepBytes) {
-        Chains left_chains[Rows], right_chains[Rows];
-        const int64_t later = step + kAmxFewAhead;
-        const char* ahead = later < steps ? panel + kAmxFewAhead * kAmxStepBytes : then + (later - steps) * kAmxStepBytes;
-#pragma GCC unroll 16
-        for (int64_t k = 0; k < kTileLines; ++k) {
-            const char* line = panel + k * kLineBytes;
-            prefetch_l2(ahead + 2 * k * kLineBytes);
-            prefetch_l2(ahead + (2 * k + 1) * kLineBytes);
-            const Values left_weights(UintVec(load_words(line))), right_weights(UintVec(load_words(line + kTileBytes)));
-#pragma GCC unroll 2
-            for (int row = 0; row < Rows; ++row) {
-                const Values values(UintVec(splat_word(x + row * kLineBytes + 4 * k)));
-                left_chains[row].take(values, left_weights);
-                right_chains[row].take(values, right_weights);
-            }
-        }
-        for (int row = 0; row < Rows; ++row) {
-            left[row] = add(left[row], add(left_chains[row].even, left_chains[row].odd));
-            right[row] = add(right[row], add(right_chains[row].even, right_chains[row].odd));
-        }
-    }
-    for (int row = 0; row < Rows; ++row, out += kAmxPanel) store_two(out, left[row], right[row]);
-}
 
 }  // namespace
 
-void amx_few_sums(const LineRows& rows, const char* panel, const char* then, float* sums) {
+void amx_row_sums(const LineRows& row, const char* panel, const char* then, float* sums) {
     const Flushing flushing;
-    static_assert(kAmxFewRows == 2);
-    (rows.cut.height == 1 ? few_sums<1> : few_sums<2>)(rows.data, rows.steps, panel, then, sums);
+    if (then == nullptr) then = panel;
+    const char* x = row.data;
+    Vec low{}, high{};
+    for (int64_t step = 0; step < row.steps; ++step, x += kLineBytes, panel += kAmxStepBytes) {
+        const int64_t left = row.steps - step;
+        const char* ahead =
+            kAmxRowAhead < left ? panel + kAmxRowAhead * kAmxStepBytes : then + (kAmxRowAhead - left) * kAmxStepBytes;
+        Chains left_chains, right_chains;
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < kTileLines; ++k, ahead += 2 * kLineBytes) {
+            prefetch_l2(ahead);
+            prefetch_l2(ahead + kLineBytes);
+            const Values values(UintVec(splat_word(x + 4 * k)));
+            left_chains.take(values, Values(UintVec(load_words(panel + k * kLineBytes))));
+            right_chains.take(values, Values(UintVec(load_words(panel + kTileBytes + k * kLineBytes))));
+        }
+        low = add(low, left_chains.sum());
+        high = add(high, right_chains.sum());
+    }
+    store_two(sums, low, high);
 }
 
 }  // namespace baton

@@ -53,8 +53,8 @@ class alignas(64) Stage {
 public:
     static constexpr int64_t kMostPieces = 0xffff;
 
-    // `do_piece` for all pieces of [begin, end), each `piece` long but the last; kMostPieces of them at most. `next` is what
-    // the same thread takes then, unless another one does before. The body must live until `settle` returns.
+    // `do_piece` for all pieces of [begin, end), each `piece` long but the last; kMostPieces of them at most. The next piece
+    // is what the same thread takes then, unless another one does before. The body must live until `settle` returns.
     template <typename Body>
     void offer(int64_t begin, int64_t end, int64_t piece, const Body& body) {
         begin_.store(begin, std::memory_order_relaxed);

@@ -80,6 +80,17 @@ def unit_product(x: Tensor, weight: Tensor) -> Tensor:
     return sums
 
 
+def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
+    """The same bits, but for those of a NaN."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert_same_bits(actual.where(~actual.isnan(), 0.0), expected.where(~expected.isnan(), 0.0))
+
+
+def alone(unit: NativeKernels, x: Tensor, packed: Tensor) -> Tensor:
+    """Each row multiplied by itself."""
+    return torch.cat([unit.linear_fp32(row, packed) for row in x.split(1)])
+
+
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[expected.dtype]
     assert actual.dtype == expected.dtype
@@ -134,7 +145,9 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernels, quantization, in_featur
             assert_same_bits(unit.linear(x[rows], packed, bias), alone[rows])
 
 
-def special_case(num_rows: int, in_features: int, out_features: int, *, with_nans: bool) -> tuple[Tensor, Tensor]:
+def special_case(
+    num_rows: int, in_features: int, out_features: int, *, with_nans: bool
+) -> tuple[Tensor, Tensor]:
     """Signed zeros, subnormals, ends of the range and infinities among numbers whose products and sums are
     about as large as the smallest normal number."""
     generator = torch.Generator().manual_seed(num_rows * 7919 + in_features * 31 + out_features)
@@ -148,7 +161,9 @@ def special_case(num_rows: int, in_features: int, out_features: int, *, with_nan
         for values, share in ((special, 0.03), (special[:7], 0.1), (nans, 0.02 if with_nans else 0.0)):
             chosen = torch.tensor(values)[torch.randint(0, len(values), shape, generator=generator)]
             # rows and columns without any infinity or NaN, too
-            is_here = torch.rand(shape, generator=generator) < share * torch.rand((count, 1), generator=generator)
+            is_here = torch.rand(shape, generator=generator) < share * torch.rand(
+                (count, 1), generator=generator
+            )
             bits = torch.where(is_here & (torch.arange(count)[:, None] % 3 > 0), chosen, bits)
         tensors.append(torch.where(bits >= 2**15, bits - 2**16, bits).to(torch.int16).view(torch.bfloat16))
     return tensors[0], tensors[1]
@@ -156,45 +171,30 @@ def special_case(num_rows: int, in_features: int, out_features: int, *, with_nan
 
 @pytest.mark.parametrize("with_nans", [False, True])
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_few_rows_have_the_bits_of_many(
-    kernels: Kernels, in_features: int, out_features: int, with_nans: bool
-) -> None:
-    """Few are multiplied without the unit, many by it, here emulated, which says nothing of a NaN's bits."""
+def test_a_row_alone_has_the_bits_of_rows_together(kernels, in_features, out_features, with_nans):
+    """Alone it is multiplied without the unit, else by it: emulated, which leaves a NaN's bits open."""
     x, weight = special_case(17, in_features, out_features, with_nans=with_nans)
     unit = kernels()
     packed = unit.pack_linear(weight)
-    many = unit.linear_fp32(x, packed)
-    for num_rows in (1, 2):
-        for start in range(0, 17 - num_rows + 1):
-            few = unit.linear_fp32(x[start : start + num_rows], packed)
-            expected = many[start : start + num_rows]
-            assert torch.equal(few.isnan(), expected.isnan())
-            assert_same_bits(few.nan_to_num(0.0), expected.nan_to_num(0.0))
+    assert_same_numbers(alone(unit, x, packed), unit.linear_fp32(x, packed))
 
 
 @pytest.mark.skipif(not cpu_has_amx(), reason="needs the matrix unit")
 @pytest.mark.parametrize("with_nans", [False, True])
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_few_rows_have_the_bits_of_many_and_these_of_their_emulation(
-    kernels: Kernels, in_features: int, out_features: int, with_nans: bool
-) -> None:
+def test_the_unit_its_emulation_and_a_row_alone_agree(kernels, in_features, out_features, with_nans):
     x, weight = special_case(17, in_features, out_features, with_nans=with_nans)
-    emulated, unit = kernels(), kernels_of_this_machine()
-    packed = unit.pack_linear(weight)
-    many = unit.linear_fp32(x, packed)
-    for num_rows in (1, 2):
-        few = [unit.linear_fp32(x[start : start + num_rows], packed) for start in range(17 - num_rows + 1)]
-        for start, rows in enumerate(few):
-            assert_same_bits(rows, many[start : start + num_rows])
+    emulated = kernels()
     expected = emulated.linear_fp32(x, emulated.pack_linear(weight))
-    assert torch.equal(many.isnan(), expected.isnan())
-    assert_same_bits(many.nan_to_num(0.0), expected.nan_to_num(0.0))
+    unit = kernels_of_this_machine()
+    packed = unit.pack_linear(weight)
+    together = unit.linear_fp32(x, packed)
+    assert_same_numbers(together, expected)
+    assert_same_bits(alone(unit, x, packed), together)
 
 
-def test_what_rounds_up_to_the_smallest_normal_number_counts_as_zero_where_it_is_not_near_enough(
-    kernels: Kernels,
-) -> None:
-    """Subnormals are coarser than numbers of their size would be if exponents had no end."""
+def test_what_rounds_to_the_smallest_normal_number_may_count_as_zero(kernels):
+    """Where it got there only because subnormals are coarser than numbers would be that had no end."""
     x, weight = torch.zeros(3, 32), torch.zeros(5, 32)
     x[:, 0], weight[:, 0] = 2.0**-63, 2.0**-63
     x[:, 2] = 2.0**-76
