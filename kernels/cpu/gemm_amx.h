@@ -148,19 +148,23 @@ void amx_walk(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int6
     }
 }
 
+// A row alone, as `amx_gemm_bf16`. Apart, so that the compiler does for more rows what it would do without it.
+template <typename PanelOf, typename Output>
+[[gnu::noinline]] void amx_gemm_row(const LineRows& row, const PanelOf& panel_of, int64_t begin, int64_t end,
+                                    const Output& output, int64_t next) {
+    alignas(64) float sums[kAmxPanel];
+    for (int64_t panel = begin; panel < end; ++panel) {
+        const int64_t then = panel + 1 < end ? panel + 1 : next;
+        amx_row_sums(row, panel_of(panel).tiles, then < 0 ? nullptr : panel_of(then).tiles, sums);
+        output.write(0, panel * kAmxPanel, load(sums), load(sums + kWidth));
+    }
+}
+
 // Rows x panels [begin, end) of a weight, then perhaps panel `next` (else negative); `output` as in `gemm.h`.
 template <typename PanelOf, typename Output>
 void amx_gemm_bf16(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output,
                    int64_t next = -1) {
-    if (rows.cut.num_rows == 1) {
-        alignas(64) float sums[kAmxPanel];
-        for (int64_t panel = begin; panel < end; ++panel) {
-            const int64_t then = panel + 1 < end ? panel + 1 : next;
-            amx_row_sums(rows, panel_of(panel).tiles, then < 0 ? nullptr : panel_of(then).tiles, sums);
-            output.write(0, panel * kAmxPanel, load(sums), load(sums + kWidth));
-        }
-        return;
-    }
+    if (rows.cut.num_rows == 1) return amx_gemm_row(rows, panel_of, begin, end, output, next);
     amx_walk<float>(rows, panel_of, begin, end, [&](int64_t panel) {
         return [&output, n = panel * kAmxPanel](int64_t row, const float* sums) {
             output.write(row, n, load(sums), load(sums + kWidth));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.compiled_source import compiled
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source = Path(__file__).with_name("stage_pieces.cpp")
     library = compiled(source, tmp_path_factory.mktemp("stage"))
-    library.stage_even_piece.restype = ctypes.c_int64
+    library.stage_even_piece.restype = library.stage_taken.restype = ctypes.c_int64
     return library
 
 
@@ -65,5 +66,5 @@ def test_who_takes_a_piece_knows_where_its_next_one_begins(library, helped):
     assert pieces[-1][2] == -1
     back, front = pieces[:helped], pieces[helped:]
     for by_one in (back, front):
-        for (_, _, next_one), (begin, _, _) in zip(by_one, by_one[1:], strict=False):
+        for (_, _, next_one), (begin, _, _) in pairwise(by_one):
             assert next_one == begin
