@@ -34,6 +34,7 @@ SOURCE_DIR = Path(__file__).parent
 SOURCES = (
     "gemm.cpp",
     "gemm_amx.cpp",
+    "gemm_amx_row.cpp",
     "gemm_coded.cpp",
     "gemm_coded_amx.cpp",
     "gemm_dot.cpp",
@@ -70,6 +71,7 @@ HEADERS = (
     "gated.h",
     "gemm.h",
     "gemm_amx.h",
+    "gemm_amx_row.h",
     "gemm_amx_tiles.h",
     "gemm_coded.h",
     "gemm_coded_amx.h",

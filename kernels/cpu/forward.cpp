@@ -158,7 +158,9 @@ private:
         const Share panels(ceil_div(output.out_features, header_of(packed).panel), rank, size_);
         const int64_t unit = panels_at_once(rows.kind);
         model_.team.divide(rank, panels.begin, panels.end, unit, unit,
-                           [&](int64_t begin, int64_t end) { multiply<T>(rows, packed, begin, end, output); });
+                           [&](int64_t begin, int64_t end, int64_t next) {
+                               multiply<T>(rows, packed, begin, end, output, next);
+                           });
     }
 
     // silu(gate) * up as `down` reads it. A panel of ups meets the gates of its columns while those are in cache, unless a
@@ -183,12 +185,13 @@ private:
         const int64_t panel = header_of(layer.gate_up).panel, first_up = s_.inner / panel;
         const Share panels(first_up, rank, size_);
         const int64_t unit = panels_at_once(rows.kind);
-        model_.team.divide(rank, panels.begin, panels.end, unit, unit, [&](int64_t begin, int64_t end) {
+        model_.team.divide(rank, panels.begin, panels.end, unit, unit, [&](int64_t begin, int64_t end, int64_t next) {
             static thread_local Scratch memory;
             const int64_t first = begin * panel, width = (end - begin) * panel;
             const Gates<T> gates{typed(memory, rows.num_rows * width), layer.gate_up_bias, first, width};
-            multiply<T>(rows, layer.gate_up, begin, end, gates);
-            multiply<T>(rows, layer.gate_up, first_up + begin, first_up + end, Ups<T, Inner>{gates, s_.inner, inner});
+            const Ups<T, Inner> ups{gates, s_.inner, inner};
+            multiply<T>(rows, layer.gate_up, begin, end, gates, first_up + begin);
+            multiply<T>(rows, layer.gate_up, first_up + begin, first_up + end, ups, next);
         });
     }
 

@@ -9,7 +9,8 @@
 // 2. Rows are laid out in tiles too (`line_rows.h`, a step being one tile depth of k), zeros past K, cut into tiles of
 //    equal height: the unit's time is that of the lines a tile of rows has, not of those it could have.
 // 3. Two tiles of rows meet the two tiles of a panel in four tiles of sums, which stay in the unit for all of K, or
-//    a part of it, and are handed to `Output` once. A tile of rows alone (up to 16 rows) is bound by memory.
+//    a part of it, and are handed to `Output` once. A tile of rows alone (up to 16 rows) is bound by memory; a row of
+//    bf16 alone does without the unit (`gemm_amx_row.h`).
 // 4. Of the four tiles that such a product loads in a step two come from the first cache, else the unit waits for the
 //    second: a panel stays there while rows pass it, loaded as a stream. A panel too deep for that is multiplied in parts,
 //    their sums kept between them.
@@ -25,6 +26,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "gemm_amx_row.h"
 #include "gemm_amx_tiles.h"
 #include "gemm_int8.h"
 
@@ -146,9 +148,23 @@ void amx_walk(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int6
     }
 }
 
-// Rows x panels [begin, end) of a weight; `output` as in `gemm.h`.
+// A row alone, as `amx_gemm_bf16`. Apart, so that the compiler does for more rows what it would do without it.
 template <typename PanelOf, typename Output>
-void amx_gemm_bf16(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output) {
+[[gnu::noinline]] void amx_gemm_row(const LineRows& row, const PanelOf& panel_of, int64_t begin, int64_t end,
+                                    const Output& output, int64_t next) {
+    alignas(64) float sums[kAmxPanel];
+    for (int64_t panel = begin; panel < end; ++panel) {
+        const int64_t then = panel + 1 < end ? panel + 1 : next;
+        amx_row_sums(row, panel_of(panel).tiles, then < 0 ? nullptr : panel_of(then).tiles, sums);
+        output.write(0, panel * kAmxPanel, load(sums), load(sums + kWidth));
+    }
+}
+
+// Rows x panels [begin, end) of a weight, then perhaps panel `next` (else negative); `output` as in `gemm.h`.
+template <typename PanelOf, typename Output>
+void amx_gemm_bf16(const LineRows& rows, const PanelOf& panel_of, int64_t begin, int64_t end, const Output& output,
+                   int64_t next = -1) {
+    if (rows.cut.num_rows == 1) return amx_gemm_row(rows, panel_of, begin, end, output, next);
     amx_walk<float>(rows, panel_of, begin, end, [&](int64_t panel) {
         return [&output, n = panel * kAmxPanel](int64_t row, const float* sums) {
             output.write(row, n, load(sums), load(sums + kWidth));

@@ -62,9 +62,10 @@ struct Operand {
     }
 };
 
-// Rows x panels [begin, end) of a packed weight, of type T if it is not of a kind of its own; `output` as in `gemm.h`.
+// Rows x panels [begin, end) of a packed weight, of type T if it is not of a kind of its own; `output` as in `gemm.h`. Panel
+// `next` is what this thread multiplies then, if it is known.
 template <typename T, typename Output>
-void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t end, const Output& output) {
+void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t end, const Output& output, int64_t next) {
     const char* data = static_cast<const char*>(packed) + sizeof(PackedHeader);
     switch (rows.kind) {
     case WeightKind::kFloat:
@@ -72,7 +73,8 @@ void multiply(const Operand& rows, const void* packed, int64_t begin, int64_t en
              rows.ride);
         break;
     case WeightKind::kAmxBf16:
-        if constexpr (kHasAmx) amx_gemm_bf16(rows.laid_out.lines, bf16_panels(rows.laid_out.lines, data), begin, end, output);
+        if constexpr (kHasAmx)
+            amx_gemm_bf16(rows.laid_out.lines, bf16_panels(rows.laid_out.lines, data), begin, end, output, next);
         break;
     case WeightKind::kAmxInt8:
         if constexpr (kHasAmx) amx_gemm_int8(rows.laid_out, Int8Weight(packed), begin, end, output);

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -37,19 +38,31 @@ inline int64_t even_piece(int64_t length, int64_t shortest, int64_t num_threads)
     return best;
 }
 
+constexpr int64_t kNoNext = -1;
+
+// body(begin, end), or body(begin, end, next) of who wants to know where the next piece begins, or kNoNext.
+template <typename Body>
+void do_piece(const Body& body, int64_t begin, int64_t end, int64_t next) {
+    if constexpr (std::is_invocable_v<const Body&, int64_t, int64_t, int64_t>)
+        body(begin, end, next);
+    else
+        body(begin, end);
+}
+
 class alignas(64) Stage {
 public:
     static constexpr int64_t kMostPieces = 0xffff;
 
-    // body(begin, end) for all pieces of [begin, end), each `piece` long but the last; kMostPieces of them at most. The
-    // body must live until `settle` returns.
+    // `do_piece` for all pieces of [begin, end), each `piece` long but the last; kMostPieces of them at most. The next piece
+    // is what the same thread takes then, unless another one does before. The body must live until `settle` returns.
     template <typename Body>
     void offer(int64_t begin, int64_t end, int64_t piece, const Body& body) {
         begin_.store(begin, std::memory_order_relaxed);
         end_.store(end, std::memory_order_relaxed);
         piece_.store(piece, std::memory_order_relaxed);
         body_.store(&body, std::memory_order_relaxed);
-        call_.store([](const void* called, int64_t from, int64_t to) { (*static_cast<const Body*>(called))(from, to); },
+        call_.store([](const void* called, int64_t from, int64_t to,
+                       int64_t next) { do_piece(*static_cast<const Body*>(called), from, to, next); },
                     std::memory_order_relaxed);
         num_returned_.store(0, std::memory_order_relaxed);
         num_lent_ = num_pieces_ = ceil_div(end - begin, piece);
@@ -102,12 +115,13 @@ private:
             const uint64_t rest = pack(uint32_t(word >> 32), uint64_t(first + from_front), uint64_t(end - !from_front));
             if (!word_.compare_exchange_weak(word, rest, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
             const int64_t from = begin + (from_front ? first : end - 1) * piece;
-            call(body, from, std::min(from + piece, last));
+            const int64_t next = end - first == 1 ? kNoNext : from + (from_front ? piece : -piece);
+            call(body, from, std::min(from + piece, last), next);
             return true;
         }
     }
 
-    using Call = void (*)(const void*, int64_t, int64_t);
+    using Call = void (*)(const void*, int64_t, int64_t, int64_t);
 
     std::atomic<uint64_t> word_{0};
     std::atomic<int64_t> begin_{0}, end_{0}, piece_{0};

@@ -98,7 +98,7 @@ public:
         places_->wake(rank);
     }
 
-    // body(begin, end) for pieces of [begin, end), this rank's share of a stage, each a multiple of `unit` long but the
+    // body(begin, end) (or `do_piece`'s other form) for pieces of [begin, end), this rank's share of a stage, each a multiple of `unit` long but the
     // last. Others take pieces from it when they have nothing to do; at most `pieces` for each thread there is, and none
     // shorter than `least`. What a piece writes is seen by this rank after the call, by others after a barrier.
     template <typename Body>
@@ -106,7 +106,7 @@ public:
                 int64_t pieces = kPieces) {
         const int64_t num_threads = size_ + (guests_ ? guests_->num_away() : 0);
         if (num_threads == 1 || end - begin <= least) {
-            if (begin < end) body(begin, end);
+            if (begin < end) do_piece(body, begin, end, kNoNext);
             return;
         }
         places_->note(rank);

@@ -45,6 +45,15 @@ inline Tile& tile(int index) {
     return __builtin_fabsf(value) < 0x1p-126f ? __builtin_copysignf(0.0f, value) : value;
 }
 
+// sum + a * b of values that are no subnormals. Whether the result is one is seen before subnormals round more coarsely: what
+// becomes the smallest normal number by that alone is zero.
+[[gnu::always_inline]] inline float multiply_add(float a, float b, float sum) {
+    const float result = __builtin_fmaf(a, b, sum);
+    if (__builtin_fabsf(result) != 0x1p-126f) return flushed(result);
+    const float finer = __builtin_fmaf(a * 0x1p24f, b, sum * 0x1p24f);  // infinite where the result is exact
+    return __builtin_fabsf(finer) < 0x1p-102f ? __builtin_copysignf(0.0f, result) : result;
+}
+
 [[gnu::always_inline]] inline float from_bf16(uint16_t bits) { return flushed(__builtin_bit_cast(float, uint32_t(bits) << 16)); }
 
 // `row(target row, row of A, B)` for tiles whose sizes fit.
@@ -124,8 +133,8 @@ inline void dot_bf16(int target, int left, int right) {
             std::memcpy(columns, b.data[k], sizeof columns);
             const float first = from_bf16(pair[0]), second = from_bf16(pair[1]);
             for (int n = 0; n < 16; ++n) {
-                even[n] = flushed(__builtin_fmaf(first, from_bf16(columns[2 * n]), even[n]));
-                odd[n] = flushed(__builtin_fmaf(second, from_bf16(columns[2 * n + 1]), odd[n]));
+                even[n] = multiply_add(first, from_bf16(columns[2 * n]), even[n]);
+                odd[n] = multiply_add(second, from_bf16(columns[2 * n + 1]), odd[n]);
             }
         }
         for (int n = 0; n < 16; ++n) line[n] = flushed(flushed(line[n]) + flushed(even[n] + odd[n]));

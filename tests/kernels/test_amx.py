@@ -80,6 +80,17 @@ def unit_product(x: Tensor, weight: Tensor) -> Tensor:
     return sums
 
 
+def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
+    """The same bits, but for those of a NaN."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert_same_bits(actual.where(~actual.isnan(), 0.0), expected.where(~expected.isnan(), 0.0))
+
+
+def alone(unit: NativeKernels, x: Tensor, packed: Tensor) -> Tensor:
+    """Each row multiplied by itself."""
+    return torch.cat([unit.linear_fp32(row, packed) for row in x.split(1)])
+
+
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[expected.dtype]
     assert actual.dtype == expected.dtype
@@ -134,6 +145,67 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernels, quantization, in_featur
             assert_same_bits(unit.linear(x[rows], packed, bias), alone[rows])
 
 
+def special_case(
+    num_rows: int, in_features: int, out_features: int, *, with_nans: bool
+) -> tuple[Tensor, Tensor]:
+    """Signed zeros, subnormals, ends of the range and infinities among numbers whose products and sums are
+    about as large as the smallest normal number."""
+    generator = torch.Generator().manual_seed(num_rows * 7919 + in_features * 31 + out_features)
+    special = [0x0000, 0x8000, 0x0001, 0x807F, 0x0080, 0x8080, 0x3F80, 0x7F7F, 0x7F80, 0xFF80]
+    nans = [0x7FC0, 0xFFC0, 0x7FC5, 0xFFD3, 0x7F81, 0xFF91]
+    tensors = []
+    for count in (num_rows, out_features):
+        shape = (count, in_features)
+        bits = torch.randint(0, 2**16, shape, generator=generator)
+        bits = (bits & 0x807F) | (torch.randint(60, 68, shape, generator=generator) << 7)
+        for values, share in ((special, 0.03), (special[:7], 0.1), (nans, 0.02 if with_nans else 0.0)):
+            chosen = torch.tensor(values)[torch.randint(0, len(values), shape, generator=generator)]
+            # rows and columns without any infinity or NaN, too
+            is_here = torch.rand(shape, generator=generator) < share * torch.rand(
+                (count, 1), generator=generator
+            )
+            bits = torch.where(is_here & (torch.arange(count)[:, None] % 3 > 0), chosen, bits)
+        tensors.append(torch.where(bits >= 2**15, bits - 2**16, bits).to(torch.int16).view(torch.bfloat16))
+    return tensors[0], tensors[1]
+
+
+@pytest.mark.parametrize("with_nans", [False, True])
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_a_row_alone_has_the_bits_of_rows_together(kernels, in_features, out_features, with_nans):
+    """Alone it is multiplied without the unit, else by it: emulated, which leaves a NaN's bits open."""
+    x, weight = special_case(17, in_features, out_features, with_nans=with_nans)
+    unit = kernels()
+    packed = unit.pack_linear(weight)
+    assert_same_numbers(alone(unit, x, packed), unit.linear_fp32(x, packed))
+
+
+@pytest.mark.skipif(not cpu_has_amx(), reason="needs the matrix unit")
+@pytest.mark.parametrize("with_nans", [False, True])
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_the_unit_its_emulation_and_a_row_alone_agree(kernels, in_features, out_features, with_nans):
+    x, weight = special_case(17, in_features, out_features, with_nans=with_nans)
+    emulated = kernels()
+    expected = emulated.linear_fp32(x, emulated.pack_linear(weight))
+    unit = kernels_of_this_machine()
+    packed = unit.pack_linear(weight)
+    together = unit.linear_fp32(x, packed)
+    assert_same_numbers(together, expected)
+    assert_same_bits(alone(unit, x, packed), together)
+
+
+def test_what_rounds_to_the_smallest_normal_number_may_count_as_zero(kernels):
+    """Where it got there only because subnormals are coarser than numbers would be that had no end."""
+    x, weight = torch.zeros(3, 32), torch.zeros(5, 32)
+    x[:, 0], weight[:, 0] = 2.0**-63, 2.0**-63
+    x[:, 2] = 2.0**-76
+    weight[:, 2] = -torch.tensor([0.5, 0.75, 1.0, 1.25, 1.5]) * 2.0**-75
+    unit = kernels()
+    packed = unit.pack_linear(weight.bfloat16())
+    expected = torch.tensor([SMALLEST_NORMAL] * 3 + [0.0] * 2)
+    for num_rows in (1, 2, 3):
+        assert_same_bits(unit.linear_fp32(x[:num_rows].bfloat16(), packed), expected.expand(num_rows, 5))
+
+
 @pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8])
 def test_bits_do_not_depend_on_threads(kernels, quantization):
     x, weight, bias = make_case(70, 200, 300)
@@ -141,7 +213,7 @@ def test_bits_do_not_depend_on_threads(kernels, quantization):
     for num_threads in (1, 2, 3):
         unit = kernels(quantization=quantization, num_threads=num_threads)
         packed = unit.pack_linear(weight)
-        results.append(torch.cat([unit.linear(x[:rows], packed, bias) for rows in (1, 16, 70)]))
+        results.append(torch.cat([unit.linear(x[:rows], packed, bias) for rows in (1, 2, 16, 70)]))
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[2], results[0])
 
@@ -257,7 +329,7 @@ import ctypes
 library = ctypes.CDLL({library._name!r})
 packed = (ctypes.c_char * 4096)()
 library.baton_amx_pack(bytes(64), 1, 32, packed)
-library.baton_linear(bytes(64), 1, 1, packed, None, 0, (ctypes.c_char * 64)(), 0, 1)
+library.baton_linear(bytes(192), 1, 3, packed, None, 0, (ctypes.c_char * 64)(), 0, 1)
 """
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

@@ -1,8 +1,9 @@
-"""Pieces of a stage are as even as they can be without getting long."""
+"""Pieces of a stage are as even as they can be without getting long, and whoever takes one knows the next."""
 
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.compiled_source import compiled
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source = Path(__file__).with_name("stage_pieces.cpp")
     library = compiled(source, tmp_path_factory.mktemp("stage"))
-    library.stage_even_piece.restype = ctypes.c_int64
+    library.stage_even_piece.restype = library.stage_taken.restype = ctypes.c_int64
     return library
 
 
@@ -53,3 +54,17 @@ def test_no_piece_is_long_or_less_even_than_the_shortest(library):
                 most = -(-length // shortest)
                 at_best = -(-most // num_threads) * shortest  # of whole pieces
                 assert longest_share(length, piece, num_threads) <= at_best
+
+
+@pytest.mark.parametrize("helped", [0, 1, 3, 4, 7])
+def test_who_takes_a_piece_knows_where_its_next_one_begins(library, helped):
+    taken = (ctypes.c_int64 * 60)()
+    count = library.stage_taken(*map(ctypes.c_int64, (20, 3, helped)), taken)
+    pieces = [tuple(taken[3 * i : 3 * i + 3]) for i in range(count)]
+    assert sorted(begin for begin, _, _ in pieces) == list(range(0, 20, 3))
+    assert all(end == min(begin + 3, 20) for begin, end, _ in pieces)
+    assert pieces[-1][2] == -1
+    back, front = pieces[:helped], pieces[helped:]
+    for by_one in (back, front):
+        for (_, _, next_one), (begin, _, _) in pairwise(by_one):
+            assert next_one == begin
