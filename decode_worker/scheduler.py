@@ -203,6 +203,8 @@ class DecodeScheduler:
 
     def _open_to_drafts(self, decoding: list[Sequence], now: float) -> StepPlan:
         """All that is in the step decodes."""
+        assert self._step is not None
+        self._step.may_draft = True
         batch = self._batch(decoding, now)
         rows = rows_with_room(decoding, self._blocks.block_size)
         return StepPlan(rows, longest_s=math.inf if batch.budget_s is None else batch.budget_s)

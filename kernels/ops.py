@@ -195,7 +195,7 @@ class TokenDetail(NamedTuple):
 ChosenTokens = tuple[list[int], list[TokenDetail], int]
 
 
-Positions = Sequence[int] | NDArray[np.int32]
+Positions = Sequence[int] | NDArray[np.int64]
 
 
 class FusedSampler(Protocol):
