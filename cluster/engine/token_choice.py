@@ -28,7 +28,7 @@ class TokenChooser:
         """`grammars` None: no request may have one."""
         sampler = backend.make_sampler()
         fits = sampler is not None and vocab_size <= sampler.largest_vocabulary
-        self._sampler = sampler if fits else None
+        self._sampler = sampler.__call__ if sampler and fits else None
         self._grammars = grammars
         self._specs: Sequence[SampleSpec] = ()  # the list that was looked over last
         self._has_grammar = False  # one of those
