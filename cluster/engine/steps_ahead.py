@@ -1,14 +1,13 @@
 """Where rows that go on by a token each will be in the next steps, found for several steps at once.
 
 Between two forward passes everything is cold: the way into numpy then costs ten times what it does there. So
-the numbers of the steps to come are laid out ahead, and a step only copies its own into the batch, in one go.
+the numbers of the steps to come are laid out ahead, and a step only copies its own into the batch, in one go,
+by the ways into memory that touch least: bytes, and an array of ctypes, which the backends call by anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from struct import Struct
-from typing import Any
+from ctypes import c_int64
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +22,16 @@ class StepsAhead:
 
     def __init__(self, arrays: BatchArrays) -> None:
         self._arrays = arrays
-        self._tokens, self._places = _memory(arrays.tokens), _memory(arrays.places)
-        self._write = Struct(f"{len(arrays.tokens)}q").pack_into
-        self._steps: list[memoryview] = []  # what is to be in `places`, the next step last
+        self._tokens = (c_int64 * len(arrays.tokens)).from_buffer(arrays.tokens)
+        self._places = memoryview(arrays.places)  # type: ignore[arg-type]
+        self._steps: list[bytes] = []  # what is to be in `places`, the next step last
 
-    def next(self, token_ids: Sequence[int], most: int, table: NDArray[np.int32], block_size: int) -> None:
+    def next(self, token_ids: list[int], most: int, table: NDArray[np.int32], block_size: int) -> None:
         """The batch is the next one, in which row i brings `token_ids[i]`. If it is not laid out yet, up to
         `most` steps are, in which rows stay in the blocks that `table` has."""
         if not self._steps:
             self._lay_out(min(most, MOST_AHEAD), table, block_size)
-        self._write(self._tokens, 0, *token_ids)
+        self._tokens[:] = token_ids
         self._places[:] = self._steps.pop()
 
     def _lay_out(self, num_steps: int, table: NDArray[np.int32], block_size: int) -> None:
@@ -48,8 +47,4 @@ class StepsAhead:
         blocks, within = np.divmod(positions, block_size)
         np.multiply(table[np.arange(num_rows), blocks], block_size, out=slots)
         slots += within
-        self._steps = list(map(_memory, steps))[::-1]
-
-
-def _memory(array: NDArray[Any]) -> memoryview:
-    return memoryview(array)  # type: ignore[arg-type]
+        self._steps = [step.tobytes() for step in steps[::-1]]
