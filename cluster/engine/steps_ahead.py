@@ -8,6 +8,7 @@ by the ways into memory that touch least: bytes, and an array of ctypes, which t
 from __future__ import annotations
 
 from ctypes import c_int64
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,8 @@ class StepsAhead:
 
     def __init__(self, arrays: BatchArrays) -> None:
         self._arrays = arrays
-        self._tokens = (c_int64 * len(arrays.tokens)).from_buffer(arrays.tokens)
+        tokens = c_int64 * len(arrays.tokens)
+        self._tokens: Any = tokens.from_buffer(arrays.tokens)  # type: ignore[arg-type]
         self._places = memoryview(arrays.places)  # type: ignore[arg-type]
         self._steps: list[bytes] = []  # what is to be in `places`, the next step last
 
