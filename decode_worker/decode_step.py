@@ -39,6 +39,7 @@ class DecodeStep:
 
     __slots__ = (
         "_histories",
+        "_may_draft",
         "_num_on",
         "_runs",
         "_sequences",
@@ -46,13 +47,14 @@ class DecodeStep:
         "cancelled",
         "context",
         "is_pure_decode",
-        "may_draft",
         "num_decode_rows",
         "room",
         "rows",
     )
 
-    def __init__(self, rows: list[tuple[Sequence, int]], num_decode_rows: int, context: int) -> None:
+    def __init__(
+        self, rows: list[tuple[Sequence, int]], num_decode_rows: int, context: int, may_draft: bool = False
+    ) -> None:
         self.rows = rows  # each with as many tokens
         self.num_decode_rows = num_decode_rows  # the first of them
         self.is_pure_decode = len(rows) == num_decode_rows
@@ -64,7 +66,7 @@ class DecodeStep:
         self._runs: list[_Run] | None = None  # the rows, by router; None: to be made
         self._num_on = 0  # steps that these have been told of
         self._sequences = [sequence for sequence, _ in rows]
-        self.may_draft = False  # rows may bring drafts, which come of their histories
+        self._may_draft = may_draft  # rows may bring drafts, which come of their histories
         self._histories: list[tuple[int, list[int]]] = []  # that the engine looks at, and whose; as `_runs`
         # steps that are told and not booked: tokens, what they took, when each ended
         self.behind: list[tuple[list[int], StepOutput, float]] = []
@@ -98,7 +100,7 @@ class DecodeStep:
             self._histories = [
                 (place, sequence.output_ids)
                 for place, sequence in enumerate(self._sequences)
-                if sequence.looks_back or self.may_draft
+                if sequence.looks_back or self._may_draft
             ]
         for place, history in self._histories:
             history.append(token_ids[place])
