@@ -28,7 +28,8 @@ class TokenChooser:
         """`grammars` None: no request may have one."""
         sampler = backend.make_sampler()
         fits = sampler is not None and vocab_size <= sampler.largest_vocabulary
-        self._sampler = sampler.__call__ if sampler and fits else None
+        self._sampler = sampler if fits else None
+        self._sample = None if self._sampler is None else self._sampler.__call__  # bound, as in the runner
         self._grammars = grammars
         self._specs: Sequence[SampleSpec] = ()  # the list that was looked over last
         self._has_grammar = False  # one of those
@@ -52,12 +53,12 @@ class TokenChooser:
         if specs is not self._specs:
             self._specs, self._has_grammar = specs, any([spec.params.grammar for spec in specs])
         masked = self._mask(result, specs) if self._has_grammar else None
-        if self._sampler is None:
+        if self._sample is None:
             outputs: Sequence[TokenOutput] = sample(
                 result.logits, specs, np.asarray(positions).tolist(), result.best.tolist()
             )
         else:
-            tokens, details, num_broken = self._sampler(result, specs, positions)
+            tokens, details, num_broken = self._sample(result, specs, positions)
             if num_broken:
                 logger.error("NaN or +inf in the logits of %d of %d rows", num_broken, len(specs))
             outputs = PlainOutputs(tokens)
