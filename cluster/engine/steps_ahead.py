@@ -41,7 +41,7 @@ class StepsAhead:
         now, num_rows = self._arrays, len(self._arrays.tokens)
         ahead = np.arange(1, num_steps + 1)[:, None]
         size = len(now.places)
-        steps = np.empty((num_steps, size + size % 8), np.uint8)[:, :size]  # each begins where an int64 may
+        steps = np.empty((num_steps, size + -size % 8), np.uint8)[:, :size]  # each begins where an int64 may
         positions, slots, next_positions, context_lens = parts_of(steps, num_rows, num_rows)
         np.add(now.positions, ahead, out=positions)
         np.add(positions, 1, out=next_positions)
