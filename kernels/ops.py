@@ -207,8 +207,8 @@ class FusedSampler(Protocol):
         self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions
     ) -> ChosenTokens:
         """For each row of logits its request, and the position in its sequence of the token to choose. What
-        is in `requests` does not change but in their answers: the same list is not looked over twice. An array
-        of positions may be the one of the call before, with other numbers in it."""
+        is in `requests` does not change but in their answers: the same list is not looked over twice. An
+        array of positions may be the one of the call before, with other numbers in it."""
         ...
 
 
