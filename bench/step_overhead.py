@@ -64,7 +64,8 @@ class Timed:
         self._function = function
         self.spent_s = self.began_s = self.ended_s = 0.0
 
-    def __call__(self, *arguments: Any) -> Any:
+    def call(self, *arguments: Any) -> Any:
+        """For the function's place: a bound method costs less than an object's own call."""
         self.began_s = time.perf_counter()
         result = self._function(*arguments)
         self.ended_s = time.perf_counter()
@@ -101,8 +102,8 @@ class Worker:
             sequence.pace.first_token(0.0)
             core._scheduler.add(sequence)
         self._run = runner.run
-        self.pack = runner._packer.pack = Timed(runner._packer.pack)  # type: ignore
-        self.core_plan = core._scheduler.plan = Timed(core._scheduler.plan)  # type: ignore
+        self.pack, self.core_plan = Timed(runner._packer.pack), Timed(core._scheduler.plan)
+        runner._packer.pack, core._scheduler.plan = self.pack.call, self.core_plan.call  # type: ignore
         plan = core._scheduler.plan(0.0)
         assert plan is not None
         self._plan: StepPlan = plan
@@ -149,8 +150,8 @@ class Bench:
         if not isinstance(kernels, NativeKernels):
             raise SystemExit("the C++ kernels did not compile here: nothing to measure (see the log)")
         library = kernels._library
-        self._forward = library.baton_forward = Timed(library.baton_forward)
-        self._choose = library.baton_sample = Timed(library.baton_sample)
+        self._forward, self._choose = Timed(library.baton_forward), Timed(library.baton_sample)
+        library.baton_forward, library.baton_sample = self._forward.call, self._choose.call
         self._prepared = prepare_model(model, dtype, self._backend)
         self._dtype = dtype
 

@@ -49,6 +49,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None  # as `num_logprobs`, of the prompt's own tokens
 
 
+def looks_back(params: SamplingParams) -> bool:
+    """Whether the tokens generated so far decide more about the next one, or whether it is the last, than the
+    model does: the history is to be complete when that is chosen."""
+    return bool(
+        params.min_tokens
+        or params.grammar
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
+        or params.bad_words_ids
+    )
+
+
 def finish_reason(params: SamplingParams, output_ids: Sequence[int]) -> FinishReason | None:
     """Why generation ends after the last of `output_ids`, or None to go on.
 

@@ -133,13 +133,13 @@ class DecodeCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; the returned actions are to be carried out in order."""
         if isinstance(event, StepDone) and event.went_on:  # nearly all events: then nothing else can be due
-            told = self._scheduler.go_on(event.output, now)
+            told = self._scheduler.book.go_on(event.output, now)
             if told is not None:
                 return told
         actions = self._apply(event, now)
         for sequence in self._leases.take_started():
             self._scheduler.add(sequence)
-        if not self._scheduler.busy:
+        if not self._scheduler.book.busy:
             plan = self._scheduler.plan(now)
             if plan is not None:
                 actions.append(RunStep(plan))
@@ -169,7 +169,7 @@ class DecodeCore:
             self._drain is None
             and self._scheduler.num_sequences == 0
             and self._leases.num_live == 0
-            and not self._scheduler.busy
+            and not self._scheduler.book.busy
         )
 
     def receives_from(self, peer: Peer) -> bool:
@@ -181,7 +181,7 @@ class DecodeCore:
         return (
             self._scheduler.num_sequences == 0
             and len(self._leases) == 0
-            and not self._scheduler.busy
+            and not self._scheduler.book.busy
             and self._blocks.counts().used == 0
             and self.next_deadline() is None
         )
@@ -220,7 +220,7 @@ class DecodeCore:
                 self._routers.discard(router)
                 return self._end_all(router, "the router is gone", code=None)
             case Calibrated(model):
-                self._scheduler.pacer.calibrated(model)
+                self._scheduler.book.pacer.calibrated(model)
                 return []
             case Tick():
                 return self._tick(now)

@@ -5,7 +5,7 @@
 2. `room` says how many tokens all rows can go on by: looked up once, then counted down.
 3. `go_on` is the end of a step after which the same rows are in flight again, each with its new token: that
    comes out as one message per router, of which mostly the tokens alone are new.
-4. Of the sequences themselves only the histories take their tokens then, which the engine reads. The rest,
+4. Of the sequences themselves only those histories take their tokens then that the engine looks at. The rest,
    and what the step took, follows when somebody is about to look (`behind`, `settle`): what is cold costs far
    more than what is done there.
 """
@@ -39,6 +39,7 @@ class DecodeStep:
 
     __slots__ = (
         "_histories",
+        "_may_draft",
         "_num_on",
         "_runs",
         "_sequences",
@@ -51,7 +52,9 @@ class DecodeStep:
         "rows",
     )
 
-    def __init__(self, rows: list[tuple[Sequence, int]], num_decode_rows: int, context: int) -> None:
+    def __init__(
+        self, rows: list[tuple[Sequence, int]], num_decode_rows: int, context: int, may_draft: bool = False
+    ) -> None:
         self.rows = rows  # each with as many tokens
         self.num_decode_rows = num_decode_rows  # the first of them
         self.is_pure_decode = len(rows) == num_decode_rows
@@ -63,9 +66,10 @@ class DecodeStep:
         self._runs: list[_Run] | None = None  # the rows, by router; None: to be made
         self._num_on = 0  # steps that these have been told of
         self._sequences = [sequence for sequence, _ in rows]
-        self._histories = [sequence.output_ids for sequence in self._sequences]
-        # steps that are told and not booked, and when each ended; their tokens are in the histories alone
-        self.behind: list[tuple[StepOutput, float]] = []
+        self._may_draft = may_draft  # rows may bring drafts, which come of their histories
+        self._histories: list[tuple[int, list[int]]] = []  # that the engine looks at, and whose; as `_runs`
+        # steps that are told and not booked: tokens, what they took, when each ended
+        self.behind: list[tuple[list[int], StepOutput, float]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -93,9 +97,14 @@ class DecodeStep:
             if any(len(packed) > LARGEST_RUN_BYTES for _, packed, _ in runs):
                 return None
             self._runs, self._num_on = runs, 0
-        for history, token_id in zip(self._histories, token_ids, strict=True):
-            history.append(token_id)
-        self.behind.append((output, now))
+            self._histories = [
+                (place, sequence.output_ids)
+                for place, sequence in enumerate(self._sequences)
+                if sequence.looks_back or self._may_draft
+            ]
+        for place, history in self._histories:
+            history.append(token_ids[place])
+        self.behind.append((token_ids, output, now))
         if self.room is not None:
             self.room -= 1
         num_on = self._num_on
@@ -112,9 +121,10 @@ class DecodeStep:
         if not self.behind:
             return []
         settled, self.behind = self.behind, []
-        for sequence in self._sequences:
-            sequence.catch_up(len(settled))
-        return settled
+        columns = zip(*[token_ids for token_ids, _, _ in settled], strict=True)
+        for sequence, token_ids in zip(self._sequences, columns, strict=True):
+            sequence.catch_up(token_ids)
+        return [(output, now) for _, output, now in settled]
 
     def went_on(self, num_tokens: int) -> None:
         """Rows got `num_tokens` together, perhaps some of them more than one; booked elsewhere."""

@@ -32,7 +32,7 @@ class Gauges:
         self._num_stale += 1
 
     def load(self) -> WorkerLoad:
-        counts, scheduler, meter = self._blocks.counts(), self._scheduler, self._scheduler.meter
+        counts, scheduler, meter = self._blocks.counts(), self._scheduler, self._scheduler.book.meter
         coming = self._leases.sequences()
         yielding_rows, yielding_context = scheduler.yielding()
         load = WorkerLoad(
@@ -60,4 +60,4 @@ class Gauges:
             coming_context=sum(sequence.num_tokens for sequence in coming),
             row_life_s=0.0 if math.isinf(scheduler.lives.mean_s) else scheduler.lives.mean_s,
         )
-        return scheduler.pacer.gauges(load)
+        return scheduler.book.pacer.gauges(load)

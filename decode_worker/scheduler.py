@@ -15,8 +15,7 @@
    blocks and one more for every running sequence fit. They are then due as a new prompt would be.
 6. `account` books the step and tells what was generated. Ended sequences leave their full blocks, generated
    tokens included, as prefix cache. A step that nothing waits for may have gone on to the next one with the
-   same rows (`may_go_on`): mostly all there is to book then is a token each (`go_on`). Their messages go out
-   at once, the rest is booked for all of them together when somebody is about to look (`_settle`).
+   same rows (`may_go_on`, `decode_worker.step_book`): mostly all there is then is a token each.
 7. `cancel` drops a sequence. Its blocks are released at once, or when the step that computes it is done.
 
 Work per step is proportional to rows and new tokens, not to lengths; hashing happens once per block.
@@ -37,11 +36,10 @@ from cluster.kv.block_manager import BlockManager
 from cluster.sampling import TokenOutput
 from cluster.slo_classes import DEFAULT_TARGETS, DecodeBatch, Targets
 from cluster.step_model import StepWork, chunk_attention
-from cluster.worker_io import Action
 from decode_worker.batch_load import Lives, decode_batch
 from decode_worker.decode_step import DecodeStep, Generated
 from decode_worker.room import rows_with_room, take_ahead
-from decode_worker.step_meter import StepMeter
+from decode_worker.step_book import StepBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +70,14 @@ class DecodeScheduler:
     def __init__(self, config: DecodeSchedulerConfig, blocks: BlockManager) -> None:
         self._config = config
         self._blocks = blocks
-        self._pacer = Pacer(config.targets, config.max_chunk_tokens)
-        self._meter = StepMeter()
+        self.book = StepBook(Pacer(config.targets, config.max_chunk_tokens))
         self.lives = Lives()
         self._all: dict[RequestId, Sequence] = {}  # one attempt of a request at a time
         self._decoding: list[Sequence] = []  # one token to compute; oldest first, as the lists below
         self._prefilling: list[Sequence] = []
         self._preempted: list[Sequence] = []  # without blocks
         self._prompts: dict[SequenceKey, WaitingPrompt] = {}  # of those that prefill
-        self._step: DecodeStep | None = None  # in flight
         self.num_preemptions = 0
-
-    @property
-    def pacer(self) -> Pacer:
-        self._settle()
-        return self._pacer
-
-    @property
-    def meter(self) -> StepMeter:
-        self._settle()
-        return self._meter
-
-    @property
-    def busy(self) -> bool:
-        """A step is in flight."""
-        return self._step is not None
 
     @property
     def num_sequences(self) -> int:
@@ -113,12 +94,12 @@ class DecodeScheduler:
     @property
     def decode_context(self) -> int:
         """Keys that the decoding sequences read in a step."""
-        self._settle()
+        self.book.settle()
         return sum(len(sequence.token_ids) for sequence in self._decoding)
 
     def yielding(self) -> tuple[int, int]:
         """Of the sequences that decode, those that need not be in every step: (how many, their keys)."""
-        self._settle()
+        self.book.settle()
         lengths = [len(sequence.token_ids) for sequence in self._decoding if sequence.pace.yields]
         return len(lengths), sum(lengths)
 
@@ -131,19 +112,13 @@ class DecodeScheduler:
         """Prompt tokens still to compute here."""
         return sum(sequence.num_remaining for sequence in (*self._prefilling, *self._preempted))
 
-    @property
-    def step(self) -> DecodeStep | None:
-        """In flight."""
-        self._settle()
-        return self._step
-
     def get(self, request: RequestId) -> Sequence | None:
         """The running attempt of a request."""
-        self._settle()
+        self.book.settle()
         return self._all.get(request)
 
     def sequences(self) -> tuple[Sequence, ...]:
-        self._settle()
+        self.book.settle()
         return tuple(self._all.values())
 
     def add(self, sequence: Sequence) -> None:
@@ -156,7 +131,7 @@ class DecodeScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed. Not while a step is in flight."""
-        assert self._step is None
+        assert not self.book.busy
         if not self._all:
             return None
         if self._preempted:
@@ -170,7 +145,7 @@ class DecodeScheduler:
         chunks: list[tuple[WaitingPrompt, int]] = []
         if self._prefilling or any([sequence.pace.yields for sequence in decoding]):
             batch = self._batch(decoding, now)
-            planned = self.pacer.prompts.plan(now, batch, room=0)
+            planned = self.book.pacer.prompts.plan(now, batch, room=0)
             chunks = planned.chunks
             if planned.num_yielding < batch.num_yielding:
                 resting = _resting(decoding, batch.num_yielding - planned.num_yielding)
@@ -187,18 +162,19 @@ class DecodeScheduler:
         if not step:
             return None
         context = sum([len(sequence.token_ids) for sequence in decoding])
-        self._step = DecodeStep(step, len(decoding), context)
-        self.pacer.begin(StepWork(total, context, attention), now)
+        may_draft = not chunks and self._config.speculates and len(decoding) <= MOST_ROWS
+        in_flight = DecodeStep(step, len(decoding), context, may_draft)
+        self.book.begin(in_flight, StepWork(total, context, attention), now)
         if not chunks:
             # blocks are for those that were preempted, if there are any
             keep_free = self._blocks.num_blocks if self._preempted else self.num_running
             take_ahead(decoding, self._blocks, keep_free)
-            if self._config.speculates and len(decoding) <= MOST_ROWS:
+            if may_draft:
                 return self._open_to_drafts(decoding, now)
         return StepPlan(tuple([sequence.row(num_tokens) for sequence, num_tokens in step]))
 
     def _batch(self, decoding: list[Sequence], now: float) -> DecodeBatch:
-        pacer, lives = self.pacer, self.lives
+        pacer, lives = self.book.pacer, self.lives
         return decode_batch(decoding, now, pacer.model, pacer.settings, lives.mean_s, lives.mean_output)
 
     def _open_to_drafts(self, decoding: list[Sequence], now: float) -> StepPlan:
@@ -210,7 +186,7 @@ class DecodeScheduler:
     def may_go_on(self) -> bool:
         """Whether the next step would be the same rows, each with the token it gets in this one: all that is
         here decodes, is wanted, and has a place for it. Of the places for more, rows know themselves."""
-        step = self._step
+        step = self.book.unsettled
         if step is None or self._prefilling or self._preempted or step.cancelled:
             return False
         if not step.is_pure_decode or len(step.rows) != len(self._decoding):
@@ -224,12 +200,8 @@ class DecodeScheduler:
         `went_on`: a step with the same rows is in flight, each with its last new token; so none has ended.
         What was cancelled since then stays in it, and holds its blocks.
         """
-        step = self._step
+        step = self.book.step if went_on else self.book.end(output, now)
         assert step is not None
-        self._settle()
-        self._meter.add(step, output)
-        if not went_on:
-            self._pacer.end(output.compute_s, now, is_typical=not output.num_drafted)
         generated: list[Generated] = []
         for index, ((sequence, num_tokens), token) in enumerate(zip(step.rows, output.outputs, strict=True)):
             sequence.advance(num_tokens)
@@ -249,30 +221,12 @@ class DecodeScheduler:
                     insort(self._decoding, sequence, key=_age)
                 generated.append(self._append(sequence, [token, *output.further.get(index, ())], now))
         if went_on:
-            step.went_on(len(step.rows) + sum(map(len, output.further.values())))
-            self._pace_on(step, output, now)
-        else:
-            self._step = None
+            self.book.went_on(output, now)
         return generated
-
-    def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
-        """What to tell of a step that went on; it is booked when somebody looks. None, and nothing changes,
-        if that is more than a token of each row: then it is to be `account`ed."""
-        assert self._step is not None
-        return self._step.go_on(output, now)  # when its rows had a token last is told when the run ends
-
-    def _pace_on(self, step: DecodeStep, output: StepOutput, now: float) -> None:
-        """The same rows were in flight again, and may have ended since."""
-        work = StepWork(len(step.rows), step.context)
-        self._pacer.go_on(output.compute_s, work, now, is_typical=not output.num_drafted)
 
     def fail_step(self) -> list[Sequence]:
         """The step raised: its sequences are gone; the ones that were still wanted are returned."""
-        self._settle()
-        self._meter.num_steps += 1
-        self._pacer.drop()
-        step, self._step = self._step, None
-        assert step is not None
+        step = self.book.fail()
         failed: list[Sequence] = []
         for sequence, _ in step.rows:
             if sequence.key in step.cancelled:
@@ -284,10 +238,10 @@ class DecodeScheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop a sequence; its blocks follow at once, or after the step that computes it."""
-        self._settle()
+        step = self.book.step
         self._drop(sequence)
-        if self._step is not None and self._step.has(sequence):
-            self._step.cancelled.add(sequence.key)
+        if step is not None and step.has(sequence):
+            step.cancelled.add(sequence.key)
         else:
             self._free(sequence)
 
@@ -296,7 +250,7 @@ class DecodeScheduler:
     def _wait(self, sequence: Sequence, deadline_s: float) -> None:
         """It holds its blocks; its prompt is to be computed here."""
         pace = sequence.pace
-        model, kv_tokens = self.pacer.model, self._blocks.num_blocks * self._blocks.block_size
+        model, kv_tokens = self.book.pacer.model, self._blocks.num_blocks * self._blocks.block_size
         prompt = WaitingPrompt(
             sequence,
             deadline_s,
@@ -306,11 +260,11 @@ class DecodeScheduler:
         )
         self._prompts[sequence.key] = prompt
         insort(self._prefilling, sequence, key=_age)
-        self.pacer.prompts.add(prompt)
+        self.book.pacer.prompts.add(prompt)
 
     def _unwait(self, sequence: Sequence) -> None:
         self._prefilling.remove(sequence)
-        self.pacer.prompts.remove(self._prompts.pop(sequence.key))
+        self.book.pacer.prompts.remove(self._prompts.pop(sequence.key))
 
     # ---- blocks
 
@@ -363,16 +317,6 @@ class DecodeScheduler:
             sequence.release(self._blocks)
 
     # ---- tokens
-
-    def _settle(self) -> None:
-        """Somebody is about to look at what a run leaves behind: its sequences, and what its steps took."""
-        step = self._step
-        if step is None or not step.behind:
-            return
-        for output, now in step.settle():
-            step.context += len(step.rows)
-            self._meter.add(step, output)
-            self._pace_on(step, output, now)
 
     def _append(self, sequence: Sequence, outputs: list[TokenOutput], now: float) -> Generated:
         """Behind the first, those that follow drafts which were right: only the last can end it."""

@@ -195,7 +195,7 @@ class TokenDetail(NamedTuple):
 ChosenTokens = tuple[list[int], list[TokenDetail], int]
 
 
-Positions = Sequence[int] | NDArray[np.int32]
+Positions = Sequence[int] | NDArray[np.int64]
 
 
 class FusedSampler(Protocol):
@@ -207,7 +207,8 @@ class FusedSampler(Protocol):
         self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions
     ) -> ChosenTokens:
         """For each row of logits its request, and the position in its sequence of the token to choose. What
-        is in `requests` does not change but in their answers: the same list is not looked over twice."""
+        is in `requests` does not change but in their answers: the same list is not looked over twice. An
+        array of positions may be the one of the call before, with other numbers in it."""
         ...
 
 

@@ -150,7 +150,7 @@ def _free_during_step(original: Broken) -> Broken:
 
 
 def _go_on_without_room(_: Broken) -> Broken:
-    return lambda scheduler: scheduler.step.is_pure_decode and not scheduler.step.cancelled
+    return lambda scheduler: scheduler.book.step.is_pure_decode and not scheduler.book.step.cancelled
 
 
 def _publish_uncomputed(_: Broken) -> Broken:

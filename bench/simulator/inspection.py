@@ -72,8 +72,8 @@ def check_books(worker: WorkerProcess) -> None:
     if isinstance(core, DecodeCore):
         scheduler, leases = core._scheduler, core._leases
         sequences = list(scheduler.sequences())
-        if scheduler.step is not None:
-            sequences += [one for one, _ in scheduler.step.rows if one.key in scheduler.step.cancelled]
+        if (step := scheduler.book.step) is not None:
+            sequences += [one for one, _ in step.rows if one.key in step.cancelled]
         for lease in leases.values():
             owners.update(lease.sequence.block_ids)
             writable.update(lease.sequence.block_ids[lease.sequence.num_computed // size :])

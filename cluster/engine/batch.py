@@ -30,7 +30,7 @@ class SampleSpec(msgspec.Struct, frozen=True):
 
     params: SamplingParams
     prompt_ids: Sequence[int]  # the client's prompt
-    output_ids: Sequence[int]  # tokens generated so far: grows at its end, see `Runner.run`
+    output_ids: Sequence[int]  # tokens generated so far, see `Runner.run`; grows at its end
     notes: RowNotes = msgspec.field(default_factory=RowNotes)
 
 
@@ -123,7 +123,9 @@ class Runner(Protocol):
         """Compute the plan's tokens, write their KV, sample where asked. Deterministic per row:
         a row's bits depend on its own tokens and KV only, never on the other rows.
 
-        `await_history`: the plan's tokens are not in its histories (`SampleSpec.output_ids`) yet; they are
-        when this returns, which is called before anything is sampled. None: they are there already.
+        `await_history`: the plan's tokens are not in its histories (`SampleSpec.output_ids`) yet. When this
+        returns, which is called before anything is sampled, they are in those that somebody looks at: of
+        requests that look back (`cluster.sampling.looks_back`), of all where rows may bring drafts. In others
+        those of a run (`cluster.engine.following`) may lack. None: the plan's tokens are there already.
         """
         ...

@@ -37,7 +37,7 @@ class FollowingRows(Sequence[Row]):
 
     __slots__ = ("_rows", "num_on", "run", "token_ids")
 
-    def __init__(self, run: Run, num_on: int, token_ids: Sequence[int]) -> None:
+    def __init__(self, run: Run, num_on: int, token_ids: list[int]) -> None:
         self.run = run
         self.num_on = num_on
         self.token_ids = token_ids

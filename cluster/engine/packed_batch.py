@@ -1,9 +1,9 @@
 """A step plan as tensors: all rows' tokens one after another, without padding.
 
-1. `Packer.pack` checks every row, then writes into arrays that grow by doubling and are used again and again.
+1. `Packer.pack` checks every row, then writes into arrays whose memory the tensors are. While the numbers of
+   rows and tokens stay the same, so do both.
 2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
-3. The tensors are views of those arrays. While the numbers of rows and tokens stay the same, so do the views.
-4. The rows of a run (`cluster.engine.following`), which most steps consist of, go on in place
+3. The rows of a run (`cluster.engine.following`), which most steps consist of, go on in place
    (`cluster.engine.steps_ahead`): nothing of them is looked at but their tokens.
 """
 
@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.engine.batch import Row
+from cluster.engine.batch_arrays import BatchArrays, Sizes
 from cluster.engine.block_tables import BlockTables
 from cluster.engine.following import FollowingRows
 from cluster.engine.steps_ahead import StepsAhead
 from cluster.ids import BlockId
-
-MOST_AHEAD = 16  # steps of a run that are laid out at once
 
 
 @dataclass(slots=True)
@@ -49,17 +48,14 @@ class Packer:
         self._max_model_len = max_model_len
         self._device = device
         self._tables = BlockTables()
-        self._batch: PackedBatch | None = None  # views for the sizes and the table below
-        self._sizes = (0, 0, 0)  # rows, tokens, samples
-        self._table: NDArray[np.int32] | None = None
+        self._arrays, self._table = BatchArrays((0, 0, 0)), np.empty((0, 0), np.int32)
+        self._batch: PackedBatch | None = None  # these two as tensors
+        self.next_positions = self._arrays.next_positions  # of the token after each row, on the host
         # if the batch is rows of one token each, which sample, in memory of the host
         self._ahead: StepsAhead | None = None
-        self.next_positions = np.empty(0, np.int32)  # of the token after each row, on the host
         self._run_rows: Sequence[Row] = ()  # what a run began with if the batch is a step of it ...
         self._num_on = 0  # ... and which one
         self._num_more = 0  # steps of the run that have room in the block tables
-        self._per_row = _RowArrays(8)
-        self._per_token = _TokenArrays(64)
 
     def pack(self, rows: Sequence[Row]) -> PackedBatch:
         """`rows` is not empty. Of a list of blocks that was packed before, only what was appended is read.
@@ -67,9 +63,14 @@ class Packer:
         Raises:
             ValueError: a row without tokens, past `max_model_len`, or whose block table does not cover it.
         """
-        if isinstance(rows, FollowingRows) and self._goes_on(rows):
-            assert self._batch is not None
-            return self._batch
+        if isinstance(rows, FollowingRows):  # the batch turns into the next one, if that is these rows
+            num_on, num_more = self._num_on + 1, self._num_more
+            if rows.num_on == num_on and rows.run.rows is self._run_rows and num_more:
+                self._num_on, self._num_more = num_on, num_more - 1
+                assert self._ahead is not None
+                assert self._batch is not None
+                self._ahead.next(rows.token_ids, num_more, self._table, self._block_size)
+                return self._batch
         num_rows = len(rows)
         token_lists = [row.token_ids for row in rows]
         block_lists = [row.block_ids for row in rows]
@@ -77,62 +78,39 @@ class Packer:
         if self._ahead is not None and self._is_next(rows, token_lists, block_lists, num_blocks):
             assert self._batch is not None
             self._begin_run(rows, num_blocks)
-            self._go_on(self._ahead, [token_ids[0] for token_ids in token_lists], self._num_more + 1)
+            token_ids = [brought[0] for brought in token_lists]
+            self._ahead.next(token_ids, self._num_more + 1, self._table, self._block_size)
             return self._batch
         self._ahead = None
         self._num_more = 0
-        if num_rows > len(self._per_row.starts):
-            self._per_row, self._batch = _RowArrays(2 * num_rows), None
-        per_row = self._per_row
-        starts, lengths = per_row.starts[:num_rows], per_row.lengths[:num_rows]
-        starts[:] = [row.start for row in rows]
-        lengths[:] = [len(tokens) for tokens in token_lists]
-        context_lens = np.add(starts, lengths, out=per_row.context_lens[:num_rows])
-        self.next_positions = context_lens
+        lengths = np.array([len(token_ids) for token_ids in token_lists], np.int32)
+        starts = np.array([row.start for row in rows], np.int32)
+        context_lens = starts + lengths
         self._check(rows, lengths, context_lens, num_blocks)
 
         table = self._tables.update(block_lists, num_blocks)
-        query_ends = np.cumsum(lengths, out=per_row.query_starts[1 : num_rows + 1])
+        query_ends = np.cumsum(lengths, dtype=np.int32)
         num_tokens = int(query_ends[-1])
-        if num_tokens > len(self._per_token.tokens):
-            self._per_token, self._batch = _TokenArrays(2 * num_tokens), None
-        self._per_token.tokens[:num_tokens] = list(chain.from_iterable(token_lists))
-        positions = self._per_token.positions[:num_tokens]
-        if num_tokens == num_rows:  # one token each
-            row_of_token = per_row.indices[:num_rows]
-            positions[:] = starts
-        else:
-            row_of_token = np.repeat(per_row.indices[:num_rows], lengths)
-            # token t of row r stands at starts[r] + (t - query_starts[r])
-            offsets = (starts - per_row.query_starts[:num_rows])[row_of_token]
-            np.add(np.arange(num_tokens), offsets, out=positions)
+        logit_rows = _logit_rows(rows, query_ends)
+        arrays = self._arrays_of((num_rows, num_tokens, len(logit_rows)), table)
+        arrays.query_starts[1:] = query_ends
+        arrays.context_lens[:] = context_lens
+        arrays.logit_rows[:] = logit_rows
+        arrays.tokens[:] = list(chain.from_iterable(token_lists))
+        row_of_token = np.repeat(np.arange(num_rows), lengths)
+        # token t of row r stands at starts[r] + (t - query_starts[r])
+        offsets = (starts - arrays.query_starts[:-1])[row_of_token]
+        positions = np.add(np.arange(num_tokens), offsets, out=arrays.positions)
         blocks, within = np.divmod(positions, self._block_size)
         np.multiply(table[row_of_token, blocks], self._block_size, out=blocks)
-        np.add(blocks, within, out=self._per_token.slots[:num_tokens])
+        np.add(blocks, within, out=arrays.slots)
+        arrays.next_positions[:] = context_lens
 
-        num_samples = self._ask(rows, query_ends)
-        batch = self._views((num_rows, num_tokens, num_samples), table)
-        if num_tokens == num_rows == num_samples and self._device.type == "cpu":
-            tokens, slots = self._per_token.tokens[:num_rows], self._per_token.slots[:num_rows]
-            self._ahead = StepsAhead(tokens, positions, slots, context_lens)
+        batch = self._tensors(arrays, table)
+        if num_tokens == num_rows == len(logit_rows) and self._device.type == "cpu":
+            self._ahead = StepsAhead(arrays)
             self._begin_run(rows, num_blocks)
         return batch
-
-    def _ask(self, rows: Sequence[Row], query_ends: NDArray[np.int32]) -> int:
-        """Write `logit_rows`; how many there are."""
-        samples = [index for index, row in enumerate(rows) if row.sample is not None]
-        num_samples = len(samples)
-        if any([row.num_drafts for row in rows]):
-            last = zip(
-                query_ends[samples].tolist(), [rows[index].num_drafts for index in samples], strict=True
-            )
-            asked = [at for end, num_drafts in last for at in range(end - 1 - num_drafts, end)]
-            num_samples = len(asked)
-            self._per_token.logit_rows[:num_samples] = asked
-        else:
-            ends = query_ends if num_samples == len(rows) else query_ends[samples]
-            np.subtract(ends, 1, out=self._per_token.logit_rows[:num_samples])
-        return num_samples
 
     def _begin_run(self, rows: Sequence[Row], num_blocks: list[int]) -> None:
         """The batch is these rows: a run may begin with it, or is that far."""
@@ -153,9 +131,9 @@ class Packer:
     ) -> bool:
         """Whether these are the rows of the batch with a token more each, and room for it; blocks that are
         new are in the table then."""
-        if len(rows) != self._sizes[0] or not self._tables.holds(block_lists):
+        if len(rows) != self._arrays.sizes[0] or not self._tables.holds(block_lists):
             return False
-        if [row.start for row in rows] != self._per_row.context_lens[: len(rows)].tolist():
+        if [row.start for row in rows] != self._arrays.context_lens.tolist():
             return False
         if any([len(tokens) != 1 for tokens in token_lists]) or any([row.sample is None for row in rows]):
             return False
@@ -163,24 +141,6 @@ class Packer:
         if any([min(blocks * size, most) <= row.start for blocks, row in zip(num_blocks, rows, strict=True)]):
             return False
         return self._tables.update(block_lists, num_blocks) is self._table
-
-    def _goes_on(self, rows: FollowingRows) -> bool:
-        """Turn the batch into the next one, if that is these rows."""
-        num_on, num_more = self._num_on + 1, self._num_more
-        if rows.num_on != num_on or rows.run.rows is not self._run_rows or not num_more:
-            return False
-        assert self._ahead is not None
-        self._num_on = num_on
-        self._num_more -= 1
-        self._go_on(self._ahead, rows.token_ids, num_more)
-        return True
-
-    def _go_on(self, ahead: StepsAhead, token_ids: Sequence[int], room: int) -> None:
-        """`room`: steps for which the tables have blocks, this one included."""
-        if not ahead:
-            assert self._table is not None
-            ahead.lay_out(min(room, MOST_AHEAD), self._table, self._block_size)
-        ahead.next(token_ids)
 
     def _check(
         self,
@@ -194,49 +154,47 @@ class Packer:
         if bad.any():
             _refuse(rows[int(bad.argmax())], self._block_size, self._max_model_len)
 
-    def _views(self, sizes: tuple[int, int, int], table: NDArray[np.int32]) -> PackedBatch:
-        if self._batch is not None and sizes == self._sizes and table is self._table:
-            return self._batch
-        num_rows, num_tokens, num_samples = sizes
-        per_row, per_token = self._per_row, self._per_token
+    def _arrays_of(self, sizes: Sizes, table: NDArray[np.int32]) -> BatchArrays:
+        if sizes != self._arrays.sizes or table is not self._table:
+            self._arrays, self._table, self._batch = BatchArrays(sizes), table, None
+            self.next_positions = self._arrays.next_positions
+        return self._arrays
 
-        def tensor(array: NDArray[np.int64] | NDArray[np.int32], size: int) -> Tensor:
-            return torch.from_numpy(array[:size]).to(self._device)
+    def _tensors(self, arrays: BatchArrays, table: NDArray[np.int32]) -> PackedBatch:
+        if self._batch is not None:
+            return self._batch
+
+        def tensor(array: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+            return torch.from_numpy(array).to(self._device)
 
         batch = PackedBatch(
-            tokens=tensor(per_token.tokens, num_tokens),
-            positions=tensor(per_token.positions, num_tokens),
-            query_starts=tensor(per_row.query_starts, num_rows + 1),
-            context_lens=tensor(per_row.context_lens, num_rows),
-            block_tables=tensor(table, num_rows),
-            slot_mapping=tensor(per_token.slots, num_tokens),
-            logit_rows=tensor(per_token.logit_rows, num_samples),
+            tokens=tensor(arrays.tokens),
+            positions=tensor(arrays.positions),
+            query_starts=tensor(arrays.query_starts),
+            context_lens=tensor(arrays.context_lens),
+            block_tables=tensor(table[: arrays.sizes[0]]),
+            slot_mapping=tensor(arrays.slots),
+            logit_rows=tensor(arrays.logit_rows),
         )
         if self._device.type == "cpu":  # elsewhere they are copies
-            self._batch, self._sizes, self._table = batch, sizes, table
+            self._batch = batch
         return batch
-
-
-class _RowArrays:
-    def __init__(self, num_rows: int) -> None:
-        self.starts = np.empty(num_rows, np.int32)
-        self.lengths = np.empty(num_rows, np.int32)
-        self.context_lens = np.empty(num_rows, np.int32)
-        self.query_starts = np.zeros(num_rows + 1, np.int32)
-        self.indices = np.arange(num_rows)
-
-
-class _TokenArrays:
-    def __init__(self, num_tokens: int) -> None:
-        self.tokens = np.empty(num_tokens, np.int64)
-        self.positions = np.empty(num_tokens, np.int64)
-        self.slots = np.empty(num_tokens, np.int64)
-        self.logit_rows = np.empty(num_tokens, np.int64)
 
 
 def pack(rows: Sequence[Row], block_size: int, max_model_len: int, device: torch.device) -> PackedBatch:
     """One batch with memory of its own; otherwise as `Packer.pack`."""
     return Packer(block_size, max_model_len, device).pack(rows)
+
+
+def _logit_rows(rows: Sequence[Row], query_ends: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Of each row that samples the last token, and those before its drafts."""
+    asked = [
+        at
+        for end, row in zip(query_ends.tolist(), rows, strict=True)
+        if row.sample is not None
+        for at in range(end - 1 - row.num_drafts, end)
+    ]
+    return np.array(asked, np.int64)
 
 
 def _refuse(row: Row, block_size: int, max_model_len: int) -> NoReturn:

@@ -68,12 +68,14 @@ class ModelRunner:
             raise ValueError(f"KV pool on {pool.device} does not fit a backend on {backend.device}")
         self._pool = pool
         self._fused = self.decoder.fused
-        self._forward = self._fused or self.decoder.forward
+        # bound methods of what is called in each step: an object's own call takes a longer way
+        self._forward = self.decoder.forward if self._fused is None else self._fused.__call__
         self._num_borrowed = 0  # pieces of all steps so far
         self._packer = Packer(pool.shape[3], self.max_model_len, backend.device)
-        self._choose = TokenChooser(
+        self._chooser = TokenChooser(
             backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
         )
+        self._choose = self._chooser.__call__
 
     def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
         """Compute one step, as `cluster.engine.batch.Runner` says.
@@ -134,7 +136,7 @@ class ModelRunner:
         self, batch: PackedBatch, rows: Sequence[Row], await_history: Callable[[], object] | None
     ) -> tuple[Sequence[TokenOutput | None], Further]:
         specs = [row.sample for row in rows if row.sample is not None]
-        self._choose.prepare(specs)
+        self._chooser.prepare(specs)
         has_scores = any([row.score is not None for row in rows])
         result = self._forward(batch, self._pool, keep_hidden=has_scores)
         if await_history is not None:

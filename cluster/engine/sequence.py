@@ -20,7 +20,7 @@ from cluster.engine.pace import Pace, unpromised
 from cluster.errors import InvalidRequest
 from cluster.ids import Attempt, BlockId, RequestId, RouterId
 from cluster.kv.block_manager import BlockManager
-from cluster.sampling import FinishReason, SamplingParams, finish_reason_at
+from cluster.sampling import FinishReason, SamplingParams, finish_reason_at, looks_back
 
 MAX_TOKEN_ID = 2**32 - 1
 
@@ -48,6 +48,7 @@ class Sequence:
         "block_ids",
         "cache_salt",
         "key",
+        "looks_back",
         "num_cached",
         "num_computed",
         "num_initial",
@@ -89,6 +90,7 @@ class Sequence:
         self.num_prompt_tokens = num_prompt_tokens  # the client's prompt: outputs start here
         self.num_initial = len(token_ids)  # what the router sent: this attempt's own outputs start here
         self.sampling = sampling
+        self.looks_back = looks_back(sampling)
         self.cache_salt = cache_salt
         self.order = order
         self.accepted_s = now
@@ -179,10 +181,12 @@ class Sequence:
         self.output_ids.append(token_id)
         return finish_reason_at(self.sampling, token_id, len(self.output_ids))
 
-    def catch_up(self, num_tokens: int) -> None:
-        """`output_ids` took so many tokens by itself, a step each: the rest of the sequence follows."""
-        self.token_ids += self.output_ids[-num_tokens:]
-        self.advance(num_tokens)
+    def catch_up(self, token_ids: tuple[int, ...]) -> None:
+        """It went on by these, a step each; `output_ids` may have taken them by itself."""
+        if len(self.output_ids) == len(self.token_ids) - self.num_prompt_tokens:
+            self.output_ids += token_ids
+        self.token_ids += token_ids
+        self.advance(len(token_ids))
 
     def finish_reason_of(self, token_id: int) -> FinishReason | None:
         """Why generation would end with this token, or None; the sequence does not change."""

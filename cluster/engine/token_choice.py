@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from cluster.engine.batch import PlainOutputs, SampleSpec
-from cluster.engine.grammar_masks import GrammarMasks
+from cluster.engine.grammar_masks import GrammarMasks, MaskedRows
 from cluster.engine.processors import make_finite
 from cluster.engine.sampler import sample, with_logprobs
 from cluster.sampling import BROKEN_TOKEN_ID, TokenOutput
@@ -29,6 +29,7 @@ class TokenChooser:
         sampler = backend.make_sampler()
         fits = sampler is not None and vocab_size <= sampler.largest_vocabulary
         self._sampler = sampler if fits else None
+        self._sample = None if self._sampler is None else self._sampler.__call__  # bound, as in the runner
         self._grammars = grammars
         self._specs: Sequence[SampleSpec] = ()  # the list that was looked over last
         self._has_grammar = False  # one of those
@@ -51,34 +52,38 @@ class TokenChooser:
         """
         if specs is not self._specs:
             self._specs, self._has_grammar = specs, any([spec.params.grammar for spec in specs])
-        if not self._has_grammar:
-            return self._choose(result, specs, positions)
+        masked = self._mask(result, specs) if self._has_grammar else None
+        if self._sample is None:
+            outputs: Sequence[TokenOutput] = sample(
+                result.logits, specs, np.asarray(positions).tolist(), result.best.tolist()
+            )
+        else:
+            tokens, details, num_broken = self._sample(result, specs, positions)
+            if num_broken:
+                logger.error("NaN or +inf in the logits of %d of %d rows", num_broken, len(specs))
+            outputs = PlainOutputs(tokens)
+            if details:
+                outputs = list(outputs)
+                for row, logprob, top_logprobs in details:
+                    outputs[row] = TokenOutput(tokens[row], logprob, top_logprobs)
+        return outputs if masked is None else _behind_masks(outputs, masked, specs)
+
+    def _mask(self, result: StepResult, specs: Sequence[SampleSpec]) -> MaskedRows:
         if self._grammars is None:
             raise ValueError("a request has a grammar, and there is no vocabulary to follow it with")
-        masked = self._grammars.apply(result, specs)
-        outputs = list(self._choose(result, specs, positions))
-        for row, raw in masked.raw.items():
-            num_logprobs = specs[row].params.num_logprobs
-            assert num_logprobs is not None
-            logits = np.array(raw.float().cpu().numpy())
-            make_finite(logits)
-            outputs[row] = with_logprobs(logits, outputs[row].token_id, num_logprobs)
-        for row in masked.failed:
-            outputs[row] = TokenOutput(BROKEN_TOKEN_ID)
-        return outputs
+        return self._grammars.apply(result, specs)
 
-    def _choose(
-        self, result: StepResult, specs: Sequence[SampleSpec], positions: Positions
-    ) -> Sequence[TokenOutput]:
-        if self._sampler is None:
-            return sample(result.logits, specs, np.asarray(positions).tolist(), result.best.tolist())
-        tokens, details, num_broken = self._sampler(result, specs, positions)
-        if num_broken:
-            logger.error("NaN or +inf in the logits of %d of %d rows", num_broken, len(specs))
-        plain = PlainOutputs(tokens)
-        if not details:
-            return plain
-        outputs = list(plain)
-        for row, logprob, top_logprobs in details:
-            outputs[row] = TokenOutput(tokens[row], logprob, top_logprobs)
-        return outputs
+
+def _behind_masks(
+    chosen: Sequence[TokenOutput], masked: MaskedRows, specs: Sequence[SampleSpec]
+) -> Sequence[TokenOutput]:
+    outputs = list(chosen)
+    for row, raw in masked.raw.items():
+        num_logprobs = specs[row].params.num_logprobs
+        assert num_logprobs is not None
+        logits = np.array(raw.float().cpu().numpy())
+        make_finite(logits)
+        outputs[row] = with_logprobs(logits, outputs[row].token_id, num_logprobs)
+    for row in masked.failed:
+        outputs[row] = TokenOutput(BROKEN_TOKEN_ID)
+    return outputs

@@ -110,9 +110,11 @@ class FrameDecoder(Generic[M]):
                     break
                 try:
                     message = self._decoder.decode(data[start:end])
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
-                    # MemoryError: a header may claim 2**32 elements. RecursionError: nesting is the sender's
-                    # choice.
+                    if (check := getattr(message, "check", None)) is not None:
+                        check()
+                except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
+                    # ValueError: a text that is none, or a `check`. MemoryError: a header may claim 2**32
+                    # elements. RecursionError: nesting is the sender's choice.
                     raise self._fail(f"unreadable frame of {num_bytes} bytes: {error}") from error
                 offset = end
                 yield message

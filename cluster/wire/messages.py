@@ -8,7 +8,8 @@
 5. D → router `Committed` once it can decode, then one `Tokens` or `NextTokens` per step for all its requests.
 6. Router → D `RenewLeases` while waiting; `Finish` or `Abort` to whoever holds state.
 
-Plain frozen values; decoding validates types and refuses unknown tags and fields. Times are durations
+Plain frozen values; decoding validates types and refuses unknown tags and fields. What types cannot say, a
+message has a `check` for: whoever writes it need not pay for that. Times are durations
 in seconds: no process ever compares its clock with another's.
 """
 
@@ -339,7 +340,7 @@ class NextTokens(Message, frozen=True, kw_only=True):
     num_on: int  # steps since its first
     token_ids: list[int]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if len(unpack_run(self.run).requests) != len(self.token_ids):
             raise ValueError("not a token for each request of a `TokenRun`")
 

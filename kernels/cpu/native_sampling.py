@@ -2,7 +2,8 @@
 
 1. Each request's parameters are laid out once (`kernels.cpu.sampling_rules`). While the rows of a step are
    those of the step before, nothing of them is touched again.
-2. Every step writes the positions, and what was generated since where a rule looks at the history.
+2. Positions are read where they lie. Every step writes what was generated since where a rule looks at the
+   history.
 3. One call chooses the tokens; results are read from arrays that grow as needed and are used again.
 """
 
@@ -18,7 +19,6 @@ import torch
 
 from kernels.cpu.checks import check_index
 from kernels.cpu.sampling_rules import History, Rule
-from kernels.draw_kind import is_greedy
 from kernels.ops import (
     MAXIMA_BLOCK,
     ChosenTokens,
@@ -48,17 +48,19 @@ class NativeSampler:
         self._rules: dict[int, Rule] = {}  # by the id of the parameters, which the entry keeps alive
         self._histories: dict[int, History] = {}  # by the id of the request
         self._prompts: dict[int, History] = {}  # one of those, by the id of the prompt's ids
-        self._requests: Sequence[SamplingRequest] = ()  # the list that was looked over last
+        # what was looked over last
+        self._requests: Sequence[SamplingRequest] | None = None
+        self._positions: Positions | None = None
+        self._places = np.empty(0, np.int64)  # those positions, as they are read
         self._chosen = memoryview(b"")  # tokens of those rows
         self._params: list[SamplingParameters] = []  # of the rows the arrays below were written for
         self._row_rules: list[Rule] = []
         self._num_top = 0
         self._detailed: list[tuple[int, int]] = []  # (row, num_logprobs)
-        self._draws = False  # a row's token depends on its position
         self._following: list[int] = []  # rows whose rule looks at the history, or at its length
         self._seen: StepResult | None = None  # what the fields are for; its tensors are never others
         self._vocab_size = self._num_rows = 0  # of that
-        self._fields = (ctypes.c_int64 * 13)()  # `Request` in sampling.cpp
+        self._fields = (ctypes.c_int64 * 14)()  # `Request` in sampling.cpp
         self._address = ctypes.addressof(self._fields)
         self._top_ids = np.empty(0, np.int64)
         self._top_logprobs = np.empty(0, np.float32)
@@ -71,21 +73,8 @@ class NativeSampler:
         TypeError, ValueError: a tensor has another dtype or shape than it must.
         IndexError: an id in `best` names no logit; nothing was chosen.
         """
-        num_rows = len(requests)
-        if result is not self._seen:
-            self._look_over(result)
-        if self._num_rows != num_rows or len(positions) != num_rows:
-            raise ValueError(
-                f"{len(positions)} positions, {num_rows} requests, {self._num_rows} rows of logits"
-            )
-        if requests is not self._requests:
-            self._requests = ()
-            params = [request.params for request in requests]
-            if params != self._params:
-                self._lay_out(params)
-            self._requests = requests
-        if self._draws:
-            self._progress[:num_rows, 0] = positions
+        if requests is not self._requests or positions is not self._positions or result is not self._seen:
+            self._meet(result, requests, positions)
         if self._following:
             self._follow(requests)
         bad = self._library.baton_sample(self._sampler, self._address)
@@ -93,13 +82,33 @@ class NativeSampler:
             best = result.best[-1 - bad]
             raise IndexError(f"`best` names no logit of row {-1 - bad}: {best} of {self._vocab_size}")
         tokens = self._chosen.tolist()
-        details = []
+        details: list[TokenDetail] = []
         num_top = self._num_top
         for row, num_logprobs in self._detailed:
             ids = self._top_ids[row * num_top : row * num_top + min(num_logprobs, self._vocab_size)].tolist()
             values = self._top_logprobs[row * num_top : row * num_top + len(ids)].tolist()
             details.append(TokenDetail(row, float(self._logprobs[row]), tuple(zip(ids, values, strict=True))))
         return tokens, details, bad
+
+    def _meet(self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions) -> None:
+        """What are the very ones of the call before need no look."""
+        self._requests = None
+        if result is not self._seen:
+            self._look_over(result)
+        num_rows = len(requests)
+        if self._num_rows != num_rows or len(positions) != num_rows:
+            raise ValueError(
+                f"{len(positions)} positions, {num_rows} requests, {self._num_rows} rows of logits"
+            )
+        params = [request.params for request in requests]
+        if params != self._params:
+            self._lay_out(params)
+        if positions is not self._positions:
+            self._places = np.ascontiguousarray(positions, np.int64)
+            is_copy = self._places is not positions  # which the next step's are not in
+            self._positions = None if is_copy else positions
+            self._fields[8] = self._places.ctypes.data
+        self._requests = requests
 
     def _look_over(self, result: StepResult) -> None:
         """Check the tensors and write the first fields."""
@@ -130,7 +139,6 @@ class NativeSampler:
         self._chosen = memoryview(self._tokens)[: len(rules)]  # type: ignore[arg-type]
         self._addresses[: len(rules)] = [rule.address for rule in rules]
         self._progress.fill(0)
-        self._draws = not all(map(is_greedy, params))
         self._following = [i for i, rule in enumerate(rules) if rule.needs_history or rule.needs_count]
         self._detailed = [
             (i, rule.num_logprobs) for i, rule in enumerate(rules) if rule.num_logprobs is not None
@@ -159,7 +167,7 @@ class NativeSampler:
             self._prompts = {id(one.request.prompt_ids): one for one in self._histories.values()}
         for row in self._following:
             request = requests[row]
-            self._progress[row, 1] = len(request.output_ids)
+            self._progress[row, 0] = len(request.output_ids)
             if not self._row_rules[row].needs_history:
                 continue
             history = self._histories.get(id(request))
@@ -167,22 +175,21 @@ class NativeSampler:
                 like = self._prompts.get(id(request.prompt_ids))  # drafts differ in their answers alone
                 history = History(request, None if like is None else like.prompt)
                 self._histories[id(request)] = self._prompts[id(request.prompt_ids)] = history
-            self._progress[row, 2:6] = history.follow()
+            self._progress[row, 1:] = history.follow()
 
     def _grow(self, num_rows: int) -> None:
         """Arrays for so many rows."""
         self._addresses = np.zeros(num_rows, np.uintp)
-        # `Progress` in processors.h: position, number of generated ids; addresses, sizes of prompt and output
-        self._progress = np.zeros((num_rows, 6), np.int64)
+        # `Progress` in processors.h: number of generated ids; addresses, sizes of prompt and output
+        self._progress = np.zeros((num_rows, 5), np.int64)
         self._tokens = np.empty(num_rows, np.int64)
         self._logprobs = np.empty(num_rows, np.float32)
         self._point()
 
     def _point(self) -> None:
         """Write the last fields."""
-        self._fields[6:] = [
-            self._addresses.ctypes.data,
-            self._progress.ctypes.data,
+        self._fields[6:8] = [self._addresses.ctypes.data, self._progress.ctypes.data]
+        self._fields[9:] = [
             self._tokens.ctypes.data,
             self._logprobs.ctypes.data,
             self._num_top,

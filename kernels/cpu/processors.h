@@ -28,9 +28,9 @@ struct Rule {
     Ids allowed, ends, bad_words;  // ends: EOS and stop ids; bad_words: each a length and as many ids
 };
 
-// Where a request stands: the position of the token to choose, and its history, which only some rules look at.
+// Where a request stands: its history, which only some rules look at.
 struct Progress {
-    int64_t position, num_generated;
+    int64_t num_generated;
     Ids prompt, output;
 };
 

@@ -25,11 +25,12 @@ struct Request {          // fields of 8 bytes, as `native_sampling.py` writes t
     const float* maxima;  // [num_rows, blocks of size]: the largest of each block; null if they are not known
     const Rule* const* rules;
     const Progress* progress;
-    int64_t* tokens;      // [num_rows]
-    float* logprobs;      // [num_rows]: of the tokens, where asked
-    int64_t num_top;      // the most any rule asks for
-    int64_t* top_ids;     // [num_rows, num_top]
-    float* top_logprobs;  // [num_rows, num_top]
+    const int64_t* positions;  // [num_rows]: of the tokens to choose
+    int64_t* tokens;           // [num_rows]
+    float* logprobs;           // [num_rows]: of the tokens, where asked
+    int64_t num_top;           // the most any rule asks for
+    int64_t* top_ids;          // [num_rows, num_top]
+    float* top_logprobs;       // [num_rows, num_top]
 };
 
 // A random number in [0, 1) with 53 bits, for (seed, position): Philox4x32-10 (Salmon et al., SC'11).
@@ -76,7 +77,7 @@ public:
             processors_.process(scores, size_, rule, progress);
             processed = look_over(scores, processed_maxima_);
         }
-        const int64_t token = choose(processed, rule, progress);
+        const int64_t token = choose(processed, rule, request.positions[index]);
         request.tokens[index] = token;
         if (rule.num_logprobs >= 0)
             log_probabilities(row, token, rule.num_logprobs, request.logprobs + index,
@@ -104,7 +105,7 @@ private:
 
     double* sums() { return reinterpret_cast<double*>(sums_.floats(2 * ceil_div(size_, kBlock))); }
 
-    int64_t choose(const Row& row, const Rule& rule, const Progress& progress) {
+    int64_t choose(const Row& row, const Rule& rule, int64_t position) {
         const float peak = row.scores.values[row.best];
         if (peak == -kInfinity) {
             int64_t lowest = size_;
@@ -113,7 +114,7 @@ private:
             return lowest < size_ ? lowest : 0;
         }
         if (rule.temperature == 0) return row.best;
-        const double u = uniform(uint64_t(rule.seed), uint64_t(progress.position));
+        const double u = uniform(uint64_t(rule.seed), uint64_t(position));
         return draw_token(row.scores, Softmax(peak, float(rule.temperature)), rule, u);
     }
 

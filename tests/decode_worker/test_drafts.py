@@ -152,4 +152,4 @@ def test_a_step_that_went_on_has_the_history_of_all_its_tokens(is_cancelled: boo
     )
     assert sequence.token_ids[-3:] == [7, 8, 9]
     assert sequence.num_remaining == 1
-    assert bench.scheduler.busy
+    assert bench.scheduler.book.busy

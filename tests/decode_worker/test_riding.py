@@ -19,7 +19,7 @@ TARGETS = Targets(ttft_s=2.0, tpot_s=0.05)
 def bench(machine: StepModel = LAPTOP, num_blocks: int = 600, targets: Targets = TARGETS) -> DecodeBench:
     """One that knows its machine."""
     made = DecodeBench(num_blocks, 8, machine=machine, targets=targets)
-    made.scheduler.pacer.calibrated(machine)
+    made.scheduler.book.pacer.calibrated(machine)
     return made
 
 
@@ -104,7 +104,7 @@ def test_a_worker_that_knows_nothing_of_its_machine_learns_it() -> None:
         steps.append(one.now - before_s)
     assert steps[0] > 0.3
     assert max(steps[20:]) < 0.15
-    assert one.scheduler.pacer.steps.error < 0.2
+    assert one.scheduler.book.pacer.steps.error < 0.2
 
 
 def test_targets_that_nobody_can_meet_stop_nobody() -> None:
@@ -151,7 +151,7 @@ def test_whatever_rides_tokens_are_exact_nothing_is_left_and_nobody_waits_foreve
     chunks; blocks are never shared, nor more than there are (the runner and the books check each step)."""
     one = DecodeBench(num_blocks, 8, machine=machine, max_chunk_tokens=most)
     if is_calibrated:
-        one.scheduler.pacer.calibrated(machine)
+        one.scheduler.book.pacer.calibrated(machine)
     for length, max_tokens, ready, tpot_s, ttft_s, is_batch, pause in given:
         one.add(
             prompt(length, length),

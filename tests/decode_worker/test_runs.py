@@ -167,7 +167,7 @@ def test_a_run_of_steps_is_told_in_columns_and_leaves_what_planned_steps_leave(a
             worker.come(f"r{index}", [index] * (3 + index), params, ROUTERS[index // 3])
         for _ in range(20):
             worker.step()
-            step = worker.core._scheduler.step
+            step = worker.core._scheduler.book.step
             assert step is not None
             if asks:
                 assert step.context == worker.core.load().decode_context
@@ -180,6 +180,28 @@ def test_a_run_of_steps_is_told_in_columns_and_leaves_what_planned_steps_leave(a
         assert one.num_computed == other.num_computed
         assert on.told[one.request].outputs == planned.told[one.request].outputs
     assert on.core.load().decode_context == planned.core.load().decode_context
+
+
+def test_histories_that_nobody_looks_at_wait_until_somebody_does() -> None:
+    worker = Worker(True, 99, 4)
+    for index in range(4):
+        params = SamplingParams(max_tokens=60, seed=1 + 4 * index, min_tokens=index % 2)
+        worker.come(f"r{index}", [index], params, ROUTERS[index // 2])
+    scheduler = worker.core._scheduler
+    most_lacking = 0
+    for _ in range(30):
+        worker.step()
+        step = scheduler.book.unsettled
+        assert step is not None
+        for sequence, _ in step.rows:
+            num_lacking = len(worker.told[sequence.request].outputs) - len(sequence.output_ids)
+            assert num_lacking == (0 if sequence.looks_back else len(step.behind))
+            most_lacking = max(most_lacking, num_lacking)
+    assert most_lacking > 3
+    for sequence in scheduler.sequences():
+        outputs = worker.told[sequence.request].outputs
+        assert sequence.output_ids == [output.token_id for output in outputs]
+        assert sequence.token_ids[1:] == sequence.output_ids
 
 
 def test_what_steps_took_is_told_alike_whether_it_was_booked_at_once_or_together() -> None:
@@ -245,14 +267,14 @@ def test_a_step_that_nothing_was_said_of_but_tokens_is_not_mistaken_for_one_with
     for _ in range(3):
         worker.step()
     scheduler = worker.core._scheduler
-    assert scheduler.go_on(StepOutput((TokenOutput(3, -0.5),), 0.01), 1.0) is None
+    assert scheduler.book.go_on(StepOutput((TokenOutput(3, -0.5),), 0.01), 1.0) is None
     drafted = StepOutput(PlainOutputs([3]), 0.01, further={0: (TokenOutput(4),)}, num_drafted=1)
-    assert scheduler.go_on(drafted, 1.0) is None
+    assert scheduler.book.go_on(drafted, 1.0) is None
     indices = []
     for output in (StepOutput(PlainOutputs([9]), 0.01), drafted, StepOutput(PlainOutputs([9]), 0.01)):
         (sequence,) = scheduler.sequences()
         indices.append(sequence.num_generated)
-        told = scheduler.go_on(output, 1.0)
+        told = scheduler.book.go_on(output, 1.0)
         if told is None:
             scheduler.account(output, 1.0, went_on=True)
         else:

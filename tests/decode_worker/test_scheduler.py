@@ -57,7 +57,7 @@ def test_chunks_have_a_bound_whatever_the_time() -> None:
     bench.add(list(range(20)), 2, ready=False)
     bench.add(list(range(9)), 2, ready=False)
     while (plan := bench.scheduler.plan(0.0)) is not None:
-        step = bench.scheduler.step
+        step = bench.scheduler.book.step
         assert step is not None
         assert sum(len(row.token_ids) for row in plan.rows[step.num_decode_rows :]) <= 3
         bench.scheduler.account(bench.runner.finish(plan), 0.0)
@@ -208,7 +208,7 @@ def test_a_step_does_not_go_on_past_the_last_block(is_plain: bool) -> None:
     for _ in range(3):
         answers.append((bench.scheduler.decode_context, bench.scheduler.may_go_on()))
         if is_plain:
-            assert bench.scheduler.go_on(StepOutput(PlainOutputs([9]), 0.001), 0.0)
+            assert bench.scheduler.book.go_on(StepOutput(PlainOutputs([9]), 0.001), 0.0)
         else:
             bench.scheduler.account(StepOutput((TokenOutput(9),), 0.001), 0.0, went_on=True)
     assert answers == [(6, True), (7, True), (8, False)]
@@ -239,7 +239,7 @@ def test_what_is_cancelled_in_a_step_that_went_on_keeps_its_blocks_until_the_nex
     bench.scheduler.cancel(second)  # before its token is booked: it has none
     new = bench.scheduler.account(output, 0.0, went_on=True)
     assert [one.sequence for one in new] == [first]
-    assert bench.scheduler.busy
+    assert bench.scheduler.book.busy
     assert bench.blocks.counts().used == 8  # both are written to
     tokens = bench.scheduler.account(StepOutput((TokenOutput(9), TokenOutput(9)), 0.001), 0.0)
     assert [one.sequence for one in tokens] == [first]

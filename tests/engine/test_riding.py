@@ -29,7 +29,7 @@ def serve(
     """Six requests, `pause` steps apart: what each got, and the lengths of the chunks that were computed."""
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, "m")
     scheduler = DecodeScheduler(DecodeSchedulerConfig(max_chunk_tokens=most), blocks)
-    scheduler.pacer.calibrated(machine)
+    scheduler.book.pacer.calibrated(machine)
     runner = make_runner(prepared, num_blocks=NUM_BLOCKS)
     outputs: dict[str, list[TokenOutput]] = {}
     chunks: set[int] = set()

@@ -16,7 +16,7 @@ from cluster.engine.batch import SampleSpec
 from cluster.engine.philox import uniform
 from cluster.engine.sampler import sample
 from cluster.engine.token_choice import TokenChooser
-from cluster.sampling import SamplingParams, TokenOutput
+from cluster.sampling import SamplingParams, TokenOutput, looks_back
 from kernels.cpu.backend import CpuBackend
 from kernels.ops import MAXIMA_BLOCK, StepResult
 from kernels.reference import ReferenceBackend
@@ -101,6 +101,50 @@ def test_equal_on_anything(choose, rows, size, position):
     specs = [spec(prompt, output, **params) for _, params, prompt, output in rows]
     with np.errstate(over="ignore"):
         both(choose, logits, specs, [position + i for i in range(len(rows))])
+
+
+LOOKING_BACK = {
+    "min_tokens",
+    "bad_words_ids",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+}
+
+
+@settings(max_examples=100)
+@given(
+    values=st.lists(numbers, min_size=1, max_size=VOCAB),
+    params=st.one_of(
+        parameters,
+        parameters.map(lambda one: {name: one[name] for name in one.keys() - LOOKING_BACK}),
+    ),
+    prompt=history,
+    output=history,
+)
+def test_who_does_not_look_back_needs_no_history(choose, values, params, prompt, output):
+    logits = np.array([values], np.float32)
+    whole, empty = spec(prompt, output, **params), spec(prompt, (), **params)
+    if not looks_back(whole.params):
+        with np.errstate(over="ignore"):
+            assert both(choose, logits, [whole], [7]) == both(choose, logits, [empty], [7])
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_positions_in_an_array_are_read_anew_in_each_step(choose, dtype, stride):
+    """Whatever is the very object of the step before."""
+    logits = torch.from_numpy(make_rows("flat", 9, VOCAB))
+    specs, result = [spec(seed=i) for i in range(9)], result_of(logits)
+    positions = np.arange(9 * stride, dtype=dtype)[::stride]
+    chosen = []
+    for _ in range(5):
+        chosen.append(choose(result, specs, positions))
+        assert chosen[-1] == sample(logits, specs, positions.tolist())
+        positions += 1
+    assert chosen[0] != chosen[1]
+    others = positions[:]
+    assert choose(result, specs, others) == choose(result, specs, positions.tolist())
 
 
 KINDS = ["normal", "peaked", "flat", "ties", "constant", "masked", "bad numbers", "far apart"]

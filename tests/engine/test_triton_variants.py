@@ -81,7 +81,7 @@ def test_a_warm_worker_compiles_nothing_more(
     spec = prepared.spec
     shape = (24, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
     runner = ModelRunner(prepared, torch.zeros(shape), backend, 256)
-    for part in (runner.decoder.fused, runner._choose._sampler):  # as on a GPU
+    for part in (runner.decoder.fused, runner._chooser._sampler):  # as on a GPU
         part._is_compiled = False  # type: ignore[union-attr]
     variants = Variants(monkeypatch)
     runner.warm_up()

@@ -297,7 +297,7 @@ class SimulatedPair:
             sequences = [attempt.sequence for attempt in core._attempts]
         else:
             sequences = list(core._scheduler.sequences())
-            step = core._scheduler.step
+            step = core._scheduler.book.step
             sequences += [s for s, _ in step.rows if s.key in step.cancelled] if step is not None else []
             for lease in core._leases.values():
                 owners.update(lease.sequence.block_ids)

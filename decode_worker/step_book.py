@@ -1,0 +1,102 @@
+"""The step in flight on a decode worker, and what steps took: for the step model, and for gauges.
+
+1. `begin` opens a step that was planned, `end` and `fail` close it.
+2. A step that nothing waits for may have gone on to the next one with the same rows. Mostly all there is then
+   is a token each: `go_on` tells it, and the rest is booked for all such steps together when somebody is
+   about to look (`settle`). Otherwise `went_on` books it at once.
+"""
+
+from __future__ import annotations
+
+from cluster.engine.batch import StepOutput
+from cluster.engine.pacing import Pacer
+from cluster.step_model import StepWork
+from cluster.worker_io import Action
+from decode_worker.decode_step import DecodeStep
+from decode_worker.step_meter import StepMeter
+
+
+class StepBook:
+    """Its scheduler is the only writer. Whatever it hands out is settled."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._meter = StepMeter()
+        self._step: DecodeStep | None = None  # in flight
+
+    @property
+    def busy(self) -> bool:
+        """A step is in flight."""
+        return self._step is not None
+
+    @property
+    def step(self) -> DecodeStep | None:
+        """In flight."""
+        self.settle()
+        return self._step
+
+    @property
+    def unsettled(self) -> DecodeStep | None:
+        """In flight, for those who ask neither what it has brought nor of its sequences."""
+        return self._step
+
+    @property
+    def pacer(self) -> Pacer:
+        self.settle()
+        return self._pacer
+
+    @property
+    def meter(self) -> StepMeter:
+        self.settle()
+        return self._meter
+
+    def begin(self, step: DecodeStep, work: StepWork, now: float) -> None:
+        self._step = step
+        self._pacer.begin(work, now)
+
+    def end(self, output: StepOutput, now: float) -> DecodeStep:
+        """The step in flight has ended, and no other is."""
+        step = self._closed()
+        self._meter.add(step, output)
+        self._pacer.end(output.compute_s, now, is_typical=not output.num_drafted)
+        return step
+
+    def fail(self) -> DecodeStep:
+        """The step in flight raised."""
+        step = self._closed()
+        self._meter.num_steps += 1
+        self._pacer.drop()
+        return step
+
+    def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
+        """What to tell of a step that went on; None, and nothing changes, if that is more than a token of
+        each row."""
+        assert self._step is not None
+        return self._step.go_on(output, now)  # when its rows had a token last is told when the run ends
+
+    def went_on(self, output: StepOutput, now: float) -> None:
+        """The same rows are in flight again, with their tokens of `output`, perhaps several of a row."""
+        step = self.step
+        assert step is not None
+        self._meter.add(step, output)
+        step.went_on(len(step.rows) + sum(map(len, output.further.values())))
+        self._pace_on(step, output, now)
+
+    def settle(self) -> None:
+        """Somebody is about to look at what a run leaves behind: its sequences, and what its steps took."""
+        step = self._step
+        if step is None or not step.behind:
+            return
+        for output, now in step.settle():
+            step.context += len(step.rows)
+            self._meter.add(step, output)
+            self._pace_on(step, output, now)
+
+    def _closed(self) -> DecodeStep:
+        step, self._step = self.step, None
+        assert step is not None
+        return step
+
+    def _pace_on(self, step: DecodeStep, output: StepOutput, now: float) -> None:
+        work = StepWork(len(step.rows), step.context)
+        self._pacer.go_on(output.compute_s, work, now, is_typical=not output.num_drafted)
