@@ -43,7 +43,7 @@ class GgufReader(gguf.GGUFReader):  # type: ignore[misc]  # the package is untyp
         """Where `length` elements of `kind` end that begin at `offset`."""
         if kind != Kind.STRING:
             return self._inside(offset + length * np.dtype(self.gguf_scalar_to_np[kind]).itemsize)
-        bytes_of_file = memoryview(self._view)
+        bytes_of_file = self._view.data
         is_little = (sys.byteorder == "little") == (self.byte_order == "I")
         for _ in range(length):
             start = self._inside(offset + 8)

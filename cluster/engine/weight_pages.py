@@ -13,7 +13,7 @@ A decode step of one sequence reads every weight once, so with small pages it tr
    processes map is never dropped.
 4. Last, a kernel that puts pages of files together is asked to (Linux 6.1 with READ_ONLY_THP_FOR_FS).
 
-Huge pages are advice: where they cannot be had, small ones serve, with the same bits. A file that has no whole
+Huge pages are advice: where they cannot be had, small ones serve, with the same bits. A file without a whole
 one is mapped and no more.
 """
 

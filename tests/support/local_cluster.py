@@ -20,6 +20,7 @@ from tests.support.processes import LocalCluster as Processes
 
 POOL_BYTES = 64 << 20
 
+
 class LocalCluster:
     """Roles by name ("router-0", "prefill-0", "decode-0", ...), and requests over HTTP."""
 
