@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFReader
 
+from cluster.engine.gguf_reader import GgufReader
 from kernels.coded import BLOCK_SIZE, CodedMatrix
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -24,7 +24,7 @@ _PACKED_BITS = {Type.Q4_0: 5.0, Type.Q4_1: 5.0, Type.Q5_0: 8.5, Type.Q8_0: 8.5} 
 def kept_bits(file: Path) -> float | None:
     """Per weight of a file's matrices, in the mean, where kernels keep codes: other types become 16 bits.
     None if no matrix has codes."""
-    matrices = [tensor for tensor in GGUFReader(file).tensors if len(tensor.shape) == 2]
+    matrices = [tensor for tensor in GgufReader(file).tensors if len(tensor.shape) == 2]
     if not any(tensor.tensor_type in _PACKED_BITS for tensor in matrices):
         return None
     bits = sum(_PACKED_BITS.get(one.tensor_type, 16.0) * int(one.n_elements) for one in matrices)

@@ -13,28 +13,10 @@ from torch import Tensor
 
 from cluster.engine.gguf_codes import take_apart
 from cluster.engine.gguf_config import ROPE_FACTORS, hf_config, hf_tensor_name, interleaved_heads
+from cluster.engine.gguf_reader import GgufReader
 from cluster.engine.weights import EMBEDDING, Shape
 from cluster.errors import ModelError
 from kernels.coded import CodedMatrix
-
-_SKIP = (
-    "tokenizer.ggml.tokens",
-    "tokenizer.ggml.merges",
-    "tokenizer.ggml.scores",
-    "tokenizer.ggml.token_type",
-)
-
-
-class _Reader(gguf.GGUFReader):  # type: ignore[misc]  # the package is untyped
-    """Over a plain view of the mapped file: a vocabulary is 100,000 slices, each dear for `np.memmap`."""
-
-    @property
-    def data(self) -> np.ndarray[Any, Any]:
-        return self._view
-
-    @data.setter
-    def data(self, mapped: np.ndarray[Any, Any]) -> None:
-        self._view = np.asarray(mapped)
 
 
 class GgufSource:
@@ -48,12 +30,10 @@ class GgufSource:
         """
         self.path = str(file)
         try:
-            reader = _Reader(file)
+            reader = GgufReader(file)
         except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
             raise ModelError(f"{file}: not a readable GGUF file, perhaps truncated: {error}") from error
-        self._metadata: dict[str, Any] = {
-            name: field.contents() for name, field in reader.fields.items() if name not in _SKIP
-        }
+        self._metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         self._tensors = {hf_tensor_name(t.name): t for t in reader.tensors if t.name != ROPE_FACTORS}
         self._shapes: dict[str, Shape] = {
             name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()

@@ -13,7 +13,8 @@ A decode step of one sequence reads every weight once, so with small pages it tr
    processes map is never dropped.
 4. Last, a kernel that puts pages of files together is asked to (Linux 6.1 with READ_ONLY_THP_FOR_FS).
 
-Huge pages are advice: where they cannot be had, small ones serve, with the same bits.
+Huge pages are advice: where they cannot be had, small ones serve, with the same bits. A file without a whole
+one is mapped and no more.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def map_file_huge(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     Raises:
         ConfigError: it cannot be mapped.
     """
+    if num_bytes < HUGE_PAGE_BYTES:
+        return _read(fd, num_bytes)
     whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     with _alone(fd):
         buffer = _read(fd, num_bytes)
@@ -76,7 +79,9 @@ def map_file_huge(fd: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
             buffer = _read(fd, num_bytes)
             if _huge_bytes(buffer) < _ENOUGH * whole:
                 collapse(buffer)
-    logger.debug("%d of %d MiB of weights are on huge pages", _huge_bytes(buffer) >> 20, num_bytes >> 20)
+    if logger.isEnabledFor(logging.DEBUG):
+        huge = _huge_bytes(buffer)
+        logger.debug("%d of %d MiB of weights are on huge pages", huge >> 20, num_bytes >> 20)
     return buffer
 
 
@@ -110,6 +115,8 @@ def _huge_bytes(buffer: ctypes.Array[ctypes.c_char]) -> int:
         with open("/proc/self/smaps") as lines:
             for line in lines:
                 if line[0] in "0123456789abcdef":
+                    if is_it:
+                        break
                     is_it = line.startswith(start)
                 elif is_it and line.startswith(("FilePmdMapped:", "ShmemPmdMapped:")):
                     kilobytes += int(line.split()[1])

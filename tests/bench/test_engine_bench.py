@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,13 +227,16 @@ def test_a_profile_says_work_waits_and_rates() -> None:
 
 
 @pytest.mark.parametrize("formats", [BF16, Formats(Dtype.BF16, Quantization.INT8, kv_int8=True)])
-def test_a_small_model_is_measured_and_profiled(formats: Formats, tmp_path: Path) -> None:
+def test_a_small_model_is_measured_and_profiled(
+    formats: Formats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "measured_rates", functools.cache(measured_rates))  # a second each
     model = str(write_tiny_model(tmp_path / "model"))
-    engine = Engine.load(model, formats, 2, pool_bytes=0, cache_dir=tmp_path / "cache")
+    loaded = Engine.load(model, formats, 2, pool_bytes=0, cache_dir=tmp_path / "cache")
     cases = [decode(3, 64), Case("prefill", 1, 16, 16)]
-    result = measure(engine, cases, budget_s=0.0)
+    result = measure(loaded, cases, budget_s=0.0)
     assert [step["name"] for step in result["steps"]] == ["decode 3 x 64", "prefill"]
     assert all(step["step_ms"] > 0 for step in result["steps"])
     assert len(table(result).splitlines()) == 4
-    text = profile_case(engine.runner, engine.spec, engine.reads, cases[0], engine.step(cases[0]), 0.0)
+    text = profile_case(loaded.runner, loaded.spec, loaded.reads, cases[0], loaded.step(cases[0]), 0.0)
     assert {line[:24].strip() for line in text.splitlines()} >= set(STAGES)

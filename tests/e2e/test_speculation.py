@@ -79,7 +79,7 @@ def streamed(cluster: LocalCluster, body: dict[str, Any]) -> tuple[str, list[int
 )
 def test_answers_are_those_without_speculation(formats: dict[str, Any], prefill: int) -> None:
     with local_cluster(prefill=0, speculation="off", **formats) as cluster:
-        expected = answers(cluster, 1)
+        expected = answers(cluster, len(BODIES))
         assert cluster.metric("baton_spec_decode_num_draft_tokens_total") == 0
         plain = streamed(cluster, BODIES[0])
     with local_cluster(prefill=prefill, **formats) as cluster:

@@ -103,8 +103,16 @@ def make_backend(isa: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q8_0], ids=str)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("isa", "kind", "tied"),  # every pair of them
+    [
+        ("avx512-bf16", Type.Q4_1, True),
+        ("avx512-bf16", Type.Q8_0, False),
+        ("amx", Type.Q4_1, False),
+        ("amx", Type.Q8_0, True),
+    ],
+    indirect=["isa"],
+)
 def test_a_model_gives_the_same_bits_in_every_form(
     kind: Type, tied: bool, checkpoint: Any, prepare: Any, make_backend: Any, tmp_path: Path
 ) -> None:

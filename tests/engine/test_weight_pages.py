@@ -125,6 +125,16 @@ def test_a_system_that_says_nothing_of_pages_still_reads(
     os.close(fd)
 
 
+def test_of_a_file_without_a_whole_huge_page_nobody_asks_for_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_pages, "_huge_bytes", None)
+    num_bytes = HUGE_PAGE_BYTES - 1
+    fd = written(tmp_path / "weights", num_bytes, num_bytes)
+    assert bytes(map_file_huge(fd, num_bytes)) == pattern(num_bytes)
+    os.close(fd)
+
+
 def test_what_cannot_be_mapped_says_so(tmp_path: Path) -> None:
     fd = written(tmp_path / "weights", 10, 10)
     os.close(fd)
@@ -135,14 +145,14 @@ def test_what_cannot_be_mapped_says_so(tmp_path: Path) -> None:
 def test_who_holds_the_file_is_waited_for_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "weights"
-    fd, other = written(path, 5000, 5000), os.open(path, os.O_RDONLY)
+    path, num_bytes = tmp_path / "weights", HUGE_PAGE_BYTES + 5
+    fd, other = written(path, num_bytes, num_bytes), os.open(path, os.O_RDONLY)
     monkeypatch.setattr(weight_pages, "_PATIENCE_S", 0.05)
     with descriptor_lock(other, 1.0):
-        assert bytes(map_file_huge(fd, 5000)) == pattern(5000)
+        assert bytes(map_file_huge(fd, num_bytes)) == pattern(num_bytes)
     os.close(fd)
     fd = os.open(path, os.O_RDONLY)
-    assert bytes(map_file_huge(fd, 5000)) == pattern(5000)
+    assert bytes(map_file_huge(fd, num_bytes)) == pattern(num_bytes)
     with descriptor_lock(other, 1.0):  # it was let go of, though the file is still open
         pass
     os.close(fd)

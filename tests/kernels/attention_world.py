@@ -64,10 +64,10 @@ class World:
             k, v = (dequantize_kv(rows) if kv_int8 else rows.float() for rows in kept)
             blocks = [free.pop() for _ in range(-(-length // block_size))]
             sequence = Sequence(q.to(dtype), k, v, blocks)
-            for position in range(length):
-                block, offset = blocks[position // block_size], position % block_size
-                for which, rows in enumerate(kept):
-                    self.pool[block, LAYER, which, offset] = rows[position]
+            positions = torch.arange(length)
+            places = torch.tensor(blocks, dtype=torch.long)[positions // block_size], positions % block_size
+            for which, rows in enumerate(kept):
+                self.pool[places[0], LAYER, which, places[1]] = rows
             self.sequences.append(sequence)
 
     def attend(self, backend, spans: list[tuple[int, int, int]]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -15,13 +16,14 @@ from cluster.slo_classes import Targets
 from cluster.step_model import StepModel
 from cluster.wire.messages import Role
 from router.planner import Kind, best_roles
-from router.role_shifts import Member, RoleShifts, Shift, ShiftSettings
+from router.role_shifts import Member, Question, RoleShifts, Shift, ShiftSettings
 
 H100 = StepModel(0.9e-3, 5.0e-3, 19.1e-6, 46.8e-9, 1.05e-9)
 H20 = StepModel(0.9e-3, 4.2e-3, 128e-6, 39.2e-9, 7.0e-9)
 TARGETS = Targets(0.5, 0.025)
 OUTPUT_HEAVY, PROMPT_HEAVY = (200, 800), (8000, 20)
 SETTINGS = ShiftSettings()
+answer_of = functools.cache(Question.answer)  # all that it depends on is in the question
 
 
 @dataclass
@@ -50,7 +52,7 @@ class World:
             question = self.shifts.question(self.members, self.now)
             if question is None:
                 continue
-            shift = self.shifts.take(question.answer(), self.members, self.now)
+            shift = self.shifts.take(answer_of(question), self.members, self.now)
             if shift is not None:
                 self.begin(shift)
 

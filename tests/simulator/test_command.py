@@ -43,7 +43,7 @@ QUICK = {
     "try without end": 0,
     "leave requests with dead workers": 0,
     "let leases live for ever": 21,
-    "grant more places than there are": 60,
+    "grant more places than there are": 88,
     "admit before a limit was leased": 7,
     "resume from the prompt alone": 0,
     "let go without telling the workers": 6,

@@ -18,6 +18,8 @@ from cluster.config import ClusterConfig, PlacementName
 from tests.support.plain_http import plain_async_client, plain_client
 from tests.support.processes import LocalCluster as Processes
 
+POOL_BYTES = 64 << 20
+
 
 class LocalCluster:
     """Roles by name ("router-0", "prefill-0", "decode-0", ...), and requests over HTTP."""
@@ -140,10 +142,15 @@ def local_cluster(
     """A cluster that serves, one compute thread per worker. `settings` are those of `ClusterConfig`.
 
     Unless told otherwise every prompt is computed by a prefill worker, so that KV moves in every test: the
-    elastic placement would keep most of these small ones where they decode.
+    elastic placement would keep most of these small ones where they decode. Pools are small, too: each worker
+    touches all of its own before it is ready.
     """
     config = ClusterConfig(
-        model=str(model), port=free_port(), threads_per_worker=1, placement=placement, **settings
+        model=str(model),
+        port=free_port(),
+        threads_per_worker=1,
+        placement=placement,
+        **{"prefill_kv_bytes": POOL_BYTES, "decode_kv_bytes": POOL_BYTES} | settings,
     )
     with Processes(config, start_timeout_s=120.0) as processes:
         yield LocalCluster(processes)
