@@ -1,4 +1,4 @@
-"""Scores to weights: nothing hidden counts, nothing subnormal is made, and a row is what it is among others."""
+"""Scores to weights: what is hidden does not count, nothing is subnormal, a row is the same among others."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def widened(weights: NDArray[np.uint16]) -> Floats:
 
 @pytest.mark.parametrize("first", [0, 1, 30, 33, 100, 112])
 def test_weights_are_of_what_a_row_sees(library, first):
-    """Rows see one key more each; scores of keys that none sees, and so of memory nobody wrote, are no numbers."""
+    """Rows see one key more each; scores of the others, perhaps of memory nobody wrote, are no numbers."""
     draw = np.random.default_rng(first)
     scores = draw.normal(scale=40, size=(MOST_ROWS, PARTITION_SIZE)).astype(np.float32)
     visible = [max(1, first + row) for row in range(MOST_ROWS)]

@@ -10,7 +10,7 @@ from kernels.cpu import build
 
 
 def compiled(source: Path, target: Path, machine: str = "native") -> ctypes.CDLL:
-    """`source` as a library for `machine` in the directory `target`; fast to make, not fast, and free of warnings."""
+    """`source` for `machine` as a library in `target`; fast to make, not fast, free of warnings."""
     path = target / f"{source.stem}.so"
     flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-march=native")]
     command = [
