@@ -28,8 +28,8 @@ _CODED: Final = {  # bytes per element, scales and minima included; the most row
     # decoded weights: `kFusedRows`, `kAmxCodedRows`
     WeightKind.NIBBLES: (20 / 32, 8),
     WeightKind.BYTES: (34 / 32, 8),
-    WeightKind.AMX_NIBBLES: (20 / 32, 32),
-    WeightKind.AMX_BYTES: (34 / 32, 32),
+    WeightKind.AMX_NIBBLES: (20 / 32, 128),
+    WeightKind.AMX_BYTES: (34 / 32, 128),
 }
 _KIND, _EXPANDED = 5, 6  # where `PackedHeader` has them, in words of 64 bits
 

@@ -6,8 +6,9 @@
 4. `StepDone` or `StepFailed` is scheduled on the loop. After a `DeviceLost`, `on_stuck` is called as well.
 5. With leave given before (`allow`), the thread goes on to the next step at once, if it is the same rows'
    (`cluster.engine.following`): what follows a step on the loop, and its message, then cost no time between
-   steps. Its tokens are sampled when the loop has dealt with the step before: histories are complete then.
-   What it waits for that is no time that it computed (`StepOutput.compute_s`).
+   steps. Its tokens are sampled when the loop has dealt with the step before: histories that somebody
+   looks at are complete then (`Runner.run`). What it waits for that is no time that it computed
+   (`StepOutput.compute_s`).
 6. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
 7. `close` returns when the thread has ended, and with it the model. The interpreter ends a thread that still

@@ -51,7 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def looks_back(params: SamplingParams) -> bool:
     """Whether the tokens generated so far decide more about the next one, or whether it is the last, than the
-    model does: the history is to be complete when that is chosen."""
+    model does (`max_tokens` apart, which whoever goes on counts): the history is to be complete when that is
+    chosen."""
     return bool(
         params.min_tokens
         or params.grammar

@@ -116,8 +116,8 @@ class DecodeStep:
         return told
 
     def settle(self) -> list[tuple[StepOutput, float]]:
-        """Sequences are as their histories say: before anybody else reads or writes them. The steps that were
-        `behind`."""
+        """Sequences take the tokens of the steps `behind`: before anybody else reads or writes them. What
+        these steps told, and when."""
         if not self.behind:
             return []
         settled, self.behind = self.behind, []

@@ -69,8 +69,9 @@ def following_plan(plan: StepPlan, output: StepOutput) -> StepPlan | None:
     """The plan in which each row of `plan`, which has no drafts itself, brings its last token of `output`,
     and samples again. None: a row has no token, ends with it, or drafts have filled its blocks.
 
-    The histories of `plan` do not hold the tokens of `output` yet, but all before. Its block tables must have
-    room for one more.
+    The histories of `plan` do not hold the tokens of `output` yet, but all before where the request looks
+    back; others may lack more of a run, whose length is bounded by its `num_steps`. Its block tables must
+    have room for one more.
     """
     if output.further:
         return _after_drafts(plan, output)
@@ -114,7 +115,7 @@ def _after_drafts(plan: StepPlan, output: StepOutput) -> StepPlan | None:
 
 
 def _ends(spec: SampleSpec, token_id: int, num_new: int = 1) -> bool:
-    """Whether `token_id`, the last of `num_new` that are not in its history, ends a request."""
+    """Whether `token_id`, the last of at least `num_new` that are not in its history, ends a request."""
     return finish_reason_at(spec.params, token_id, len(spec.output_ids) + num_new) is not None
 
 

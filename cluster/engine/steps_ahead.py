@@ -47,6 +47,6 @@ class StepsAhead:
         np.add(positions, 1, out=next_positions)
         context_lens[:] = next_positions
         blocks, within = np.divmod(positions, block_size)
-        np.multiply(table[np.arange(num_rows), blocks], block_size, out=slots)
+        np.multiply(table[np.arange(num_rows), blocks], block_size, out=slots, dtype=np.int64)
         slots += within
         self._steps = [step.tobytes() for step in steps[::-1]]

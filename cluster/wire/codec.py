@@ -74,7 +74,8 @@ class FrameDecoder(Generic[M]):
         Exhaust the iterator before the next `feed`.
 
         Raises (while iterating, after every message before the fault):
-            ProtocolError: an oversized length, an unknown tag or field, a wrong type, or no MessagePack.
+            ProtocolError: an oversized length, an unknown tag or field, a wrong type, no MessagePack, or what
+                the message's own `check` refuses.
         """
         if not self._buffer:  # nearly always: most reads bring whole frames
             return self._messages(data)

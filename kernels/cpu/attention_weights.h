@@ -1,8 +1,7 @@
 // A row's scores of one partition to weights of its values, and what the row keeps of it: a running maximum and sum.
 //
 // Where weights are fp32, so is what `exp` computes. Where they end as bf16 or as 15-bit integers (`attention_bytes.h`), a
-// power of two with a shorter polynomial does, to 4e-6. At most one vector is computed beyond those that hold keys
-// that the row sees; weights after them are 0.
+// power of two with a shorter polynomial does, to 4e-6. Of keys that a row does not see weights are 0.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +41,7 @@ inline Vec power_of_two(Vec t) {
     return Vec(_mm512_maskz_scalef_ps(is_normal, __m512(p), __m512(whole)));
 #else
     for (int64_t l = 0; l < kWidth; ++l)
-        p[l] = t[l] >= least ? std::ldexp(p[l], int(whole[l])) : t[l] < least ? 0.0f : t[l];
+        p[l] = t[l] < least ? 0.0f : whole[l] <= 0.0f ? std::ldexp(p[l], int(whole[l])) : t[l];
     return p;
 #endif
 }
@@ -125,8 +124,8 @@ inline float softmax_row(float* scores, int64_t visible, float& running_max, flo
 }
 
 // The same of up to kMostWeighed rows at once, to bf16 elsewhere: 2^(score * unit - max), the maximum being of scores times
-// the unit. Weights of the first `num_keys` keys are written (a multiple of 2 * kWidth, no fewer than a row sees); who sees
-// none of them keeps what it has. `running_max` and the like are read and written up to kMostWeighed.
+// the unit. Weights of the first `num_keys` keys are written (a multiple of 2 * kWidth, no fewer than a row sees); no row
+// sees fewer than the first one, and who sees none of them keeps what it has. `running_max` and the like are read and written up to kMostWeighed.
 constexpr int64_t kMostWeighed = 16;
 template <typename Visible>
 inline void weigh_rows(float* scores, bf16* weights, int64_t num_rows, const Visible& visible, int64_t num_keys, float unit,

@@ -6,7 +6,7 @@
 // 3. A row: bad numbers mended and `processors.h`, on a copy where there is anything to change; then temperature,
 //    top-k, top-p, min-p and one draw by `selection.h`; then log-probabilities of the raw row.
 //
-// A token is a function of its row, rule and progress: no arithmetic meets another row, and sums are exact.
+// A token is a function of its row, rule, progress and position: no arithmetic meets another row, and sums are exact.
 #include "processors.h"
 #include "selection.h"
 #include "team.h"

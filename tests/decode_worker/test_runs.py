@@ -34,10 +34,10 @@ class Told:
 class Worker:
     """A decode core and its engine. `goes_on`: as it has leave to, or never."""
 
-    def __init__(self, goes_on: bool, num_blocks: int, block_size: int) -> None:
+    def __init__(self, goes_on: bool, num_blocks: int, block_size: int, speculates: bool = False) -> None:
         self.goes_on = goes_on
         self.blocks = BlockManager(num_blocks, block_size, "m")
-        self.core = DecodeCore(DecodeConfig(block_bytes=1), self.blocks)
+        self.core = DecodeCore(DecodeConfig(block_bytes=1, speculates=speculates), self.blocks)
         self.oracles: dict[RequestId, Oracle] = {}
         self.runner = ScriptedRunner(TagPool(num_blocks, block_size), self.oracles)
         self.told: dict[RequestId, Told] = {}
@@ -202,6 +202,22 @@ def test_histories_that_nobody_looks_at_wait_until_somebody_does() -> None:
         outputs = worker.told[sequence.request].outputs
         assert sequence.output_ids == [output.token_id for output in outputs]
         assert sequence.token_ids[1:] == sequence.output_ids
+
+
+def test_histories_that_drafts_come_of_do_not_wait() -> None:
+    worker = Worker(True, 99, 4, speculates=True)
+    for index in range(3):
+        worker.come(f"r{index}", [index], SamplingParams(max_tokens=60, seed=1 + 4 * index), ROUTERS[0])
+    most_behind = 0
+    for _ in range(30):
+        worker.step()
+        step = worker.core._scheduler.book.unsettled
+        assert step is not None
+        most_behind = max(most_behind, len(step.behind))
+        for sequence, _ in step.rows:
+            outputs = worker.told[sequence.request].outputs
+            assert sequence.output_ids == [output.token_id for output in outputs]
+    assert most_behind > 3
 
 
 def test_what_steps_took_is_told_alike_whether_it_was_booked_at_once_or_together() -> None:

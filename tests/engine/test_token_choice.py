@@ -112,6 +112,44 @@ LOOKING_BACK = {
 }
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"min_tokens": 2, "eos_token_ids": (5,)},
+        {"bad_words_ids": ((3, 5),)},
+        {"repetition_penalty": 4.0},
+        {"frequency_penalty": 1.5},
+        {"presence_penalty": 1.5},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_who_looks_back_chooses_by_its_history(choose, params):
+    """Token 5 leads, unless this is its second time, after a 3; or too early for an end."""
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, 5], logits[0, 9] = 2.0, 1.0
+    with_history, without = (spec((), output, temperature=0.0, **params) for output in ((5, 3), ()))
+    assert looks_back(with_history.params)
+    chosen = [both(choose, logits, [one], [7])[0].token_id for one in (with_history, without)]
+    assert sorted(chosen) == [5, 9]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "seed": 3},
+        {"logit_bias": ((1, 2.0),)},
+        {"allowed_token_ids": (1, 2)},
+        {"num_logprobs": 5},
+        {"eos_token_ids": (1,), "stop_token_ids": (2,)},
+    ],
+    ids=lambda one: next(iter(one), "nothing"),
+)
+def test_who_does_not_look_back(params):
+    assert not looks_back(SamplingParams(max_tokens=9, **params))
+    assert looks_back(SamplingParams(max_tokens=9, grammar="one", **params))
+
+
 @settings(max_examples=100)
 @given(
     values=st.lists(numbers, min_size=1, max_size=VOCAB),
