@@ -210,7 +210,7 @@ def test_what_products_read_is_found_in_the_weight_cache(
     prepared = prepare_model(path, Dtype.BF16, CpuBackend(1), cache_dir=tmp_path / "cache")
     reads = weight_reads(prepared.directory, 2.0)
     for read in reads.values():
-        assert (read.of(1), read.of(33)) == (few, many)
+        assert (read.of(1), read.of(129)) == (few, many)
 
 
 def test_a_profile_says_work_waits_and_rates() -> None:

@@ -24,6 +24,7 @@ from kernels.cpu.isa import (
     requested_isa,
 )
 
+AMX_SOURCES = ("gemm_amx.cpp", "gemm_amx_row.cpp", "gemm_int8.cpp", "line_rows.cpp")
 PERMISSION_DENIED = 1  # EPERM
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 SAPPHIRE_RAPIDS = ("-std=c++20", "-march=sapphirerapids", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wextra")
@@ -107,7 +108,7 @@ def with_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         *(*build.FLAGS, "-O0", "-Wno-psabi", "-DBATON_WIDTH=16"),
         *("-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     )
-    sources = [str(build.SOURCE_DIR / name) for name in ("gemm_amx.cpp", "gemm_int8.cpp", "line_rows.cpp")]
+    sources = [str(build.SOURCE_DIR / name) for name in AMX_SOURCES]
     subprocess.run([str(COMPILER), *flags, "-shared", *sources, "-o", str(target)], check=True, timeout=120)
     return ctypes.CDLL(str(target))
 
