@@ -221,7 +221,7 @@ class JobBuilder:
             return room if default is None else min(default, room)
         wanted = f" and {asked} to be generated" if asked is not None else ", which leaves none to generate"
         raise ContextLengthExceeded(
-            f"The context of this model is {self.max_model_len} tokens, "
+            f"A request may have {self.max_model_len} tokens here, "
             f"but the prompt has {num_prompt} tokens{wanted}. Shorten the prompt or lower `max_tokens`.",
             param=where,
         )

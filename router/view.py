@@ -135,7 +135,7 @@ class ClusterView:
         return bool((self.fleet.can_prefill & (self.fleet.can_send == (role is Role.PREFILL))).any())
 
     def max_model_len(self) -> int | None:
-        """Most prompt + output tokens on a decode worker that is here."""
+        """Most prompt + output tokens on a decode worker that is here: its context, or what its KV holds."""
         return int(self.model_len.max()) if self.present[Role.DECODE] else None
 
     def is_ready(self, worker: WorkerId) -> bool:

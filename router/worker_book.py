@@ -99,7 +99,7 @@ class WorkerBook:
         view.fleet.kv_tokens[row] = geometry.num_blocks * geometry.block_size
         view.capacity[row] = min(geometry.num_blocks * geometry.block_size, register.max_model_len - 1)
         if register.role is Role.DECODE:
-            view.model_len[row] = register.max_model_len
+            view.model_len[row] = view.capacity[row] + 1  # the last token's keys and values are not kept
         model = model_of(WorkerLoad(), self._config)
         known = _Worker(row=row, register=register, model=model, pulse_at=now)
         self._workers[register.worker] = known

@@ -191,6 +191,18 @@ def test_b060_model_length_counts_too() -> None:
     assert book.placed(ask(100, max_tokens=5))[1] == "d0"
 
 
+def test_a_request_may_have_what_the_largest_decode_worker_holds() -> None:
+    """Whoever names no `max_tokens` gets what is left of it, so it must not be more than fits."""
+    book = Book("p0")
+    assert book.book.view().max_model_len() is None
+    book.join("d0", num_blocks=10)
+    assert book.book.view().max_model_len() == 41
+    book.join("d1", max_model_len=30)
+    assert book.book.view().max_model_len() == 41
+    assert book.placed(ask(5, max_tokens=36))[1] == "d0"
+    assert book.place(ask(5, max_tokens=37)) == Reject(RejectReason.TOO_LARGE, 41)
+
+
 def test_a_prompt_of_the_whole_pool_is_taken_by_an_empty_one() -> None:
     assert Book("d0", num_blocks=25).placed(ask(100, max_tokens=1)) == (None, "d0")
 
