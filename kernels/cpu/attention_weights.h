@@ -125,7 +125,8 @@ inline float softmax_row(float* scores, int64_t visible, float& running_max, flo
 
 // The same of up to kMostWeighed rows at once, to bf16 elsewhere: 2^(score * unit - max), the maximum being of scores times
 // the unit. Weights of the first `num_keys` keys are written (a multiple of 2 * kWidth, no fewer than a row sees); no row
-// sees fewer than the first one, and who sees none of them keeps what it has. `running_max` and the like are read and written up to kMostWeighed.
+// sees fewer than the first one, and who sees none of them keeps what it has. `running_max` and the like are read and
+// written up to kMostWeighed.
 constexpr int64_t kMostWeighed = 16;
 template <typename Visible>
 inline void weigh_rows(float* scores, bf16* weights, int64_t num_rows, const Visible& visible, int64_t num_keys, float unit,

@@ -21,8 +21,8 @@ namespace baton {
 
 constexpr int64_t kAmxRowAhead = 8;  // steps of a panel that are asked for before they are needed
 
-// A row alone x a panel: sums of its 32 columns. What comes `then` is asked for too, in a panel of
-// kAmxRowAhead steps or more from its start; null: it is not known.
+// A row alone x a panel: sums of its 32 columns. What comes `then` is asked for too, in a panel of kAmxRowAhead steps
+// or more from its start; null: it is not known.
 void amx_row_sums(const LineRows& row, const char* panel, const char* then, float* sums);
 
 }  // namespace baton

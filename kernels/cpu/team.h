@@ -98,9 +98,9 @@ public:
         places_->wake(rank);
     }
 
-    // body(begin, end) (or `do_piece`'s other form) for pieces of [begin, end), this rank's share of a stage, each a multiple of `unit` long but the
-    // last. Others take pieces from it when they have nothing to do; at most `pieces` for each thread there is, and none
-    // shorter than `least`. What a piece writes is seen by this rank after the call, by others after a barrier.
+    // `do_piece` for pieces of [begin, end), this rank's share of a stage, each a multiple of `unit` long but the last.
+    // Others take pieces from it when they have nothing to do; at most `pieces` for each thread there is, and none shorter
+    // than `least`. What a piece writes is seen by this rank after the call, by others after a barrier.
     template <typename Body>
     void divide(int64_t rank, int64_t begin, int64_t end, int64_t unit, int64_t least, const Body& body,
                 int64_t pieces = kPieces) {

@@ -179,10 +179,11 @@ def test_a_row_alone_has_the_bits_of_rows_together(kernels, in_features, out_fea
     assert_same_numbers(alone(unit, x, packed), unit.linear_fp32(x, packed))
 
 
-@pytest.mark.skipif(not cpu_has_amx(), reason="needs the matrix unit")
 @pytest.mark.parametrize("with_nans", [False, True])
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
 def test_the_unit_its_emulation_and_a_row_alone_agree(kernels, in_features, out_features, with_nans):
+    if load_library().baton_amx_acquire() != 0:  # the test before this one has the emulation's part
+        pytest.skip("this machine has no matrix unit, or does not lend it")
     x, weight = special_case(17, in_features, out_features, with_nans=with_nans)
     emulated = kernels()
     expected = emulated.linear_fp32(x, emulated.pack_linear(weight))
