@@ -2,8 +2,9 @@
 
 1. Load the model as a worker would, with a KV pool of its own (no cluster, no network).
 2. For each case (`bench.engine_cases`: decode steps by batch and context, prefill chunks) run some steps
-   through the runner and keep the fastest: other work on the machine only ever adds time. Beside it stands
-   its processor time per thread: less, where a helper slept or others held the cores.
+   through the runner and keep the fastest: other work on the machine only ever adds time. Decode steps are
+   as a worker's mostly are: each goes on from the one before (`bench.engine_cases.Decoding`). Beside it
+   stands its processor time per thread: less, where a helper slept or others held the cores.
 3. Between the steps of every case measure the machine with the engine's own threads: bytes read from memory
    per second, and multiply-adds from registers per second: of the matrix unit, where products use it. The
    limit of a case is what its bytes or its multiply-adds alone would take at the best of these rates,
@@ -35,6 +36,7 @@ from bench.engine_cases import (
     CHUNK,
     LONG_PROMPT,
     Case,
+    Decoding,
     Formats,
     Rates,
     decode,
@@ -56,8 +58,8 @@ from kernels.cpu.probe import MachineProbe
 from kernels.ops import row_size
 from kernels.quantization import Quantization
 
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 PROBES = 4  # of the machine during a case, beside the one before it
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 PROFILED = (decode(1, 256), decode(8, 256), decode(32, 256), Case(f"prefill {CHUNK}", 1, CHUNK, CHUNK))
 
 
@@ -114,7 +116,10 @@ class Engine:
         return cls(prepared.name, spec, runner, num_blocks, num_threads, formats, reads)
 
     def step(self, case: Case) -> Callable[[], object]:
-        return partial(self.runner.run, make_plan(case, self.num_blocks, self.spec.vocab_size, GREEDY))
+        runner, vocab_size = self.runner, self.spec.vocab_size
+        if case.num_queries == 1:
+            return Decoding(runner, case, self.num_blocks, vocab_size, runner.max_model_len)
+        return partial(runner.run, make_plan(case, self.num_blocks, vocab_size, ONE_TOKEN))
 
 
 def fastest(

@@ -2,17 +2,20 @@
 
 1. `grid` lists the cases: decode steps by batch and context, prefill chunks by where they end.
 2. `make_plan` makes a case a step of sequences whose blocks lie all over the pool.
-3. `work` counts bytes and multiply-adds of a case (`bench.roofline`), under the number formats of `Formats`.
+3. `Decoding` goes through steps of a case of decode rows as a worker does.
+4. `work` counts bytes and multiply-adds of a case (`bench.roofline`), under the number formats of `Formats`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from bench.roofline import ModelShape, Roofline, Work
-from cluster.engine.batch import Row, SampleSpec, StepPlan
+from cluster.engine.batch import Row, Runner, SampleSpec, StepOutput, StepPlan
+from cluster.engine.following import following_plan
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
@@ -24,6 +27,7 @@ BLOCK_SIZE = 64
 BATCH_SIZES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 256, 512, 1024, 2048, 4096)
 QUICK_BATCH_SIZES, QUICK_CONTEXTS = (1, 8, 32), (256, 1024)
 CHUNK, LONG_PROMPT = 512, 8192
+STEPS_ON = 32  # of a run of decode steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,28 @@ def roofline(spec: ModelSpec, formats: Formats, rates: Rates, weight_bytes: floa
 def work(case: Case, line: Roofline) -> Work:
     """What the case cannot do without."""
     return line.step(case.num_tokens, case.num_seqs, case.keys_seen(), case.num_seqs * case.context)
+
+
+class Decoding:
+    """A call is a decode step of `case`, or of a few keys more. Each goes on from the one before
+    (`cluster.engine.following`), as nearly all of a worker's do, but for one in `STEPS_ON`, which is planned."""
+
+    def __init__(self, runner: Runner, case: Case, num_blocks: int, vocab_size: int, max_len: int) -> None:
+        self._runner = runner
+        num_steps = max(1, min(STEPS_ON, max_len - case.context + 1))
+        params = SamplingParams(max_tokens=num_steps, temperature=0.0)
+        last = replace(case, context=case.context + num_steps - 1)
+        rows = make_plan(last, num_blocks, vocab_size, params).rows
+        self._planned = StepPlan(
+            tuple(msgspec.structs.replace(row, start=case.context - case.num_queries) for row in rows)
+        )
+        self._next: StepPlan | None = None
+
+    def __call__(self) -> StepOutput:
+        plan = self._planned if self._next is None else self._next
+        output = self._runner.run(plan)
+        self._next = following_plan(plan, output)
+        return output
 
 
 def make_plan(case: Case, num_blocks: int, vocab_size: int, params: SamplingParams) -> StepPlan:
