@@ -66,6 +66,26 @@ void few_scores(const TileRows (&keys)[2], const char* queries, int64_t steps, f
     _tile_stored(3, scores + kTileLines * kTileLines, kLine);
 }
 
+void few_values(const TileRows& rows, const char* panels, int64_t groups, bool begins, float* sums, int64_t sum_bytes) {
+    stored_before();
+    _tile_loadd(4, rows.data, rows.stride);
+    for (int64_t group = 0; group < groups; ++group, panels += kPairTileBytes, sums += kGroup) {
+        if (begins) {
+            _tile_zero(0);
+            _tile_zero(1);
+        } else {
+            _tile_loadd(0, sums, sum_bytes);
+            _tile_loadd(1, sums + kTileLines, sum_bytes);
+        }
+        _tile_loadd(6, panels, kPairLineBytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, panels + kLine, kPairLineBytes);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_stored(0, sums, sum_bytes);
+        _tile_stored(1, sums + kTileLines, sum_bytes);
+    }
+}
+
 #endif  // BATON_AMX
 
 }  // namespace baton

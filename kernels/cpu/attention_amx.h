@@ -37,6 +37,10 @@ void tile_sums(bool pair, const TileRows& rows, const char* panel, int64_t steps
 // Twice 16 keys times queries [steps][16 pairs][16 rows]: scores [32 keys][16 rows].
 void few_scores(const TileRows (&keys)[2], const char* queries, int64_t steps, float* scores);
 
+// A tile of rows, one tile depth of it, times `groups` panels of as much: what is in `sums` goes on, or they begin with it.
+// Lines of `sums` are `sum_bytes` apart.
+void few_values(const TileRows& rows, const char* panels, int64_t groups, bool begins, float* sums, int64_t sum_bytes);
+
 // Memory for one thing after the other, each on lines of its own; from null it tells how much they need.
 class Carver {
 public:
@@ -91,8 +95,10 @@ private:
         bf16* q;             // many rows: [rows, dim]; few: [tile depths][16 pairs][16 rows]
         float* accumulator;  // [rows, dim], elements in the order of `interleave`
         float *max, *sum;    // [rows]
-        float* turned;       // few rows: scores [kPartition, 16]
-        char* values;        // panels of a partition; many rows: the same memory for all heads
+        // of a partition, rows at once; many rows: the same memory for all heads
+        float *scores, *partial;  // [kPartition], [dim]
+        bf16* weights;            // [rows, kPartition]
+        float* rescale;           // [rows]
     };
 
     void carve() {
@@ -113,15 +119,23 @@ private:
         const auto take_bytes = [&](int64_t bytes) { return reinterpret_cast<char*>(carver.take(ceil_div(bytes, 4))); };
         const int64_t chunk_rows = ChunkRows<bf16>::num_floats(dim_);
         key_rows_ = carver.take(chunk_rows), value_rows_ = carver.take(chunk_rows);
-        scores_ = carver.take(at_once_ * kPartition), partial_ = carver.take(at_once_ * dim_);
-        weights_ = reinterpret_cast<bf16*>(carver.take(tile_rows_ * kPartition / 2)), rescale_ = carver.take(tile_rows_);
         keys_packed_ = take_bytes((is_few_ ? kTileKeys : kPartition) * dim_ * 2);
+        values_packed_ = take_bytes((is_few_ ? kTileKeys : kPartition) * dim_ * 2);
+        turned_ = carver.take(is_few_ ? kTileKeys * kTileLines : 0);
         for (Head& head : heads_) {
+            if (is_few_ || &head == &heads_[0]) {
+                head.scores = carver.take((is_few_ ? rows_ : at_once_) * kPartition);
+                head.partial = carver.take((is_few_ ? rows_ : at_once_) * dim_);
+                head.weights = reinterpret_cast<bf16*>(carver.take(tile_rows_ * kPartition / 2));
+                head.rescale = carver.take(tile_rows_);
+            } else {
+                const Head& first = heads_[0];
+                head.scores = first.scores, head.partial = first.partial, head.weights = first.weights;
+                head.rescale = first.rescale;
+            }
             head.q = reinterpret_cast<bf16*>(take_bytes(tile_rows_ * dim_ * 2));
             head.accumulator = carver.take(rows_ * dim_);
             head.max = carver.take(tile_rows_), head.sum = carver.take(tile_rows_);
-            if (is_few_) head.turned = carver.take(kPartition * kTileLines);
-            head.values = is_few_ || &head == &heads_[0] ? take_bytes(kPartition * dim_ * 2) : heads_[0].values;
         }
     }
 
@@ -156,19 +170,24 @@ private:
     void weigh(const Head& head, int64_t first, int64_t count, int64_t start, int64_t panels) const {
         for (int64_t r = 0; r < count; r += kTileLines)
             weigh_rows(
-                scores_ + r * kPartition, weights_ + (first + r) * kPartition, std::min(kTileLines, count - r),
+                head.scores + r * kPartition, head.weights + (first + r) * kPartition, std::min(kTileLines, count - r),
                 [&](int64_t i) { return visible(first + r + i, start); }, panels * kTileKeys, unit(), head.max + first + r,
-                head.sum + first + r, rescale_ + first + r);
+                head.sum + first + r, head.rescale + first + r);
     }
 
     // Values of `panels` of keys to what these rows have.
     void add_values(const Head& head, int64_t first, int64_t count, int64_t panels) const {
-        const TileRows weights{reinterpret_cast<const char*>(weights_ + first * kPartition), kPartition * 2};
+        const TileRows weights{reinterpret_cast<const char*>(head.weights + first * kPartition), kPartition * 2};
         for (int64_t d = 0; d < dim_; d += kGroup)
-            tile_sums(count > kTileLines, weights, head.values + d * kPartition * 2, panels, partial_ + d, dim_ * 4);
+            tile_sums(count > kTileLines, weights, values_packed_ + d * kPartition * 2, panels, head.partial + d, dim_ * 4);
+        take_partial(head, first, count);
+    }
+
+    // What `partial` has of a partition to what these rows have.
+    void take_partial(const Head& head, int64_t first, int64_t count) const {
         for (int64_t r = 0; r < count; ++r) {
-            float *const sums = head.accumulator + (first + r) * dim_, *const partial = partial_ + r * dim_;
-            const float rescale = rescale_[first + r];
+            float *const sums = head.accumulator + (first + r) * dim_, *const partial = head.partial + r * dim_;
+            const float rescale = head.rescale[first + r];
             for (int64_t d = 0; d < dim_; d += kWidth)  // + 0: never -0, so a row may take in a partition it does not see
                 store(sums + d, load(sums + d) * rescale + (load(partial + d) + 0.0f));
         }
@@ -192,11 +211,11 @@ private:
                           key_panel(j / kTileKeys) + j % kTileKeys / kTileLines * kLine);
                 ahead_.advance(std::clamp<int64_t>(count - j, 0, kTileLines) * shape_.kv.row_bytes);
             }
-            pack_values(head, 0, count);
+            pack_values(0, count, kPartition);
             each_pair(start, [&](int64_t first, int64_t some, int64_t panels) {
                 const TileRows queries{reinterpret_cast<const char*>(head.q + first * dim_), dim_ * 2};
                 for (int64_t panel = 0; panel < panels; ++panel)
-                    tile_sums(some > kTileLines, queries, key_panel(panel), dim_ / kGroup, scores_ + panel * kTileKeys,
+                    tile_sums(some > kTileLines, queries, key_panel(panel), dim_ / kGroup, head.scores + panel * kTileKeys,
                               kPartition * 4);
                 weigh(head, first, some, start, panels);
             });
@@ -208,15 +227,17 @@ private:
     void few_take_in(int64_t start, int64_t count) {
         each_chunk(keys_, start, count, 0, [&](const Head& head, int64_t j, int64_t some) {
             const TileRows tiles[2] = {whole_keys(start + j, 0), whole_keys(start + j, kTileLines)};
-            few_scores(tiles, reinterpret_cast<const char*>(head.q), dim_ / kGroup, head.turned + j * kTileLines);
+            few_scores(tiles, reinterpret_cast<const char*>(head.q), dim_ / kGroup, turned_);
+            turn_scores(head.scores + j);
             ahead_.advance(some * shape_.kv.row_bytes);
         });
-        each_chunk(values_, start, count, 1, [&](const Head& head, int64_t j, int64_t some) { pack_values(head, j, some); });
-        for (const Head& head : heads_) {
-            turn_scores(head, count);
-            weigh(head, 0, rows_, start, ceil_div(count, kTileKeys));
-            add_values(head, 0, rows_, ceil_div(count, kTileKeys));
-        }
+        for (const Head& head : heads_) weigh(head, 0, rows_, start, ceil_div(count, kTileKeys));
+        each_chunk(values_, start, count, 1, [&](const Head& head, int64_t j, int64_t some) {
+            pack_values(0, some, kTileKeys);
+            const TileRows weights{reinterpret_cast<const char*>(head.weights + j), kPartition * 2};
+            few_values(weights, values_packed_, dim_ / kGroup, j == 0, head.partial, dim_ * 4);
+        });
+        for (const Head& head : heads_) take_partial(head, 0, rows_);
     }
 
     // body(head, first key, count) of each head's keys or values, kTileKeys at a time.
@@ -245,17 +266,16 @@ private:
         return {staged, dim_ * 2};
     }
 
-    // Scores of few rows as rows.
-    void turn_scores(const Head& head, int64_t count) const {
+    // Scores of few rows and a chunk of keys as rows.
+    void turn_scores(float* scores) const {
         const char* lines[kWidth];
-        for (int64_t j = 0; j < ceil_div(count, kTileKeys) * kTileKeys; j += kWidth) {
-            for (int64_t i = 0; i < kWidth; ++i)
-                lines[i] = reinterpret_cast<const char*>(head.turned + (j + i) * kTileLines);
+        for (int64_t j = 0; j < kTileKeys; j += kWidth) {
+            for (int64_t i = 0; i < kWidth; ++i) lines[i] = reinterpret_cast<const char*>(turned_ + (j + i) * kTileLines);
             for (int64_t r = 0; r < rows_; r += 4) {
                 UintVec words[4];
                 load_words(lines, r * 4, words);
                 for (int64_t i = 0; i < std::min<int64_t>(4, rows_ - r); ++i)
-                    store(scores_ + (r + i) * kPartition + j, Vec(words[i]));
+                    store(scores + (r + i) * kPartition + j, Vec(words[i]));
             }
         }
     }
@@ -269,12 +289,12 @@ private:
         }
     }
 
-    // `count` values, where they are the j-th of the partition and more, to the head's panels; a tile depth ends with zeros.
-    void pack_values(const Head& head, int64_t j, int64_t count) {
-        char* line = head.values + j / 2 * kPairLineBytes;
+    // `count` values from the j-th of the chunk on to panels of `panel_keys`; a tile depth ends with zeros.
+    void pack_values(int64_t j, int64_t count, int64_t panel_keys) {
+        char* line = values_packed_;
         for (int64_t i = 0; i < ceil_div(count, kTileKeys) * kTileKeys; i += 2, line += kPairLineBytes) {
-            const char* const* rows = values_.whole(i, 2);
-            pack_pair<bf16>(rows[0], rows[1], dim_, kPartition / 2 * kPairLineBytes, line);
+            const char* const* rows = values_.whole(j + i, 2);
+            pack_pair<bf16>(rows[0], rows[1], dim_, panel_keys / 2 * kPairLineBytes, line);
             if (i % kTileLines == 0) ahead_.advance(std::clamp<int64_t>(count - i, 0, kTileLines) * shape_.kv.row_bytes);
         }
     }
@@ -289,10 +309,9 @@ private:
     const int64_t at_once_, tile_rows_;  // rows of a tile or a pair of them; rows, filled up to as many
     std::vector<Head> heads_;
     float *key_rows_, *value_rows_;           // for `ChunkRows`
-    float *scores_, *partial_;                // of rows at once: [kPartition], [dim]
-    bf16* weights_;                           // [rows, kPartition]
-    float* rescale_;                          // [rows]
     char* keys_packed_;                       // panels; few rows: tiles of keys that are not whole where they lie
+    char* values_packed_;                     // panels of a partition; few rows: of a chunk
+    float* turned_;                           // few rows: scores of a chunk [kTileKeys, 16]
     ChunkRows<bf16> keys_, values_;
     Ahead ahead_;
 };
