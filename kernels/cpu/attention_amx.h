@@ -5,7 +5,8 @@
 //    columns [tile depths][16 lines][2 tiles]. Two tiles of rows at a time then meet keys, and their scores become weights
 //    in the first cache; when all have, they meet values. Panels that none of the two sees are left out.
 // 2. Few rows: keys are read where they lie, as the rows of a product whose columns are the queries, and the scores turned
-//    over. Of all heads in turn, as memory has them.
+//    over. Values are packed a tile depth at a time, and meet their weights while they are in the first cache; sums wait in
+//    memory meanwhile. Of all heads in turn, as memory has both.
 //
 // Bits: a score adds up tiles of 32 elements in order, a partition's weighted sum tiles of 32 keys in order, whichever
 // operand is which: within a tile the order is the hardware's, and a product commutes. Tiles of weights 0 that only some
@@ -211,7 +212,7 @@ private:
                           key_panel(j / kTileKeys) + j % kTileKeys / kTileLines * kLine);
                 ahead_.advance(std::clamp<int64_t>(count - j, 0, kTileLines) * shape_.kv.row_bytes);
             }
-            pack_values(0, count, kPartition);
+            pack_values(count, kPartition);
             each_pair(start, [&](int64_t first, int64_t some, int64_t panels) {
                 const TileRows queries{reinterpret_cast<const char*>(head.q + first * dim_), dim_ * 2};
                 for (int64_t panel = 0; panel < panels; ++panel)
@@ -233,7 +234,7 @@ private:
         });
         for (const Head& head : heads_) weigh(head, 0, rows_, start, ceil_div(count, kTileKeys));
         each_chunk(values_, start, count, 1, [&](const Head& head, int64_t j, int64_t some) {
-            pack_values(0, some, kTileKeys);
+            pack_values(some, kTileKeys);
             const TileRows weights{reinterpret_cast<const char*>(head.weights + j), kPartition * 2};
             few_values(weights, values_packed_, dim_ / kGroup, j == 0, head.partial, dim_ * 4);
         });
@@ -289,11 +290,11 @@ private:
         }
     }
 
-    // `count` values from the j-th of the chunk on to panels of `panel_keys`; a tile depth ends with zeros.
-    void pack_values(int64_t j, int64_t count, int64_t panel_keys) {
+    // The `count` values that were located, to panels of `panel_keys`; a tile depth ends with zeros.
+    void pack_values(int64_t count, int64_t panel_keys) {
         char* line = values_packed_;
         for (int64_t i = 0; i < ceil_div(count, kTileKeys) * kTileKeys; i += 2, line += kPairLineBytes) {
-            const char* const* rows = values_.whole(j + i, 2);
+            const char* const* rows = values_.whole(i, 2);
             pack_pair<bf16>(rows[0], rows[1], dim_, panel_keys / 2 * kPairLineBytes, line);
             if (i % kTileLines == 0) ahead_.advance(std::clamp<int64_t>(count - i, 0, kTileLines) * shape_.kv.row_bytes);
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,12 +15,26 @@ import torch
 
 from bench import engine
 from bench.engine import PROBES, Engine, against_limit, fastest, measure, measured_rates, table
-from bench.engine_cases import Case, Formats, Rates, decode, grid, make_plan, roofline, work
+from bench.engine_cases import (
+    BLOCK_SIZE,
+    STEPS_ON,
+    Case,
+    Decoding,
+    Formats,
+    Rates,
+    decode,
+    grid,
+    make_plan,
+    roofline,
+    work,
+)
 from bench.engine_profile import matrix_elements, mean_bytes, profile_case, profile_table
 from bench.weight_reads import Reads, uniform, weight_reads
+from cluster.engine.batch import StepOutput, StepPlan
+from cluster.engine.following import FollowingRows
 from cluster.engine.model_spec import Dtype, ModelSpec
 from cluster.engine.prepare import prepare_model
-from cluster.sampling import SamplingParams
+from cluster.sampling import SamplingParams, TokenOutput
 from kernels.cpu import backend as cpu_backend
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.native_forward import STAGES
@@ -158,6 +173,31 @@ def test_a_plan_covers_its_context_and_stays_in_the_pool() -> None:
     assert [row.start + len(row.token_ids) for row in plan.rows] == [130] * 3
     assert all(0 <= token < 100 for row in plan.rows for token in row.token_ids)
     assert all(len(row.block_ids) == 3 and max(row.block_ids) < 7 for row in plan.rows)
+
+
+class EachRowGoesOn:
+    """Of every row token 7; keeps the plans."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
+        self.plans.append(plan)
+        return StepOutput([TokenOutput(7)] * len(plan.rows), 0.0)
+
+
+@pytest.mark.parametrize(("max_len", "num_steps"), [(8192, STEPS_ON), (130, 1), (132, 3)])
+def test_decode_steps_go_on_from_their_context(max_len: int, num_steps: int) -> None:
+    runner = EachRowGoesOn()
+    step = Decoding(runner, decode(3, 130), 40, 100, max_len)
+    for _ in range(2 * num_steps + 1):
+        step()
+    ends = [[row.start + len(row.token_ids) for row in plan.rows] for plan in runner.plans]
+    assert ends == [[130 + i % num_steps] * 3 for i in range(2 * num_steps + 1)]
+    went_on = [isinstance(plan.rows, FollowingRows) for plan in runner.plans]
+    assert went_on == [i % num_steps > 0 for i in range(2 * num_steps + 1)]
+    covered = min(len(row.block_ids) for row in runner.plans[0].rows) * BLOCK_SIZE
+    assert covered >= max(map(max, ends))
 
 
 def test_the_probe_measures_something() -> None:
