@@ -19,14 +19,17 @@ MOST_AHEAD = 16  # steps that are laid out at once
 
 
 class StepsAhead:
-    """Of one batch, a token per row: its arrays are what `next` moves on."""
+    """Of one batch, a token per row: its memory is what `next` moves on."""
 
     def __init__(self, arrays: BatchArrays) -> None:
-        self._arrays = arrays
-        tokens = c_int64 * len(arrays.tokens)
-        self._tokens: Any = tokens.from_buffer(arrays.tokens)  # type: ignore[arg-type]
-        self._places = memoryview(arrays.places)  # type: ignore[arg-type]
+        self._num_rows = arrays.sizes[0]
+        self._tokens: Any = (c_int64 * self._num_rows).from_buffer(arrays.tokens)
+        self._places = arrays.places
         self._steps: list[bytes] = []  # what is to be in `places`, the next step last
+
+    def begin(self) -> None:
+        """The batch was written anew: what was laid out does not follow it."""
+        self._steps.clear()
 
     def next(self, token_ids: list[int], most: int, table: NDArray[np.int32], block_size: int) -> None:
         """The batch is the next one, in which row i brings `token_ids[i]`. If it is not laid out yet, up to
@@ -38,12 +41,12 @@ class StepsAhead:
 
     def _lay_out(self, num_steps: int, table: NDArray[np.int32], block_size: int) -> None:
         """From where the batch is now."""
-        now, num_rows = self._arrays, len(self._arrays.tokens)
+        num_rows, size = self._num_rows, len(self._places)
+        now, *_ = parts_of(np.frombuffer(self._places, np.uint8), num_rows, num_rows)
         ahead = np.arange(1, num_steps + 1)[:, None]
-        size = len(now.places)
         steps = np.empty((num_steps, size + -size % 8), np.uint8)[:, :size]  # each begins where an int64 may
         positions, slots, next_positions, context_lens = parts_of(steps, num_rows, num_rows)
-        np.add(now.positions, ahead, out=positions)
+        np.add(now, ahead, out=positions)
         np.add(positions, 1, out=next_positions)
         context_lens[:] = next_positions
         blocks, within = np.divmod(positions, block_size)
