@@ -40,7 +40,16 @@ class _Rule(ctypes.Structure):
 class Rule:
     """One request's parameters; `address` is good as long as this object is kept."""
 
-    __slots__ = ("_kept", "_rule", "address", "needs_count", "needs_history", "num_logprobs", "params")
+    __slots__ = (
+        "_kept",
+        "_rule",
+        "address",
+        "is_plain",
+        "needs_count",
+        "needs_history",
+        "num_logprobs",
+        "params",
+    )
 
     def __init__(self, params: SamplingParameters) -> None:
         self.params = params
@@ -73,6 +82,8 @@ class Rule:
             or params.presence_penalty != 0.0
             or any(len(word) > 1 for word in params.bad_words_ids)
         )
+        # neither what was generated before nor anything but the token is to be looked at
+        self.is_plain = not self.needs_count and not self.needs_history and params.num_logprobs is None
 
     def _ids(self, ids: Sequence[int]) -> _Ids:
         array = np.array(ids, np.int64)
