@@ -280,11 +280,11 @@ class DecodeCore:
             if new.token_index == 0:
                 actions += self._first_token(new, now)
                 continue
-            sequence = new.sequence
-            row = TokenRow(
-                sequence.request, sequence.attempt, new.token_index, new.outputs, new.finish_reason
-            )
-            rows.setdefault(sequence.router, []).append(row)
+            one = new.sequence
+            row = TokenRow(one.request, one.attempt, new.token_index, new.outputs, new.finish_reason)
+            if (of_router := rows.get(one.router)) is None:
+                of_router = rows[one.router] = []
+            of_router.append(row)
         actions += [ToRouter(router, Tokens(rows=of_router)) for router, of_router in rows.items()]
         return actions
 

@@ -24,16 +24,16 @@ class BatchArrays:
     def __init__(self, sizes: Sizes) -> None:
         num_rows, num_tokens, num_samples = sizes
         self.sizes: Final = sizes
-        num_words = 3 * num_tokens + num_samples + num_rows  # int64, then int32
+        num_words = 3 * num_tokens + 2 * num_samples  # int64, then int32
         self._memory = bytearray(8 * num_words + 4 * (2 * num_rows + 1))
         memory = memoryview(self._memory)
         self._words = memory[: 8 * num_words].cast("q")
         self._counts = memory[8 * num_words :].cast("i")
         self.tokens = memory[: 8 * num_tokens]
-        # of all tokens the positions and slots, of all rows the positions of the tokens to choose, twice
+        # of all tokens the positions and slots, of those to choose the positions, and context lengths
         first = 8 * (num_tokens + num_samples)
-        self.places = memory[first : first + 16 * num_tokens + 12 * num_rows]
-        self.next_positions = np.frombuffer(self.places[16 * num_tokens :], np.int64, num_rows)
+        self.places = memory[first : 8 * num_words + 4 * num_rows]
+        self.next_positions = np.frombuffer(self.places[16 * num_tokens :], np.int64, num_samples)
 
     def write(
         self,
@@ -41,14 +41,15 @@ class BatchArrays:
         logit_rows: list[int],
         positions: list[int],
         slots: list[int],
+        next_positions: list[int],
         context_lens: list[int],
         query_starts: list[int],
     ) -> None:
-        self._words[:] = array("q", tokens + logit_rows + positions + slots + context_lens)
+        self._words[:] = array("q", tokens + logit_rows + positions + slots + next_positions)
         self._counts[:] = array("i", context_lens + query_starts)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of this memory, in the order of `write`."""
+        """Of this memory, in the order of `write`, `next_positions` left out."""
         num_rows, num_tokens, num_samples = self.sizes
         at = 0
 
@@ -61,7 +62,7 @@ class BatchArrays:
             return tensor
 
         words = [next_of(torch.int64, count) for count in (num_tokens, num_samples, num_tokens, num_tokens)]
-        at += 8 * num_rows  # `next_positions`
+        at += 8 * num_samples  # `next_positions`
         tokens, logit_rows, positions, slots = words
         context_lens, query_starts = next_of(torch.int32, num_rows), next_of(torch.int32, num_rows + 1)
         return tokens, logit_rows, positions, slots, context_lens, query_starts

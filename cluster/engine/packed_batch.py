@@ -61,7 +61,7 @@ class Packer:
         self._table = np.empty((0, 0), np.int32)
         self._made: dict[Sizes, _Made] = {}  # on the CPU, where tensors are this memory
         self._now: _Made | None = None  # the batch
-        self.next_positions = np.empty(0, np.int64)  # of the token after each row, on the host
+        self.next_positions = np.empty(0, np.int64)  # of the tokens that `logit_rows` ask for, on the host
         self._run_rows: Sequence[Row] = ()  # what a run began with if the batch is a step of it ...
         self._num_on = 0  # ... and which one
         self._num_more = 0  # steps of the run that have room in the block tables; 0: none, or it is no run's
@@ -87,6 +87,7 @@ class Packer:
         logit_rows: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        next_positions: list[int] = []
         context_lens: list[int] = []
         query_starts = [0]
         block_lists: list[Sequence[BlockId]] = []
@@ -118,11 +119,13 @@ class Packer:
             if row.sample is not None:
                 if row.num_drafts:
                     logit_rows += range(num_tokens - 1 - row.num_drafts, num_tokens)
+                    next_positions += range(end - row.num_drafts, end + 1)
                 else:
                     logit_rows.append(num_tokens - 1)
+                    next_positions.append(end)
         table = self._tables.update(block_lists, num_blocks)
         now = self._now = self._of_size((len(num_blocks), len(tokens), len(logit_rows)), table)
-        now.arrays.write(tokens, logit_rows, positions, slots, context_lens, query_starts)
+        now.arrays.write(tokens, logit_rows, positions, slots, next_positions, context_lens, query_starts)
         self.next_positions = now.arrays.next_positions
         self._num_more = 0
         if now.ahead is not None:

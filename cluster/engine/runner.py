@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,7 @@ class ModelRunner:
             backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
         )
         self._choose = self._chooser.__call__
+        self._specs: list[SampleSpec] = []  # of the step that was computed last
 
     def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
         """Compute one step, as `cluster.engine.batch.Runner` says.
@@ -136,16 +138,21 @@ class ModelRunner:
         self, batch: PackedBatch, rows: Sequence[Row], await_history: Callable[[], object] | None
     ) -> tuple[Sequence[TokenOutput | None], Further]:
         specs = [row.sample for row in rows if row.sample is not None]
-        self._chooser.prepare(specs)
+        if len(specs) == len(self._specs) and all(map(is_, specs, self._specs)):
+            specs = self._specs  # the same list: who has looked it over need not do so again
+        else:
+            self._specs = specs
+            self._chooser.prepare(specs)
         has_scores = any([row.score is not None for row in rows])
         result = self._forward(batch, self._pool, keep_hidden=has_scores)
         if await_history is not None:
             await_history()
         if has_scores:
             score_prompts(result.hidden, rows, self.decoder.logits)
-        if len(specs) == len(rows) and not any([row.num_drafts for row in rows]):
-            return self._tokens(result, specs, self._packer.next_positions), {}
-        return sort_out(rows, self.choose(result, rows) if specs else [])
+        if any([row.num_drafts for row in rows]):
+            return sort_out(rows, self.choose(result, rows))
+        outputs = self._tokens(result, specs, self._packer.next_positions) if specs else []
+        return (outputs, {}) if len(specs) == len(rows) else sort_out(rows, outputs)
 
     def _go_on(
         self, rows: FollowingRows, await_history: Callable[[], object] | None
@@ -166,7 +173,11 @@ class ModelRunner:
         self, result: StepResult, specs: list[SampleSpec], positions: Positions
     ) -> Sequence[TokenOutput]:
         outputs = self._choose(result, specs, positions)
-        scored = [index for index, spec in enumerate(specs) if spec.notes.scores]
+        scored = [
+            index
+            for index, spec in enumerate(specs)
+            if spec.params.prompt_logprobs is not None and spec.notes.scores
+        ]
         if not scored:
             return outputs
         told = list(outputs)

@@ -141,7 +141,7 @@ class NativeSampler:
     def _lay_out(self, params: list[SamplingParameters]) -> None:
         """Prepare for rows of these parameters."""
         self._params = []
-        rules = [self._rule(one) for one in params]
+        rules = [self._rules.get(id(one)) or self._rule(one) for one in params]
         is_too_small = len(rules) > len(self._tokens)
         if is_too_small:
             self._grow(2 * len(rules))
@@ -166,9 +166,8 @@ class NativeSampler:
         self._row_rules, self._params = rules, params
 
     def _rule(self, params: SamplingParameters) -> Rule:
-        rule = self._rules.get(id(params))
-        if rule is None:
-            rule = self._rules[id(params)] = Rule(params)
+        """Of parameters that are new here."""
+        rule = self._rules[id(params)] = Rule(params)
         return rule
 
     def _follow(self, requests: Sequence[SamplingRequest]) -> None:

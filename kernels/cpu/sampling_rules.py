@@ -55,8 +55,10 @@ class Rule:
         self.params = params
         self.num_logprobs = params.num_logprobs
         self._kept: list[NDArray[np.int64] | NDArray[np.float32]] = []
-        biases = np.array([bias for _, bias in params.logit_bias], np.float64).astype(np.float32)
-        self._kept.append(biases)
+        biases = None
+        if params.logit_bias:
+            biases = np.array([bias for _, bias in params.logit_bias], np.float64).astype(np.float32)
+            self._kept.append(biases)
         self._rule = _Rule(
             seed=_signed(params.seed),
             top_k=min(params.top_k, 2**62),
@@ -69,7 +71,7 @@ class Rule:
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
             bias_ids=self._ids([token_id for token_id, _ in params.logit_bias]),
-            biases=biases.ctypes.data,
+            biases=None if biases is None else biases.ctypes.data,
             allowed=self._ids(params.allowed_token_ids),
             ends=self._ids((*params.eos_token_ids, *params.stop_token_ids)),
             bad_words=self._ids([x for word in params.bad_words_ids for x in (len(word), *word)]),
@@ -86,6 +88,8 @@ class Rule:
         self.is_plain = not self.needs_count and not self.needs_history and params.num_logprobs is None
 
     def _ids(self, ids: Sequence[int]) -> _Ids:
+        if not ids:
+            return _Ids()
         array = np.array(ids, np.int64)
         self._kept.append(array)
         return _Ids(array.ctypes.data, len(array))

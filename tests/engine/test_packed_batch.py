@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.engine.batch import Row, SampleSpec
+from cluster.engine.drafts import asked_of
 from cluster.engine.following import FollowingRows, Run
 from cluster.engine.packed_batch import PackedBatch, Packer, pack
 from cluster.ids import Attempt, BlockId, RequestId
@@ -88,6 +89,7 @@ def test_any_run_of_steps(seed):
             after.append((blocks, start + length))
         sequences = after
         assert plain(packer.pack(rows), rows) == expected(rows)
+        assert packer.next_positions.tolist() == asked_of(rows)[1]
         assert plain(pack(rows, BLOCK, MAX_LEN, CPU), rows) == expected(rows)
 
 
