@@ -77,7 +77,8 @@ class ModelRunner:
             backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
         )
         self._choose = self._chooser.__call__
-        self._specs: list[SampleSpec] = []  # of the step that was computed last
+        self._specs: list[SampleSpec] = []  # of the step that was computed last; one of those wants ...
+        self._may_score = False  # ... its prompt scored
 
     def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
         """Compute one step, as `cluster.engine.batch.Runner` says.
@@ -142,6 +143,7 @@ class ModelRunner:
             specs = self._specs  # the same list: who has looked it over need not do so again
         else:
             self._specs = specs
+            self._may_score = any([spec.params.prompt_logprobs is not None for spec in specs])
             self._chooser.prepare(specs)
         has_scores = any([row.score is not None for row in rows])
         result = self._forward(batch, self._pool, keep_hidden=has_scores)
@@ -151,7 +153,8 @@ class ModelRunner:
             score_prompts(result.hidden, rows, self.decoder.logits)
         if any([row.num_drafts for row in rows]):
             return sort_out(rows, self.choose(result, rows))
-        outputs = self._tokens(result, specs, self._packer.next_positions) if specs else []
+        choose = self._tokens if self._may_score else self._choose
+        outputs = choose(result, specs, self._packer.next_positions) if specs else []
         return (outputs, {}) if len(specs) == len(rows) else sort_out(rows, outputs)
 
     def _go_on(
@@ -173,11 +176,7 @@ class ModelRunner:
         self, result: StepResult, specs: list[SampleSpec], positions: Positions
     ) -> Sequence[TokenOutput]:
         outputs = self._choose(result, specs, positions)
-        scored = [
-            index
-            for index, spec in enumerate(specs)
-            if spec.params.prompt_logprobs is not None and spec.notes.scores
-        ]
+        scored = [index for index, spec in enumerate(specs) if spec.notes.scores]
         if not scored:
             return outputs
         told = list(outputs)

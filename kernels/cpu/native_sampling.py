@@ -51,7 +51,9 @@ class NativeSampler:
         # what was looked over last
         self._requests: Sequence[SamplingRequest] | None = None
         self._positions: Positions | None = None
-        self._places = np.empty(0, np.int64)  # those positions, as they are read
+        self._places = np.empty(0, np.int64)  # those positions, as they are read, if they were copied
+        # others and where they lie, by their ids
+        self._known_positions: dict[int, tuple[Positions, int]] = {}
         self._chosen = memoryview(b"")  # tokens of those rows
         self._params: list[SamplingParameters] = []  # of the rows the arrays below were written for
         self._row_rules: list[Rule] = []
@@ -105,11 +107,19 @@ class NativeSampler:
         if params != self._params:
             self._lay_out(params)
         if positions is not self._positions:
-            self._places = np.ascontiguousarray(positions, np.int64)
-            is_copy = self._places is not positions  # which the next step's are not in
-            self._positions = None if is_copy else positions
-            self._fields[8] = self._places.ctypes.data
+            known = self._known_positions.get(id(positions)) or self._find(positions)
+            self._positions, self._fields[8] = known
         self._requests = requests
+
+    def _find(self, positions: Positions) -> tuple[Positions | None, int]:
+        """These, if the next step's will be in the same place, and where they lie."""
+        self._places = places = np.ascontiguousarray(positions, np.int64)
+        if places is not positions:
+            return None, places.ctypes.data
+        if len(self._known_positions) >= _SPARE_ENTRIES:
+            self._known_positions.clear()
+        known = self._known_positions[id(positions)] = positions, places.ctypes.data
+        return known
 
     def _look_at(self, result: StepResult) -> None:
         """Write the first fields."""
