@@ -1,4 +1,4 @@
-"""The memory of packed batches of one size: one piece, written in two goes, in which each tensor has its place.
+"""The memory of packed batches of one size: one piece, written in two goes, with a place for each tensor.
 
 What changes in every step of a run lies together in it (`places`), so that a step can move on in one copy.
 """
@@ -71,7 +71,7 @@ class BatchArrays:
 def parts_of(
     places: NDArray[np.uint8], num_tokens: int, num_rows: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-    """What is in each line of `places`: positions, slots, positions of the tokens to choose, context lengths."""
+    """What is in each line of `places`, of rows that all sample."""
     slots, rows = 8 * num_tokens, 16 * num_tokens
     context_lens = rows + 8 * num_rows
     return (

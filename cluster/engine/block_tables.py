@@ -56,12 +56,9 @@ class BlockTables:
         """Rows of known lists in their new places; the others empty. Those before the first that is another
         one stay where they are."""
         old, table = self._lists, self._table
-        first = 0
-        for first, (blocks, before) in enumerate(zip(lists, old, strict=False)):
-            if blocks is not before:
-                break
-        else:
-            first = min(len(lists), len(old))
+        first, most = 0, min(len(lists), len(old))
+        while first < most and lists[first] is old[first]:
+            first += 1
         places = {id(blocks): row for row, blocks in enumerate(old[first:], first)}
         sources = [places.get(id(blocks), -1) for blocks in lists[first:]]
         if any([source >= 0 for source in sources]):

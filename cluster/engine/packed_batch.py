@@ -1,11 +1,12 @@
 """A step plan as tensors: all rows' tokens one after another, without padding.
 
 1. `Packer.pack` looks at each row once: checks it, and appends what it brings to lists. These are written, in
-   two goes, to memory which the tensors are. Batches of one size use the same ones. Numpy would be quicker for
-   a thousand tokens, but a step's caches are cold: then each of its functions costs as much as twenty rows.
+   two goes, to memory which the tensors are. Batches of one size use the same ones. Numpy would be quicker
+   for a thousand tokens, but a step's caches are cold: each of its functions costs as much as ten rows then.
 2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
 3. The rows of a run (`cluster.engine.following`), which most steps consist of, go on in place
-   (`cluster.engine.steps_ahead`): nothing of them is looked at but their tokens.
+   (`cluster.engine.steps_ahead`): nothing of them is looked at but their tokens. So do the same rows in a
+   step that was planned, once they have been compared.
 """
 
 from __future__ import annotations
@@ -62,9 +63,13 @@ class Packer:
         self._made: dict[Sizes, _Made] = {}  # on the CPU, where tensors are this memory
         self._now: _Made | None = None  # the batch
         self.next_positions = np.empty(0, np.int64)  # of the tokens that `logit_rows` ask for, on the host
-        self._run_rows: Sequence[Row] = ()  # what a run began with if the batch is a step of it ...
+        # if that is rows of one token each, which sample, in memory of the host:
+        self._lists: list[Sequence[BlockId]] = []  # their blocks ...
+        self._ends: list[int] = []  # ... and context lengths when it was packed, ...
+        self._num_since = 0  # ... how many steps they have gone on since ...
+        self._num_more = 0  # ... and may yet, in the blocks of the tables
+        self._run_rows: Sequence[Row] = ()  # what a run began with if it is a step of it ...
         self._num_on = 0  # ... and which one
-        self._num_more = 0  # steps of the run that have room in the block tables; 0: none, or it is no run's
 
     def pack(self, rows: Sequence[Row]) -> PackedBatch:
         """`rows` is not empty. Of a list of blocks that was packed before, only what was appended is read.
@@ -72,15 +77,14 @@ class Packer:
         Raises:
             ValueError: a row without tokens, past `max_model_len`, or whose block table does not cover it.
         """
-        if type(rows) is FollowingRows:  # the batch turns into the next one, if that is these rows
-            num_on, num_more = self._num_on + 1, self._num_more
-            if num_more and rows.num_on == num_on and rows.run.rows is self._run_rows:
-                self._num_on, self._num_more = num_on, num_more - 1
-                now = self._now
-                assert now is not None
-                assert now.ahead is not None
-                now.ahead.next(rows.token_ids, num_more, self._table, self._block_size)
-                return now.batch
+        if self._num_more:  # the batch may turn into the next one, if that is the same rows
+            if type(rows) is FollowingRows:
+                if rows.num_on == self._num_on + 1 and rows.run.rows is self._run_rows:
+                    self._num_on += 1
+                    return self._next(rows.token_ids)
+            elif self._is_next(rows):
+                self._run_rows, self._num_on = rows, 0
+                return self._next([row.token_ids[0] for row in rows])
         size, most = self._block_size, self._max_model_len
         num_more = most
         tokens: list[int] = []
@@ -130,10 +134,33 @@ class Packer:
         self._num_more = 0
         if now.ahead is not None:
             now.ahead.begin()
-            self._num_more = num_more
+            self._lists, self._ends, self._num_since, self._num_more = block_lists, context_lens, 0, num_more
             is_on = type(rows) is FollowingRows
             self._run_rows, self._num_on = (rows.run.rows, rows.num_on) if is_on else (rows, 0)
         return now.batch if self._device.type == "cpu" else _on(self._device, now.batch)
+
+    def _is_next(self, rows: Sequence[Row]) -> bool:
+        """Whether these are the rows of the batch, each with the token after its last one; blocks that are
+        new are in the tables then."""
+        if len(rows) != len(self._ends):
+            return False
+        num_since = self._num_since
+        for row, blocks, end in zip(rows, self._lists, self._ends, strict=True):
+            if row.block_ids is not blocks or row.start != end + num_since:
+                return False
+            if len(row.token_ids) != 1 or row.sample is None:
+                return False
+        num_blocks = [len(blocks) for blocks in self._lists]
+        return self._tables.update(self._lists, num_blocks) is self._table
+
+    def _next(self, token_ids: list[int]) -> PackedBatch:
+        now = self._now
+        assert now is not None
+        assert now.ahead is not None
+        now.ahead.next(token_ids, self._num_more, self._table, self._block_size)
+        self._num_since += 1
+        self._num_more -= 1
+        return now.batch
 
     def _of_size(self, sizes: Sizes, table: NDArray[np.int32]) -> _Made:
         if table is not self._table or len(self._made) > _MOST_SIZES:

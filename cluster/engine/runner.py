@@ -89,7 +89,7 @@ class ModelRunner:
         started_s = time.perf_counter()
         fused, rows = self._fused, plan.rows
         further: Further = {}
-        if fused is not None and fused.needs_no_mode and isinstance(rows, FollowingRows):
+        if fused is not None and fused.needs_no_mode and type(rows) is FollowingRows:
             outputs: Sequence[TokenOutput | None] = self._go_on(rows, await_history)
         elif torch.is_inference_mode_enabled():
             # a thread that lives in this mode need not enter it each time
@@ -129,7 +129,7 @@ class ModelRunner:
         if not rows:
             copy_blocks(self._pool, plan)
             return (), {}
-        if isinstance(rows, FollowingRows):
+        if type(rows) is FollowingRows:
             return self._go_on(rows, await_history), {}
         batch = self._packer.pack(rows)
         copy_blocks(self._pool, plan)
@@ -138,20 +138,27 @@ class ModelRunner:
     def _compute(
         self, batch: PackedBatch, rows: Sequence[Row], await_history: Callable[[], object] | None
     ) -> tuple[Sequence[TokenOutput | None], Further]:
-        specs = [row.sample for row in rows if row.sample is not None]
+        specs: list[SampleSpec] = []
+        has_scores = has_drafts = False
+        for row in rows:
+            if row.sample is not None:
+                specs.append(row.sample)
+            if row.score is not None:
+                has_scores = True
+            if row.num_drafts:
+                has_drafts = True
         if len(specs) == len(self._specs) and all(map(is_, specs, self._specs)):
             specs = self._specs  # the same list: who has looked it over need not do so again
         else:
             self._specs = specs
             self._may_score = any([spec.params.prompt_logprobs is not None for spec in specs])
             self._chooser.prepare(specs)
-        has_scores = any([row.score is not None for row in rows])
         result = self._forward(batch, self._pool, keep_hidden=has_scores)
         if await_history is not None:
             await_history()
         if has_scores:
             score_prompts(result.hidden, rows, self.decoder.logits)
-        if any([row.num_drafts for row in rows]):
+        if has_drafts:
             return sort_out(rows, self.choose(result, rows))
         choose = self._tokens if self._may_score else self._choose
         outputs = choose(result, specs, self._packer.next_positions) if specs else []
