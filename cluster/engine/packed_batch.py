@@ -77,14 +77,29 @@ class Packer:
         Raises:
             ValueError: a row without tokens, past `max_model_len`, or whose block table does not cover it.
         """
-        if self._num_more:  # the batch may turn into the next one, if that is the same rows
-            if type(rows) is FollowingRows:
-                if rows.num_on == self._num_on + 1 and rows.run.rows is self._run_rows:
-                    self._num_on += 1
-                    return self._next(rows.token_ids)
-            elif self._is_next(rows):
-                self._run_rows, self._num_on = rows, 0
-                return self._next([row.token_ids[0] for row in rows])
+        if not self._num_more:
+            return self._pack_anew(rows)
+        # the batch may turn into the next one, if that is the same rows
+        if type(rows) is FollowingRows:
+            num_on = self._num_on + 1
+            if rows.num_on != num_on or rows.run.rows is not self._run_rows:
+                return self._pack_anew(rows)
+            token_ids = rows.token_ids
+            self._num_on = num_on
+        else:
+            if not self._is_next(rows):
+                return self._pack_anew(rows)
+            token_ids = [row.token_ids[0] for row in rows]
+            self._run_rows, self._num_on = rows, 0
+        now, num_more = self._now, self._num_more
+        assert now is not None
+        assert now.ahead is not None
+        self._num_since += 1
+        self._num_more = num_more - 1
+        now.ahead.next(token_ids, num_more, self._table, self._block_size)
+        return now.batch
+
+    def _pack_anew(self, rows: Sequence[Row]) -> PackedBatch:
         size, most = self._block_size, self._max_model_len
         num_more = most
         tokens: list[int] = []
@@ -135,8 +150,10 @@ class Packer:
         if now.ahead is not None:
             now.ahead.begin()
             self._lists, self._ends, self._num_since, self._num_more = block_lists, context_lens, 0, num_more
-            is_on = type(rows) is FollowingRows
-            self._run_rows, self._num_on = (rows.run.rows, rows.num_on) if is_on else (rows, 0)
+            if type(rows) is FollowingRows:
+                self._run_rows, self._num_on = rows.run.rows, rows.num_on
+            else:
+                self._run_rows, self._num_on = rows, 0
         return now.batch if self._device.type == "cpu" else _on(self._device, now.batch)
 
     def _is_next(self, rows: Sequence[Row]) -> bool:
@@ -152,15 +169,6 @@ class Packer:
                 return False
         num_blocks = [len(blocks) for blocks in self._lists]
         return self._tables.update(self._lists, num_blocks) is self._table
-
-    def _next(self, token_ids: list[int]) -> PackedBatch:
-        now = self._now
-        assert now is not None
-        assert now.ahead is not None
-        now.ahead.next(token_ids, self._num_more, self._table, self._block_size)
-        self._num_since += 1
-        self._num_more -= 1
-        return now.batch
 
     def _of_size(self, sizes: Sizes, table: NDArray[np.int32]) -> _Made:
         if table is not self._table or len(self._made) > _MOST_SIZES:
