@@ -133,7 +133,9 @@ class DecodeCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; the returned actions are to be carried out in order."""
         if isinstance(event, StepDone) and event.went_on:  # nearly all events: then nothing else can be due
-            told = self._scheduler.book.go_on(event.output, now)
+            step = self._scheduler.book.unsettled
+            assert step is not None
+            told = step.go_on(event.output, now)  # when its rows had a token last is told when the run ends
             if told is not None:
                 return told
         actions = self._apply(event, now)

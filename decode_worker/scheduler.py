@@ -171,7 +171,9 @@ class DecodeScheduler:
             take_ahead(decoding, self._blocks, keep_free)
             if may_draft:
                 return self._open_to_drafts(decoding, now)
-        return StepPlan(tuple([sequence.row(num_tokens) for sequence, num_tokens in step]))
+        rows = [sequence.decode_row() for sequence in decoding]
+        rows += [sequence.row(num_tokens) for sequence, num_tokens in step[len(decoding) :]]
+        return StepPlan(tuple(rows))
 
     def _batch(self, decoding: list[Sequence], now: float) -> DecodeBatch:
         pacer, lives = self.book.pacer, self.lives

@@ -14,7 +14,6 @@ from typing import Final
 from cluster.engine.batch import StepOutput
 from cluster.engine.pacing import Pacer
 from cluster.step_model import StepWork
-from cluster.worker_io import Action
 from decode_worker.decode_step import DecodeStep
 from decode_worker.step_meter import StepMeter
 
@@ -27,25 +26,21 @@ class StepBook:
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
         self._meter = StepMeter()
-        self._step: DecodeStep | None = None  # in flight
+        self.unsettled: DecodeStep | None = None  # in flight, for those who ask neither what it has brought
+        # nor of its sequences
         # said, and not told to the others yet: the work of a step that began, or one that ended with what
         self._said: list[tuple[StepWork | DecodeStep, StepOutput | None, float]] = []
 
     @property
     def busy(self) -> bool:
         """A step is in flight."""
-        return self._step is not None
+        return self.unsettled is not None
 
     @property
     def step(self) -> DecodeStep | None:
         """In flight."""
         self.settle()
-        return self._step
-
-    @property
-    def unsettled(self) -> DecodeStep | None:
-        """In flight, for those who ask neither what it has brought nor of its sequences."""
-        return self._step
+        return self.unsettled
 
     @property
     def pacer(self) -> Pacer:
@@ -58,7 +53,7 @@ class StepBook:
         return self._meter
 
     def begin(self, step: DecodeStep, work: StepWork, now: float) -> None:
-        self._step = step
+        self.unsettled = step
         self._said.append((work, None, now))
 
     def end(self, output: StepOutput, now: float) -> DecodeStep:
@@ -77,12 +72,6 @@ class StepBook:
         self._pacer.drop()
         return step
 
-    def go_on(self, output: StepOutput, now: float) -> list[Action] | None:
-        """What to tell of a step that went on; None, and nothing changes, if that is more than a token of
-        each row."""
-        assert self._step is not None
-        return self._step.go_on(output, now)  # when its rows had a token last is told when the run ends
-
     def went_on(self, output: StepOutput, now: float) -> None:
         """The same rows are in flight again, with their tokens of `output`, perhaps several of a row."""
         step = self.step
@@ -95,7 +84,7 @@ class StepBook:
         """Somebody is about to look at what a run leaves behind: its sequences, and what its steps took."""
         if self._said:
             self._tell()
-        step = self._step
+        step = self.unsettled
         if step is None or not step.behind:
             return
         for output, now in step.settle():
@@ -115,11 +104,11 @@ class StepBook:
                 self._pacer.end(output.compute_s, now, is_typical=not output.num_drafted)
 
     def _closed(self) -> DecodeStep:
-        step = self._step
+        step = self.unsettled
         assert step is not None
         if step.behind:
             self.settle()
-        self._step = None
+        self.unsettled = None
         return step
 
     def _pace_on(self, step: DecodeStep, output: StepOutput, now: float) -> None:

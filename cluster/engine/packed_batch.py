@@ -93,10 +93,14 @@ class Packer:
             self._run_rows, self._num_on = rows, 0
         now, num_more = self._now, self._num_more
         assert now is not None
-        assert now.ahead is not None
+        ahead = now.ahead
+        assert ahead is not None
+        if not ahead.steps:
+            ahead.lay_out(num_more, self._table, self._block_size)
+        ahead.tokens[:] = token_ids
+        ahead.places[:] = ahead.steps.pop()
         self._num_since += 1
         self._num_more = num_more - 1
-        now.ahead.next(token_ids, num_more, self._table, self._block_size)
         return now.batch
 
     def _pack_anew(self, rows: Sequence[Row]) -> PackedBatch:
@@ -148,7 +152,7 @@ class Packer:
         self.next_positions = now.arrays.next_positions
         self._num_more = 0
         if now.ahead is not None:
-            now.ahead.begin()
+            now.ahead.steps.clear()
             self._lists, self._ends, self._num_since, self._num_more = block_lists, context_lens, 0, num_more
             if type(rows) is FollowingRows:
                 self._run_rows, self._num_on = rows.run.rows, rows.num_on

@@ -69,6 +69,7 @@ class ModelRunner:
             raise ValueError(f"KV pool on {pool.device} does not fit a backend on {backend.device}")
         self._pool = pool
         self._fused = self.decoder.fused
+        self._needs_no_mode = self._fused is not None and self._fused.needs_no_mode
         # bound methods of what is called in each step: an object's own call takes a longer way
         self._forward = self.decoder.forward if self._fused is None else self._fused.__call__
         self._num_borrowed = 0  # pieces of all steps so far
@@ -88,15 +89,20 @@ class ModelRunner:
         """
         started_s = time.perf_counter()
         fused, rows = self._fused, plan.rows
+        outputs: Sequence[TokenOutput | None]
         further: Further = {}
-        if fused is not None and fused.needs_no_mode and type(rows) is FollowingRows:
-            outputs: Sequence[TokenOutput | None] = self._go_on(rows, await_history)
-        elif torch.is_inference_mode_enabled():
-            # a thread that lives in this mode need not enter it each time
-            outputs, further = self._run(plan, await_history)
+        is_on = type(rows) is FollowingRows
+        if not (is_on and self._needs_no_mode) and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # a thread that lives in it need not enter it each time
+                return self.run(plan, await_history)
+        if type(rows) is FollowingRows:  # as little as can be
+            packer = self._packer
+            result = self._forward(packer.pack(rows), self._pool, False)
+            if await_history is not None:
+                await_history()
+            outputs = self._choose(result, rows.run.specs, packer.next_positions)
         else:
-            with torch.inference_mode():
-                outputs, further = self._run(plan, await_history)
+            outputs, further = self._run(plan, await_history)
         before = self._num_borrowed
         self._num_borrowed = 0 if fused is None else fused.num_borrowed
         num_borrowed = self._num_borrowed - before
@@ -129,8 +135,6 @@ class ModelRunner:
         if not rows:
             copy_blocks(self._pool, plan)
             return (), {}
-        if type(rows) is FollowingRows:
-            return self._go_on(rows, await_history), {}
         batch = self._packer.pack(rows)
         copy_blocks(self._pool, plan)
         return self._compute(batch, rows, await_history)
@@ -163,16 +167,6 @@ class ModelRunner:
         choose = self._tokens if self._may_score else self._choose
         outputs = choose(result, specs, self._packer.next_positions) if specs else []
         return (outputs, {}) if len(specs) == len(rows) else sort_out(rows, outputs)
-
-    def _go_on(
-        self, rows: FollowingRows, await_history: Callable[[], object] | None
-    ) -> Sequence[TokenOutput]:
-        """As little as can be, of a pass that needs no mode of torch."""
-        packer = self._packer
-        result = self._forward(packer.pack(rows), self._pool, False)
-        if await_history is not None:
-            await_history()
-        return self._choose(result, rows.run.specs, packer.next_positions)
 
     def choose(self, result: StepResult, rows: Sequence[Row]) -> Sequence[TokenOutput]:
         """The tokens of the rows that sample, and those after their drafts; `result` has a row of logits for

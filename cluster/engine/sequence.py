@@ -170,6 +170,12 @@ class Sequence:
             drafts_end,
         )
 
+    def decode_row(self) -> Row:
+        """`row(1)` of one that decodes: its last token, of which nothing but the next one is wanted."""
+        return Row(
+            self.request, self.attempt, (self.token_ids[-1],), self.num_computed, self.block_ids, self.sample
+        )
+
     def advance(self, num_tokens: int) -> None:
         """The KV of the next `num_tokens` tokens is in the blocks."""
         self.num_computed += num_tokens

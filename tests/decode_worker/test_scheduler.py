@@ -208,7 +208,7 @@ def test_a_step_does_not_go_on_past_the_last_block(is_plain: bool) -> None:
     for _ in range(3):
         answers.append((bench.scheduler.decode_context, bench.scheduler.may_go_on()))
         if is_plain:
-            assert bench.scheduler.book.go_on(StepOutput(PlainOutputs([9]), 0.001), 0.0)
+            assert bench.scheduler.book.unsettled.go_on(StepOutput(PlainOutputs([9]), 0.001), 0.0)
         else:
             bench.scheduler.account(StepOutput((TokenOutput(9),), 0.001), 0.0, went_on=True)
     assert answers == [(6, True), (7, True), (8, False)]
