@@ -53,13 +53,14 @@ def decode_batch(
             aimed_s = aim_s(targets, settings)
         if target < alone_s + model.per_context_s * num_tokens:
             continue
-        num_generated = num_tokens - sequence.num_initial
-        own_s = pace.budget_s(num_generated, sequence.most_left, now, settings, mean_output)
+        own_s, slack_s, own_longest_s = pace.bounds(
+            num_tokens - sequence.num_initial, sequence.most_left, now, settings, mean_output
+        )
         if own_s < math.inf:
             budget_s = min(budget_s, own_s)
-            slacks_s.append(pace.slack_s(num_generated, now))
             target_s = min(target_s, aimed_s)
-            longest_s = min(longest_s, pace.longest_s(now, settings))
+            longest_s = min(longest_s, own_longest_s)
+            slacks_s.append(slack_s)
     has_target = budget_s < math.inf
     return DecodeBatch(
         num_rows,
