@@ -52,7 +52,6 @@ class _Known(NamedTuple):
     """A batch that was checked, and what a call with it needs; what is in its tensors may change."""
 
     batch: StepBatch
-    pool: Tensor
     keep_hidden: bool
     fields: Any  # `Batch` in forward_model.h
     result: StepResult
@@ -130,10 +129,10 @@ class NativeForward:
         self._bad_index_address = ctypes.addressof(self._bad_index)
         self._known: dict[int, _Known] = {}  # by the id of the batch, which the entry keeps alive
         self._batch: StepBatch | None = None  # that the address and the result are for; None: look
-        self._pool: Tensor | None = None  # with that
+        self._pool: Tensor | None = None  # with these
         self._keeps_hidden = True
-        self._now: _Known | None = None  # it, or what else was computed last; its ...
-        self._address = 0  # ... fields
+        self._now: _Known | None = None  # what was computed last ...
+        self._address = 0  # ... and its fields
         self._result = StepResult(self._hidden, self._logits, self._best, self._maxima)
 
     def __call__(self, batch: StepBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:
@@ -160,12 +159,15 @@ class NativeForward:
     def _meet(self, batch: StepBatch, pool: Tensor, keep_hidden: bool) -> None:
         """A batch is only read once it is made, so one that is known needs no look."""
         self._batch = None
+        if pool is not self._pool:
+            self._known.clear()
+            self._pool = pool
         known = self._known.get(id(batch))
-        if known is None or known.pool is not pool or known.keep_hidden is not keep_hidden:
+        if known is None or known.keep_hidden is not keep_hidden:
             known = self._look_over(batch, pool, keep_hidden)
         self._now, self._address, self._result = known, ctypes.addressof(known.fields), known.result
         if not known.copies:
-            self._batch, self._pool, self._keeps_hidden = batch, pool, keep_hidden
+            self._batch, self._keeps_hidden = batch, keep_hidden
 
     def _look_over(self, batch: StepBatch, pool: Tensor, keep_hidden: bool) -> _Known:
         """Check the tensors of a step and write the fields. A step with the same batch, whatever is in its
@@ -217,7 +219,7 @@ class NativeForward:
             self._maxima[:num_rows],
         )
         copies = [] if all(map(is_, kept, arrays)) else kept
-        known = _Known(batch, pool, keep_hidden, fields, result, copies)
+        known = _Known(batch, keep_hidden, fields, result, copies)
         if not copies:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
