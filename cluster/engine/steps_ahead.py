@@ -33,10 +33,10 @@ class StepsAhead:
         """The next steps from where the batch is now: up to `most`, in which rows stay in the blocks that
         `table` has."""
         num_steps, num_rows, size = min(most, MOST_AHEAD), self._num_rows, len(self.places)
-        now, *_ = parts_of(np.frombuffer(self.places, np.uint8), num_rows, num_rows)
+        now, *_ = parts_of(np.frombuffer(self.places, np.uint8), num_rows)
         ahead = np.arange(1, num_steps + 1)[:, None]
         steps = np.empty((num_steps, size + -size % 8), np.uint8)[:, :size]  # each begins where an int64 may
-        positions, slots, next_positions, context_lens = parts_of(steps, num_rows, num_rows)
+        positions, slots, next_positions, context_lens = parts_of(steps, num_rows)
         np.add(now, ahead, out=positions)
         np.add(positions, 1, out=next_positions)
         context_lens[:] = next_positions

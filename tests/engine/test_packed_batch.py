@@ -31,6 +31,7 @@ def row(tokens, start, blocks, samples=True, num_drafts=0):
 def plain(batch: PackedBatch, rows) -> dict[str, list]:
     """Every tensor's values; of the block tables what a row has, and that nothing else is there."""
     result = {field.name: getattr(batch, field.name).tolist() for field in fields(batch)}
+    assert not any(getattr(batch, field.name).data_ptr() % 16 for field in fields(batch))
     tables = batch.block_tables
     assert tables.is_contiguous()
     result["block_tables"] = [tables[i, : len(one.block_ids)].tolist() for i, one in enumerate(rows)]
