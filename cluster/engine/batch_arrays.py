@@ -1,7 +1,7 @@
 """The memory of packed batches of one size: one piece, written in two goes, with a place for each tensor.
 
 What changes in every step of a run lies together in it (`places`), so that a step can move on in one copy.
-Each tensor begins at a multiple of 16 bytes, as if it had memory of its own: kernels may be compiled for that.
+Each tensor begins at a multiple of 16 bytes, as if it had memory of its own: kernels are compiled for that.
 """
 
 from __future__ import annotations
