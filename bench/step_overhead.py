@@ -1,7 +1,8 @@
 """`python -m bench.step_overhead`: what Python and sampling add to a decode step, by batch and by request.
 
 1. A decode worker's core with sequences of its own drives the real runner and model. `planned`: each step is
-   planned by the core when the one before is booked. `goes on`: the runner goes on by itself
+   planned by the core when the one before is booked. `changes`: so it is, and each time a row leaves or comes
+   back; where a batch has one row only, there is no such step. `goes on`: the runner goes on by itself
    (`cluster.engine.following`) as far as the core gives leave, and the core books a step while the next one
    computes; here that is between the forward pass and the sampler. All tokens end in encoded messages.
 2. Time inside the compiled library is taken apart: the forward pass is left out, the sampler has its own
@@ -108,6 +109,7 @@ class Worker:
         assert plan is not None
         self._plan: StepPlan = plan
         self._now_s = 0.0
+        self._left_out: list[Sequence] = []
         self.followed_s = self.began_s = self.accounted_s = self.told_s = 0.0
         self._output = self._run(plan)
         self._may_go_on = core.may_go_on()
@@ -118,6 +120,15 @@ class Worker:
         assert isinstance(step, RunStep)
         self._plan = step.plan
         self._output = self._run(self._plan)
+
+    def changed_step(self) -> None:
+        """A planned one, without the youngest row if that was in the one before."""
+        rows = self._core._scheduler._decoding
+        if self._left_out:
+            rows.append(self._left_out.pop())
+        else:
+            self._left_out.append(rows.pop())
+        self.planned_step()
 
     def step_that_goes_on(self) -> bool:
         """Where the core gives no leave, or a request ends, it is a planned one."""
@@ -155,25 +166,22 @@ class Bench:
         self._prepared = prepare_model(model, dtype, self._backend)
         self._dtype = dtype
 
-    def measure(
-        self, num_seqs: int, request: dict[str, Any], num_steps: int
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Microseconds of each of `PARTS` in a decode step: a planned one, and one that goes on."""
+    def measure(self, num_seqs: int, request: dict[str, Any], num_steps: int) -> dict[str, dict[str, float]]:
+        """Microseconds of each of `PARTS` in a decode step, by the kind of step."""
         spec = self._prepared.spec
         shape = (num_blocks(num_seqs), spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         pool = torch.full(shape, 0.01, dtype=TORCH_DTYPES[self._dtype])
         with torch.inference_mode():  # as an engine's thread, which lives in it
             runner = ModelRunner(self._prepared, pool, self._backend)
             worker = Worker(num_seqs, spec.vocab_size, request, runner)
-            planned, on = [], []
-            for _ in range(num_steps):
-                planned.append(self._step(worker, worker.planned_step)[0])
-            for _ in range(num_steps):
-                part, went_on = self._step(worker, worker.step_that_goes_on)
-                if went_on:
-                    on.append(part)
-        assert len(on) > 1, "no step went on"
-        return _least(planned[1:]), _least(on[1:])  # of the first, what was before it is not known
+            planned = [self._step(worker, worker.planned_step)[0] for _ in range(num_steps)]
+            steps = [self._step(worker, worker.step_that_goes_on) for _ in range(num_steps)]
+            on = [part for part, went_on in steps if went_on]
+            assert len(on) > 1, "no step went on"
+            kinds = {"planned": planned, "goes on": on}
+            if num_seqs > 1:
+                kinds["changes"] = [self._step(worker, worker.changed_step)[0] for _ in range(num_steps)]
+        return {kind: _least(parts[1:]) for kind, parts in kinds.items()}  # what was before the first?
 
     def _step(self, worker: Worker, step: Callable[[], bool | None]) -> tuple[dict[str, float], bool]:
         """The parts of one step, which begins with the end of the one before."""
@@ -223,12 +231,7 @@ def main() -> None:
     print(head + "".join(f"{part:>12}" for part in PARTS))
     for name in arguments.requests:
         for num_seqs in arguments.batch:
-            kinds = zip(
-                ("planned", "goes on"),
-                bench.measure(num_seqs, REQUESTS[name], arguments.steps),
-                strict=True,
-            )
-            for kind, us in kinds:
+            for kind, us in bench.measure(num_seqs, REQUESTS[name], arguments.steps).items():
                 line = f"{name:<24}{num_seqs:>6}  {kind:<8}"
                 print(line + "".join(f"{us[part]:>12.0f}" for part in PARTS), flush=True)
 

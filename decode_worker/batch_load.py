@@ -13,7 +13,7 @@ from typing import Final
 
 from cluster.engine.sequence import Sequence
 from cluster.slo_budget import SloSettings, aim_s, bearable_s
-from cluster.slo_classes import DecodeBatch
+from cluster.slo_classes import DecodeBatch, Targets
 from cluster.step_model import StepModel
 
 _SMOOTHING: Final = 0.1  # weight of the newest sequence that ended
@@ -35,6 +35,8 @@ def decode_batch(
     budget_s = target_s = longest_s = math.inf
     paused_s = 0.0
     slacks_s: list[float] = []  # of the streams that have a say
+    before: Targets | None = None  # of the row before, with what comes of them
+    target = aimed_s = math.inf
     alone_s = model.fixed_s + max(model.floor_s, model.per_token_s)
     for sequence in rows:
         pace = sequence.pace
@@ -43,18 +45,22 @@ def decode_batch(
             yielding_context += len(sequence.token_ids)
             paused_s = max(paused_s, now - pace.last_s)
             continue
-        num_tokens, target = len(sequence.token_ids), min(pace.targets.tpot_s, pace.targets.gap_s)
+        num_tokens, targets = len(sequence.token_ids), pace.targets
         num_rows += 1
         context += num_tokens
+        if targets is not before:  # mostly they are the worker's own, and all the same
+            before, target = targets, min(targets.tpot_s, targets.gap_s)
+            aimed_s = aim_s(targets, settings)
         if target < alone_s + model.per_context_s * num_tokens:
             continue
-        num_generated = sequence.num_generated
-        own_s = pace.budget_s(num_generated, sequence.most_left, now, settings, mean_output)
-        budget_s = min(budget_s, own_s)
+        own_s, slack_s, own_longest_s = pace.bounds(
+            num_tokens - sequence.num_initial, sequence.most_left, now, settings, mean_output
+        )
         if own_s < math.inf:
-            slacks_s.append(pace.slack_s(num_generated, now))
-            target_s = min(target_s, aim_s(pace.targets, settings))
-            longest_s = min(longest_s, pace.longest_s(now, settings))
+            budget_s = min(budget_s, own_s)
+            target_s = min(target_s, aimed_s)
+            longest_s = min(longest_s, own_longest_s)
+            slacks_s.append(slack_s)
     has_target = budget_s < math.inf
     return DecodeBatch(
         num_rows,

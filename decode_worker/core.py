@@ -133,7 +133,9 @@ class DecodeCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; the returned actions are to be carried out in order."""
         if isinstance(event, StepDone) and event.went_on:  # nearly all events: then nothing else can be due
-            told = self._scheduler.book.go_on(event.output, now)
+            step = self._scheduler.book.unsettled
+            assert step is not None
+            told = step.go_on(event.output, now)  # when its rows had a token last is told when the run ends
             if told is not None:
                 return told
         actions = self._apply(event, now)
@@ -280,11 +282,11 @@ class DecodeCore:
             if new.token_index == 0:
                 actions += self._first_token(new, now)
                 continue
-            sequence = new.sequence
-            row = TokenRow(
-                sequence.request, sequence.attempt, new.token_index, new.outputs, new.finish_reason
-            )
-            rows.setdefault(sequence.router, []).append(row)
+            one = new.sequence
+            row = TokenRow(one.request, one.attempt, new.token_index, new.outputs, new.finish_reason)
+            if (of_router := rows.get(one.router)) is None:
+                of_router = rows[one.router] = []
+            of_router.append(row)
         actions += [ToRouter(router, Tokens(rows=of_router)) for router, of_router in rows.items()]
         return actions
 

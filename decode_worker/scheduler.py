@@ -171,7 +171,9 @@ class DecodeScheduler:
             take_ahead(decoding, self._blocks, keep_free)
             if may_draft:
                 return self._open_to_drafts(decoding, now)
-        return StepPlan(tuple([sequence.row(num_tokens) for sequence, num_tokens in step]))
+        rows = [sequence.decode_row() for sequence in decoding]
+        rows += [sequence.row(num_tokens) for sequence, num_tokens in step[len(decoding) :]]
+        return StepPlan(tuple(rows))
 
     def _batch(self, decoding: list[Sequence], now: float) -> DecodeBatch:
         pacer, lives = self.book.pacer, self.lives
@@ -202,8 +204,19 @@ class DecodeScheduler:
         """
         step = self.book.step if went_on else self.book.end(output, now)
         assert step is not None
+        outputs, num_plain = output.outputs, 0
         generated: list[Generated] = []
-        for index, ((sequence, num_tokens), token) in enumerate(zip(step.rows, output.outputs, strict=True)):
+        if not (went_on or step.cancelled or output.further):  # those that decode got a token each
+            num_plain = step.num_decode_rows
+            for (sequence, _), token in zip(step.rows[:num_plain], outputs[:num_plain], strict=True):
+                assert token is not None
+                index = len(sequence.token_ids) - sequence.num_initial
+                reason = sequence.take(token.token_id, now)
+                if reason is not None:
+                    self._ended(sequence, now)
+                generated.append(Generated(sequence, index, [token], reason))
+        others = zip(step.rows[num_plain:], outputs[num_plain:], strict=True)
+        for index, ((sequence, num_tokens), token) in enumerate(others, num_plain):
             sequence.advance(num_tokens)
             if step.cancelled and sequence.key in step.cancelled:
                 if went_on:
@@ -330,10 +343,13 @@ class DecodeScheduler:
             sequence.advance(1)
             reason = sequence.append(further.token_id)
         if reason is not None:
-            self.lives.ended(sequence, now)
-            self._drop(sequence)
-            self._free(sequence)
+            self._ended(sequence, now)
         return Generated(sequence, index, outputs, reason)
+
+    def _ended(self, sequence: Sequence, now: float) -> None:
+        self.lives.ended(sequence, now)
+        self._drop(sequence)
+        self._free(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         del self._all[sequence.request]

@@ -109,14 +109,15 @@ class DecoderShape:
     rms_norm_eps: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
-    """Tensors of a forward pass; they are overwritten by the next one."""
+    """Tensors of a forward pass, which are overwritten by the next one; they are never others."""
 
     hidden: Tensor  # [num_tokens, hidden_size] after the last layer, before the final norm; empty if not kept
     logits: Tensor  # fp32 [num_logit_rows, vocab_size]
     best: Tensor  # int64 [num_logit_rows]: the first largest logit of a row, or its first NaN
     maxima: Tensor | None = None  # fp32 [num_logit_rows, blocks]: the largest logit of each `MAXIMA_BLOCK`
+    notes: Any = None  # of the sampler, which has checked them
 
 
 class FusedForward(Protocol):

@@ -53,10 +53,19 @@ class BlockTables:
         self._table = table
 
     def _rearrange(self, lists: list[Sequence[BlockId]]) -> None:
-        """Rows of known lists in their new places; the others empty."""
-        places = {id(blocks): row for row, blocks in enumerate(self._lists)}
-        sources = [places.get(id(blocks), -1) for blocks in lists]
-        self._table[: len(lists)] = self._table[sources]
-        self._counts = [self._counts[source] if source >= 0 else 0 for source in sources]
-        self._table[np.flatnonzero(np.array(sources) < 0)] = 0
+        """Rows of known lists in their new places; the others empty. Those before the first that is another
+        one stay where they are."""
+        old, table = self._lists, self._table
+        first, most = 0, min(len(lists), len(old))
+        while first < most and lists[first] is old[first]:
+            first += 1
+        places = {id(blocks): row for row, blocks in enumerate(old[first:], first)}
+        sources = [places.get(id(blocks), -1) for blocks in lists[first:]]
+        if any([source >= 0 for source in sources]):
+            table[first : len(lists)] = table[sources]
+        for row, source in enumerate(sources, first):
+            if source < 0:
+                table[row] = 0
+        counts = [self._counts[source] if source >= 0 else 0 for source in sources]
+        self._counts = self._counts[:first] + counts
         self._lists = lists

@@ -66,11 +66,19 @@ class Pace:
     ) -> float:
         """How long a step that begins now may take; `num_generated` tokens of this attempt are there, at most
         `num_left` follow, `expected_left` as far as anybody knows. Inf: as long as it likes."""
-        targets, slack_s = self.targets, self.slack_s(num_generated, now)
+        return self.bounds(num_generated, num_left, now, settings, expected_left)[0]
+
+    def bounds(
+        self, num_generated: int, num_left: int, now: float, settings: SloSettings, expected_left: float
+    ) -> tuple[float, float, float]:
+        """`budget_s`, `slack_s` and `longest_s`."""
+        targets, slack_s, longest_s = self.targets, self.slack_s(num_generated, now), self.targets.gap_s
+        if longest_s != math.inf:
+            longest_s = self.longest_s(now, settings)
         if -slack_s > _MOST_CATCH_UP * targets.tpot_s * num_left:
-            return math.inf
+            return math.inf, slack_s, longest_s
         budget_s = step_budget_s(targets, slack_s, settings, min(num_left, expected_left))
-        return min(budget_s, self.longest_s(now, settings))
+        return min(budget_s, longest_s), slack_s, longest_s
 
     def longest_s(self, now: float, settings: SloSettings) -> float:
         """How long a step that begins now may take for the sake of gaps."""

@@ -1,18 +1,19 @@
 """A step plan as tensors: all rows' tokens one after another, without padding.
 
-1. `Packer.pack` checks every row, then writes into arrays whose memory the tensors are. While the numbers of
-   rows and tokens stay the same, so do both.
+1. `Packer.pack` looks at each row once: checks it, and appends what it brings to lists. These are written, in
+   two goes, to memory which the tensors are. Batches of one size use the same ones. Numpy would be quicker
+   for a thousand tokens, but a step's caches are cold: each of its functions costs as much as ten rows then.
 2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
 3. The rows of a run (`cluster.engine.following`), which most steps consist of, go on in place
-   (`cluster.engine.steps_ahead`): nothing of them is looked at but their tokens.
+   (`cluster.engine.steps_ahead`): nothing of them is looked at but their tokens. So do the same rows in a
+   step that was planned, once they have been compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import NoReturn
+from dataclasses import dataclass, fields
+from typing import Final, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from cluster.engine.block_tables import BlockTables
 from cluster.engine.following import FollowingRows
 from cluster.engine.steps_ahead import StepsAhead
 from cluster.ids import BlockId
+
+_MOST_SIZES: Final = 64  # of which batches are kept
 
 
 @dataclass(slots=True)
@@ -40,22 +43,33 @@ class PackedBatch:
     logit_rows: Tensor  # [num_samples] int64: of each row that samples the last token, its drafts included
 
 
+class _Made(NamedTuple):
+    """What batches of one size use, in turn."""
+
+    arrays: BatchArrays
+    batch: PackedBatch  # these, and the block tables, as tensors
+    ahead: StepsAhead | None  # if it is rows of one token each, which sample
+
+
 class Packer:
-    """Owns the memory of the batch of one runner. A batch is overwritten by the next one."""
+    """Owns the memory of the batches of one runner. A batch is overwritten by the next one of its size."""
 
     def __init__(self, block_size: int, max_model_len: int, device: torch.device) -> None:
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._device = device
         self._tables = BlockTables()
-        self._arrays, self._table = BatchArrays((0, 0, 0)), np.empty((0, 0), np.int32)
-        self._batch: PackedBatch | None = None  # these two as tensors
-        self.next_positions = self._arrays.next_positions  # of the token after each row, on the host
-        # if the batch is rows of one token each, which sample, in memory of the host
-        self._ahead: StepsAhead | None = None
-        self._run_rows: Sequence[Row] = ()  # what a run began with if the batch is a step of it ...
+        self._table = np.empty((0, 0), np.int32)
+        self._made: dict[Sizes, _Made] = {}  # on the CPU, where tensors are this memory
+        self._now: _Made | None = None  # the batch
+        self.next_positions = np.empty(0, np.int64)  # of the tokens that `logit_rows` ask for, on the host
+        # if that is rows of one token each, which sample, in memory of the host:
+        self._lists: list[Sequence[BlockId]] = []  # their blocks ...
+        self._ends: list[int] = []  # ... and context lengths when it was packed, ...
+        self._num_since = 0  # ... how many steps they have gone on since ...
+        self._num_more = 0  # ... and may yet, in the blocks of the tables
+        self._run_rows: Sequence[Row] = ()  # what a run began with if it is a step of it ...
         self._num_on = 0  # ... and which one
-        self._num_more = 0  # steps of the run that have room in the block tables
 
     def pack(self, rows: Sequence[Row]) -> PackedBatch:
         """`rows` is not empty. Of a list of blocks that was packed before, only what was appended is read.
@@ -63,122 +77,117 @@ class Packer:
         Raises:
             ValueError: a row without tokens, past `max_model_len`, or whose block table does not cover it.
         """
-        if isinstance(rows, FollowingRows):  # the batch turns into the next one, if that is these rows
-            num_on, num_more = self._num_on + 1, self._num_more
-            if rows.num_on == num_on and rows.run.rows is self._run_rows and num_more:
-                self._num_on, self._num_more = num_on, num_more - 1
-                assert self._ahead is not None
-                assert self._batch is not None
-                self._ahead.next(rows.token_ids, num_more, self._table, self._block_size)
-                return self._batch
-        num_rows = len(rows)
-        token_lists = [row.token_ids for row in rows]
-        block_lists = [row.block_ids for row in rows]
-        num_blocks = [len(blocks) for blocks in block_lists]
-        if self._ahead is not None and self._is_next(rows, token_lists, block_lists, num_blocks):
-            assert self._batch is not None
-            self._begin_run(rows, num_blocks)
-            token_ids = [brought[0] for brought in token_lists]
-            self._ahead.next(token_ids, self._num_more + 1, self._table, self._block_size)
-            return self._batch
-        self._ahead = None
-        self._num_more = 0
-        lengths = np.array([len(token_ids) for token_ids in token_lists], np.int32)
-        starts = np.array([row.start for row in rows], np.int32)
-        context_lens = starts + lengths
-        self._check(rows, lengths, context_lens, num_blocks)
-
-        table = self._tables.update(block_lists, num_blocks)
-        query_ends = np.cumsum(lengths, dtype=np.int32)
-        num_tokens = int(query_ends[-1])
-        logit_rows = _logit_rows(rows, query_ends)
-        arrays = self._arrays_of((num_rows, num_tokens, len(logit_rows)), table)
-        arrays.query_starts[1:] = query_ends
-        arrays.context_lens[:] = context_lens
-        arrays.logit_rows[:] = logit_rows
-        arrays.tokens[:] = list(chain.from_iterable(token_lists))
-        row_of_token = np.repeat(np.arange(num_rows), lengths)
-        # token t of row r stands at starts[r] + (t - query_starts[r])
-        offsets = (starts - arrays.query_starts[:-1])[row_of_token]
-        positions = np.add(np.arange(num_tokens), offsets, out=arrays.positions)
-        blocks, within = np.divmod(positions, self._block_size)
-        np.multiply(table[row_of_token, blocks], self._block_size, out=blocks)
-        np.add(blocks, within, out=arrays.slots)
-        arrays.next_positions[:] = context_lens
-
-        batch = self._tensors(arrays, table)
-        if num_tokens == num_rows == len(logit_rows) and self._device.type == "cpu":
-            self._ahead = StepsAhead(arrays)
-            self._begin_run(rows, num_blocks)
-        return batch
-
-    def _begin_run(self, rows: Sequence[Row], num_blocks: list[int]) -> None:
-        """The batch is these rows: a run may begin with it, or is that far."""
-        if isinstance(rows, FollowingRows):
-            self._run_rows, self._num_on = rows.run.rows, rows.num_on
+        if not self._num_more:
+            return self._pack_anew(rows)
+        # the batch may turn into the next one, if that is the same rows
+        if type(rows) is FollowingRows:
+            num_on = self._num_on + 1
+            if rows.num_on != num_on or rows.run.rows is not self._run_rows:
+                return self._pack_anew(rows)
+            token_ids = rows.token_ids
+            self._num_on = num_on
         else:
+            if not self._is_next(rows):
+                return self._pack_anew(rows)
+            token_ids = [row.token_ids[0] for row in rows]
             self._run_rows, self._num_on = rows, 0
+        now, num_more = self._now, self._num_more
+        assert now is not None
+        ahead = now.ahead
+        assert ahead is not None
+        if not ahead.steps:
+            ahead.lay_out(num_more, self._table, self._block_size)
+        ahead.tokens[:] = token_ids
+        ahead.places[:] = ahead.steps.pop()
+        self._num_since += 1
+        self._num_more = num_more - 1
+        return now.batch
+
+    def _pack_anew(self, rows: Sequence[Row]) -> PackedBatch:
         size, most = self._block_size, self._max_model_len
-        room = [min(blocks * size, most) - row.start for blocks, row in zip(num_blocks, rows, strict=True)]
-        self._num_more = min(room) - 1
+        num_more = most
+        tokens: list[int] = []
+        logit_rows: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        next_positions: list[int] = []
+        context_lens: list[int] = []
+        query_starts = [0]
+        block_lists: list[Sequence[BlockId]] = []
+        num_blocks: list[int] = []
+        for row in rows:
+            brought, start, blocks = row.token_ids, row.start, row.block_ids
+            count = len(blocks)
+            end, room = start + len(brought), min(count * size, most)
+            if end > room or end == start:
+                _refuse(row, size, most)
+            if room - end < num_more:
+                num_more = room - end
+            block_lists.append(blocks)
+            num_blocks.append(count)
+            context_lens.append(end)
+            if start + 1 == end:
+                tokens.append(brought[0])
+                positions.append(start)
+                slots.append(blocks[start // size] * size + start % size)
+            else:
+                tokens += brought
+                positions += range(start, end)
+                for index in range(start // size, -(-end // size)):
+                    first = index * size  # position in the block's first slot
+                    slot = blocks[index] * size
+                    slots += range(slot + max(start - first, 0), slot + min(end - first, size))
+            num_tokens = len(tokens)
+            query_starts.append(num_tokens)
+            if row.sample is not None:
+                if row.num_drafts:
+                    logit_rows += range(num_tokens - 1 - row.num_drafts, num_tokens)
+                    next_positions += range(end - row.num_drafts, end + 1)
+                else:
+                    logit_rows.append(num_tokens - 1)
+                    next_positions.append(end)
+        table = self._tables.update(block_lists, num_blocks)
+        now = self._now = self._of_size((len(num_blocks), len(tokens), len(logit_rows)), table)
+        now.arrays.write(tokens, logit_rows, positions, slots, next_positions, context_lens, query_starts)
+        self.next_positions = now.arrays.next_positions
+        self._num_more = 0
+        if now.ahead is not None:
+            now.ahead.steps.clear()
+            self._lists, self._ends, self._num_since, self._num_more = block_lists, context_lens, 0, num_more
+            if type(rows) is FollowingRows:
+                self._run_rows, self._num_on = rows.run.rows, rows.num_on
+            else:
+                self._run_rows, self._num_on = rows, 0
+        return now.batch if self._device.type == "cpu" else _on(self._device, now.batch)
 
-    def _is_next(
-        self,
-        rows: Sequence[Row],
-        token_lists: list[Sequence[int]],
-        block_lists: list[Sequence[BlockId]],
-        num_blocks: list[int],
-    ) -> bool:
-        """Whether these are the rows of the batch with a token more each, and room for it; blocks that are
-        new are in the table then."""
-        if len(rows) != self._arrays.sizes[0] or not self._tables.holds(block_lists):
+    def _is_next(self, rows: Sequence[Row]) -> bool:
+        """Whether these are the rows of the batch, each with the token after its last one; blocks that are
+        new are in the tables then."""
+        if len(rows) != len(self._ends):
             return False
-        if [row.start for row in rows] != self._arrays.context_lens.tolist():
-            return False
-        if any([len(tokens) != 1 for tokens in token_lists]) or any([row.sample is None for row in rows]):
-            return False
-        size, most = self._block_size, self._max_model_len
-        if any([min(blocks * size, most) <= row.start for blocks, row in zip(num_blocks, rows, strict=True)]):
-            return False
-        return self._tables.update(block_lists, num_blocks) is self._table
+        num_since = self._num_since
+        for row, blocks, end in zip(rows, self._lists, self._ends, strict=True):
+            if row.block_ids is not blocks or row.start != end + num_since:
+                return False
+            if len(row.token_ids) != 1 or row.sample is None:
+                return False
+        num_blocks = [len(blocks) for blocks in self._lists]
+        return self._tables.update(self._lists, num_blocks) is self._table
 
-    def _check(
-        self,
-        rows: Sequence[Row],
-        lengths: NDArray[np.int32],
-        context_lens: NDArray[np.int32],
-        num_blocks: list[int],
-    ) -> None:
-        short = np.array(num_blocks) * self._block_size < context_lens
-        bad = short | (lengths == 0) | (context_lens > self._max_model_len)
-        if bad.any():
-            _refuse(rows[int(bad.argmax())], self._block_size, self._max_model_len)
-
-    def _arrays_of(self, sizes: Sizes, table: NDArray[np.int32]) -> BatchArrays:
-        if sizes != self._arrays.sizes or table is not self._table:
-            self._arrays, self._table, self._batch = BatchArrays(sizes), table, None
-            self.next_positions = self._arrays.next_positions
-        return self._arrays
-
-    def _tensors(self, arrays: BatchArrays, table: NDArray[np.int32]) -> PackedBatch:
-        if self._batch is not None:
-            return self._batch
-
-        def tensor(array: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-            return torch.from_numpy(array).to(self._device)
-
-        batch = PackedBatch(
-            tokens=tensor(arrays.tokens),
-            positions=tensor(arrays.positions),
-            query_starts=tensor(arrays.query_starts),
-            context_lens=tensor(arrays.context_lens),
-            block_tables=tensor(table[: arrays.sizes[0]]),
-            slot_mapping=tensor(arrays.slots),
-            logit_rows=tensor(arrays.logit_rows),
-        )
-        if self._device.type == "cpu":  # elsewhere they are copies
-            self._batch = batch
-        return batch
+    def _of_size(self, sizes: Sizes, table: NDArray[np.int32]) -> _Made:
+        if table is not self._table or len(self._made) > _MOST_SIZES:
+            self._table = table
+            self._made.clear()
+        made = self._made.get(sizes)
+        if made is None:
+            arrays = BatchArrays(sizes)
+            tokens, logit_rows, positions, slots, context_lens, query_starts = arrays.tensors()
+            tables = torch.from_numpy(table[: sizes[0]])
+            batch = PackedBatch(tokens, positions, query_starts, context_lens, tables, slots, logit_rows)
+            one_each = sizes[0] == sizes[1] == sizes[2] and self._device.type == "cpu"
+            made = _Made(arrays, batch, StepsAhead(arrays) if one_each else None)
+            self._made[sizes] = made
+        return made
 
 
 def pack(rows: Sequence[Row], block_size: int, max_model_len: int, device: torch.device) -> PackedBatch:
@@ -186,15 +195,9 @@ def pack(rows: Sequence[Row], block_size: int, max_model_len: int, device: torch
     return Packer(block_size, max_model_len, device).pack(rows)
 
 
-def _logit_rows(rows: Sequence[Row], query_ends: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Of each row that samples the last token, and those before its drafts."""
-    asked = [
-        at
-        for end, row in zip(query_ends.tolist(), rows, strict=True)
-        if row.sample is not None
-        for at in range(end - 1 - row.num_drafts, end)
-    ]
-    return np.array(asked, np.int64)
+def _on(device: torch.device, batch: PackedBatch) -> PackedBatch:
+    """A copy there."""
+    return PackedBatch(*[getattr(batch, field.name).to(device) for field in fields(batch)])
 
 
 def _refuse(row: Row, block_size: int, max_model_len: int) -> NoReturn:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,7 @@ class ModelRunner:
             raise ValueError(f"KV pool on {pool.device} does not fit a backend on {backend.device}")
         self._pool = pool
         self._fused = self.decoder.fused
+        self._needs_no_mode = self._fused is not None and self._fused.needs_no_mode
         # bound methods of what is called in each step: an object's own call takes a longer way
         self._forward = self.decoder.forward if self._fused is None else self._fused.__call__
         self._num_borrowed = 0  # pieces of all steps so far
@@ -76,6 +78,8 @@ class ModelRunner:
             backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
         )
         self._choose = self._chooser.__call__
+        self._specs: list[SampleSpec] = []  # of the step that was computed last; one of those wants ...
+        self._may_score = False  # ... its prompt scored
 
     def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
         """Compute one step, as `cluster.engine.batch.Runner` says.
@@ -85,15 +89,20 @@ class ModelRunner:
         """
         started_s = time.perf_counter()
         fused, rows = self._fused, plan.rows
+        outputs: Sequence[TokenOutput | None]
         further: Further = {}
-        if fused is not None and fused.needs_no_mode and isinstance(rows, FollowingRows):
-            outputs: Sequence[TokenOutput | None] = self._go_on(rows, await_history)
-        elif torch.is_inference_mode_enabled():
-            # a thread that lives in this mode need not enter it each time
-            outputs, further = self._run(plan, await_history)
+        is_on = type(rows) is FollowingRows
+        if not (is_on and self._needs_no_mode) and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # a thread that lives in it need not enter it each time
+                return self.run(plan, await_history)
+        if type(rows) is FollowingRows:  # as little as can be
+            packer = self._packer
+            result = self._forward(packer.pack(rows), self._pool, False)
+            if await_history is not None:
+                await_history()
+            outputs = self._choose(result, rows.run.specs, packer.next_positions)
         else:
-            with torch.inference_mode():
-                outputs, further = self._run(plan, await_history)
+            outputs, further = self._run(plan, await_history)
         before = self._num_borrowed
         self._num_borrowed = 0 if fused is None else fused.num_borrowed
         num_borrowed = self._num_borrowed - before
@@ -126,8 +135,6 @@ class ModelRunner:
         if not rows:
             copy_blocks(self._pool, plan)
             return (), {}
-        if isinstance(rows, FollowingRows):
-            return self._go_on(rows, await_history), {}
         batch = self._packer.pack(rows)
         copy_blocks(self._pool, plan)
         return self._compute(batch, rows, await_history)
@@ -135,27 +142,31 @@ class ModelRunner:
     def _compute(
         self, batch: PackedBatch, rows: Sequence[Row], await_history: Callable[[], object] | None
     ) -> tuple[Sequence[TokenOutput | None], Further]:
-        specs = [row.sample for row in rows if row.sample is not None]
-        self._chooser.prepare(specs)
-        has_scores = any([row.score is not None for row in rows])
+        specs: list[SampleSpec] = []
+        has_scores = has_drafts = False
+        for row in rows:
+            if row.sample is not None:
+                specs.append(row.sample)
+            if row.score is not None:
+                has_scores = True
+            if row.num_drafts:
+                has_drafts = True
+        if len(specs) == len(self._specs) and all(map(is_, specs, self._specs)):
+            specs = self._specs  # the same list: who has looked it over need not do so again
+        else:
+            self._specs = specs
+            self._may_score = any([spec.params.prompt_logprobs is not None for spec in specs])
+            self._chooser.prepare(specs)
         result = self._forward(batch, self._pool, keep_hidden=has_scores)
         if await_history is not None:
             await_history()
         if has_scores:
             score_prompts(result.hidden, rows, self.decoder.logits)
-        if len(specs) == len(rows) and not any([row.num_drafts for row in rows]):
-            return self._tokens(result, specs, self._packer.next_positions), {}
-        return sort_out(rows, self.choose(result, rows) if specs else [])
-
-    def _go_on(
-        self, rows: FollowingRows, await_history: Callable[[], object] | None
-    ) -> Sequence[TokenOutput]:
-        """As little as can be, of a pass that needs no mode of torch."""
-        packer = self._packer
-        result = self._forward(packer.pack(rows), self._pool, False)
-        if await_history is not None:
-            await_history()
-        return self._choose(result, rows.run.specs, packer.next_positions)
+        if has_drafts:
+            return sort_out(rows, self.choose(result, rows))
+        choose = self._tokens if self._may_score else self._choose
+        outputs = choose(result, specs, self._packer.next_positions) if specs else []
+        return (outputs, {}) if len(specs) == len(rows) else sort_out(rows, outputs)
 
     def choose(self, result: StepResult, rows: Sequence[Row]) -> Sequence[TokenOutput]:
         """The tokens of the rows that sample, and those after their drafts; `result` has a row of logits for

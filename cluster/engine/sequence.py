@@ -166,8 +166,14 @@ class Sequence:
             start,
             self.block_ids,
             self.sample if end == total else None,
-            self.sample if self.needs_scores and start + 1 < self.num_prompt_tokens else None,
+            self.sample if start + 1 < self.num_prompt_tokens and self.needs_scores else None,
             drafts_end,
+        )
+
+    def decode_row(self) -> Row:
+        """`row(1)` of one that decodes: its last token, of which nothing but the next one is wanted."""
+        return Row(
+            self.request, self.attempt, (self.token_ids[-1],), self.num_computed, self.block_ids, self.sample
         )
 
     def advance(self, num_tokens: int) -> None:
@@ -177,6 +183,14 @@ class Sequence:
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a generated token; why generation ends with it, or None."""
+        self.token_ids.append(token_id)
+        self.output_ids.append(token_id)
+        return finish_reason_at(self.sampling, token_id, len(self.output_ids))
+
+    def take(self, token_id: int, now: float) -> FinishReason | None:
+        """A step in which it decoded gave it one token, not its first: `advance`, `append` and its pace."""
+        self.num_computed += 1
+        self.pace.last_s = now
         self.token_ids.append(token_id)
         self.output_ids.append(token_id)
         return finish_reason_at(self.sampling, token_id, len(self.output_ids))

@@ -19,34 +19,28 @@ MOST_AHEAD = 16  # steps that are laid out at once
 
 
 class StepsAhead:
-    """Of one batch, a token per row: its arrays are what `next` moves on."""
+    """Of one batch, a token per row. A step moves it on by two assignments, to `tokens` and to `places`."""
+
+    __slots__ = ("_num_rows", "places", "steps", "tokens")
 
     def __init__(self, arrays: BatchArrays) -> None:
-        self._arrays = arrays
-        tokens = c_int64 * len(arrays.tokens)
-        self._tokens: Any = tokens.from_buffer(arrays.tokens)  # type: ignore[arg-type]
-        self._places = memoryview(arrays.places)  # type: ignore[arg-type]
-        self._steps: list[bytes] = []  # what is to be in `places`, the next step last
+        self._num_rows = arrays.sizes[0]
+        self.tokens: Any = (c_int64 * self._num_rows).from_buffer(arrays.tokens)  # [:], what each row brings
+        self.places = arrays.places  # [:], the last of ...
+        self.steps: list[bytes] = []  # ... these, which is then no more; the next step last
 
-    def next(self, token_ids: list[int], most: int, table: NDArray[np.int32], block_size: int) -> None:
-        """The batch is the next one, in which row i brings `token_ids[i]`. If it is not laid out yet, up to
-        `most` steps are, in which rows stay in the blocks that `table` has."""
-        if not self._steps:
-            self._lay_out(min(most, MOST_AHEAD), table, block_size)
-        self._tokens[:] = token_ids
-        self._places[:] = self._steps.pop()
-
-    def _lay_out(self, num_steps: int, table: NDArray[np.int32], block_size: int) -> None:
-        """From where the batch is now."""
-        now, num_rows = self._arrays, len(self._arrays.tokens)
+    def lay_out(self, most: int, table: NDArray[np.int32], block_size: int) -> None:
+        """The next steps from where the batch is now: up to `most`, in which rows stay in the blocks that
+        `table` has."""
+        num_steps, num_rows, size = min(most, MOST_AHEAD), self._num_rows, len(self.places)
+        now, *_ = parts_of(np.frombuffer(self.places, np.uint8), num_rows)
         ahead = np.arange(1, num_steps + 1)[:, None]
-        size = len(now.places)
         steps = np.empty((num_steps, size + -size % 8), np.uint8)[:, :size]  # each begins where an int64 may
-        positions, slots, next_positions, context_lens = parts_of(steps, num_rows, num_rows)
-        np.add(now.positions, ahead, out=positions)
+        positions, slots, next_positions, context_lens = parts_of(steps, num_rows)
+        np.add(now, ahead, out=positions)
         np.add(positions, 1, out=next_positions)
         context_lens[:] = next_positions
         blocks, within = np.divmod(positions, block_size)
         np.multiply(table[np.arange(num_rows), blocks], block_size, out=slots, dtype=np.int64)
         slots += within
-        self._steps = [step.tobytes() for step in steps[::-1]]
+        self.steps = [step.tobytes() for step in steps[::-1]]

@@ -7,7 +7,7 @@ Grammars come first (`cluster.engine.grammar_masks`); log-probabilities are of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,11 +34,13 @@ class TokenChooser:
         self._specs: Sequence[SampleSpec] = ()  # the list that was looked over last
         self._has_grammar = False  # one of those
 
-    def prepare(self, specs: Iterable[SampleSpec]) -> None:
+    def prepare(self, specs: Sequence[SampleSpec]) -> None:
         """Begin what choosing the tokens of these requests needs, before their step is computed."""
-        for spec in specs:
-            if spec.params.grammar and self._grammars is not None:
-                self._grammars.prepare(spec)
+        self._specs, self._has_grammar = specs, any([spec.params.grammar for spec in specs])
+        if self._has_grammar and self._grammars is not None:
+            for spec in specs:
+                if spec.params.grammar:
+                    self._grammars.prepare(spec)
 
     def __call__(
         self, result: StepResult, specs: Sequence[SampleSpec], positions: Positions

@@ -2,8 +2,8 @@
 
 1. Construction checks every weight against the shape and hands pointers to the library, which starts its
    threads. The tensors are kept here as long as the library may read them.
-2. A call checks the batch's tensors, unless they are the very ones of the call before; the library checks
-   every index in them before it writes anything.
+2. A call checks the batch's tensors, unless it has met this very batch before; the library checks every index
+   in them before it writes anything.
 3. Results lie in buffers that grow as needed and are overwritten by the next call.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from operator import is_
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,18 @@ _FAULTS = (
     "logit row",
     "order of logit row",
 )  # `Fault` in forward.cpp
+
+_MOST_KNOWN = 64  # batches that are remembered
+
+
+class _Known(NamedTuple):
+    """A batch that was checked, and what a call with it needs; what is in its tensors may change."""
+
+    batch: StepBatch
+    keep_hidden: bool
+    fields: Any  # `Batch` in forward_model.h
+    result: StepResult
+    copies: list[Tensor]  # which the fields are of where a tensor is not contiguous: good for one call
 
 
 class NativeForward:
@@ -113,14 +125,14 @@ class NativeForward:
         self._logits = torch.empty((0, self._vocab_size))
         self._best = torch.empty(0, dtype=torch.int64)
         self._maxima = torch.empty((0, -(-self._vocab_size // MAXIMA_BLOCK)))
-        self._fields = (ctypes.c_int64 * 20)()  # `Batch` in forward_model.h
         self._bad_index = ctypes.c_int64()
-        self._address, self._bad_index_address = map(ctypes.addressof, (self._fields, self._bad_index))
-        self._batch: StepBatch | None = None  # that the fields and the result are for; None: look
-        self._pool: Tensor | None = None  # with that
-        self._seen: tuple[Tensor, ...] = ()  # all of their tensors
+        self._bad_index_address = ctypes.addressof(self._bad_index)
+        self._known: dict[int, _Known] = {}  # by the id of the batch, which the entry keeps alive
+        self._batch: StepBatch | None = None  # that the address and the result are for; None: look
+        self._pool: Tensor | None = None  # with these
         self._keeps_hidden = True
-        self._copies: list[Tensor] = []
+        self._now: _Known | None = None  # what was computed last ...
+        self._address = 0  # ... and its fields
         self._result = StepResult(self._hidden, self._logits, self._best, self._maxima)
 
     def __call__(self, batch: StepBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:
@@ -145,9 +157,22 @@ class NativeForward:
         return self._result
 
     def _meet(self, batch: StepBatch, pool: Tensor, keep_hidden: bool) -> None:
-        """A batch is only read once it is made, so the very one of the step before needs no look."""
+        """A batch is only read once it is made, so one that is known needs no look."""
         self._batch = None
-        tensors = (
+        if pool is not self._pool:
+            self._known.clear()
+            self._pool = pool
+        known = self._known.get(id(batch))
+        if known is None or known.keep_hidden is not keep_hidden:
+            known = self._look_over(batch, pool, keep_hidden)
+        self._now, self._address, self._result = known, ctypes.addressof(known.fields), known.result
+        if not known.copies:
+            self._batch, self._keeps_hidden = batch, keep_hidden
+
+    def _look_over(self, batch: StepBatch, pool: Tensor, keep_hidden: bool) -> _Known:
+        """Check the tensors of a step and write the fields. A step with the same batch, whatever is in its
+        tensors, needs no more."""
+        arrays = (
             batch.tokens,
             batch.positions,
             batch.slot_mapping,
@@ -155,19 +180,8 @@ class NativeForward:
             batch.query_starts,
             batch.context_lens,
             batch.block_tables,
-            pool,
         )
-        is_known = keep_hidden is self._keeps_hidden and len(self._seen) == len(tensors)
-        if not is_known or not all(map(is_, tensors, self._seen)):
-            self._look_over(tensors, keep_hidden)
-        if self._seen:
-            self._batch, self._pool = batch, pool
-
-    def _look_over(self, tensors: tuple[Tensor, ...], keep_hidden: bool) -> None:
-        """Check the tensors of a step and write the fields. A step with the same tensors,
-        whatever is in them, needs no more."""
         shape = self._shape
-        *arrays, pool = tensors
         tokens, positions, slots, logit_rows, query_starts, context_lens, block_tables = arrays
         num_tokens, num_seqs = tokens.shape[0], context_lens.shape[0]
         num_rows, max_blocks = logit_rows.shape[0], block_tables.shape[1]
@@ -180,15 +194,14 @@ class NativeForward:
         num_blocks, num_layers, block_size, *heads = check_pool(pool, 0, self._hidden)
         if (num_layers, *heads) != (self._layers, shape.num_kv_heads, shape.head_dim):
             raise ValueError(f"`pool` does not fit the model: {tuple(pool.shape)}")
-        self._seen, self._keeps_hidden = (), keep_hidden
         self._grow(num_tokens, num_rows)
         kept = [array.contiguous() for array in arrays]
-        self._fields[:] = [
+        fields = (ctypes.c_int64 * 20)(
             num_tokens,
             num_seqs,
             max_blocks,
             num_rows,
-            *(array.data_ptr() for array in kept),
+            *[array.data_ptr() for array in kept],
             pool.data_ptr(),
             num_blocks,
             block_size,
@@ -198,17 +211,20 @@ class NativeForward:
             self._logits.data_ptr(),
             self._best.data_ptr(),
             self._maxima.data_ptr(),
-        ]
-        self._result = StepResult(
+        )
+        result = StepResult(
             self._hidden[: num_tokens if keep_hidden else 0],
             self._logits[:num_rows],
             self._best[:num_rows],
             self._maxima[:num_rows],
         )
-        if all(map(is_, kept, arrays)):  # a copy would be out of date in the next step
-            self._seen = tensors
-        else:
-            self._copies = kept
+        copies = [] if all(map(is_, kept, arrays)) else kept
+        known = _Known(batch, keep_hidden, fields, result, copies)
+        if not copies:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[id(batch)] = known
+        return known
 
     def start_profile(self) -> Tensor:
         """Seconds [num_threads, len(STAGES), 2] that later steps add to: work, and waits at a stage's end. A
@@ -221,6 +237,8 @@ class NativeForward:
         self._library.baton_model_profile(self._model, None)
 
     def _grow(self, num_tokens: int, num_rows: int) -> None:
+        if num_tokens > self._hidden.shape[0] or num_rows > self._logits.shape[0]:
+            self._known.clear()
         if num_tokens > self._hidden.shape[0]:
             self._hidden = torch.empty((num_tokens, self._shape.hidden_size), dtype=self._dtype)
         if num_rows > self._logits.shape[0]:

@@ -51,7 +51,9 @@ class NativeSampler:
         # what was looked over last
         self._requests: Sequence[SamplingRequest] | None = None
         self._positions: Positions | None = None
-        self._places = np.empty(0, np.int64)  # those positions, as they are read
+        self._places = np.empty(0, np.int64)  # those positions, as they are read, if they were copied
+        # others and where they lie, by their ids
+        self._known_positions: dict[int, tuple[Positions, int]] = {}
         self._chosen = memoryview(b"")  # tokens of those rows
         self._params: list[SamplingParameters] = []  # of the rows the arrays below were written for
         self._row_rules: list[Rule] = []
@@ -65,6 +67,7 @@ class NativeSampler:
         self._top_ids = np.empty(0, np.int64)
         self._top_logprobs = np.empty(0, np.float32)
         self._grow(8)
+        self._point()
 
     def __call__(
         self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions
@@ -94,7 +97,7 @@ class NativeSampler:
         """What are the very ones of the call before need no look."""
         self._requests = None
         if result is not self._seen:
-            self._look_over(result)
+            self._look_at(result)
         num_rows = len(requests)
         if self._num_rows != num_rows or len(positions) != num_rows:
             raise ValueError(
@@ -104,14 +107,30 @@ class NativeSampler:
         if params != self._params:
             self._lay_out(params)
         if positions is not self._positions:
-            self._places = np.ascontiguousarray(positions, np.int64)
-            is_copy = self._places is not positions  # which the next step's are not in
-            self._positions = None if is_copy else positions
-            self._fields[8] = self._places.ctypes.data
+            known = self._known_positions.get(id(positions)) or self._find(positions)
+            self._positions, self._fields[8] = known
         self._requests = requests
 
-    def _look_over(self, result: StepResult) -> None:
-        """Check the tensors and write the first fields."""
+    def _find(self, positions: Positions) -> tuple[Positions | None, int]:
+        """These, if the next step's will be in the same place, and where they lie."""
+        self._places = places = np.ascontiguousarray(positions, np.int64)
+        if places is not positions:
+            return None, places.ctypes.data
+        if len(self._known_positions) >= _SPARE_ENTRIES:
+            self._known_positions.clear()
+        known = self._known_positions[id(positions)] = positions, places.ctypes.data
+        return known
+
+    def _look_at(self, result: StepResult) -> None:
+        """Write the first fields."""
+        fields = result.notes
+        if fields is None:
+            fields = result.notes = self._look_over(result)
+        self._fields[:6] = fields
+        self._seen, self._vocab_size, self._num_rows = result, fields[2], fields[3]
+
+    def _look_over(self, result: StepResult) -> list[int]:
+        """Check the tensors; the first fields for them."""
         logits, best, maxima = result.logits, result.best, result.maxima
         if logits.dtype is not torch.float32 or logits.dim() != 2 or not logits.is_cpu:
             raise TypeError(f"`logits` must be fp32 [rows, vocabulary] on the CPU: {logits.dtype}")
@@ -126,37 +145,39 @@ class NativeSampler:
             check_index(maxima, (num_rows, -(-vocab_size // MAXIMA_BLOCK)), torch.float32, "maxima")
         if not best.is_contiguous() or not (maxima is None or maxima.is_contiguous()):
             raise ValueError("`best` and `maxima` must be contiguous")
-        self._seen, self._vocab_size, self._num_rows = result, vocab_size, num_rows
         maxima_address = 0 if maxima is None else maxima.data_ptr()
-        self._fields[:6] = [logits.data_ptr(), stride, vocab_size, num_rows, best.data_ptr(), maxima_address]
+        return [logits.data_ptr(), stride, vocab_size, num_rows, best.data_ptr(), maxima_address]
 
     def _lay_out(self, params: list[SamplingParameters]) -> None:
         """Prepare for rows of these parameters."""
         self._params = []
-        rules = [self._rule(one) for one in params]
-        if len(rules) > len(self._tokens):
+        rules = [self._rules.get(id(one)) or self._rule(one) for one in params]
+        is_too_small = len(rules) > len(self._tokens)
+        if is_too_small:
             self._grow(2 * len(rules))
         self._chosen = memoryview(self._tokens)[: len(rules)]  # type: ignore[arg-type]
         self._addresses[: len(rules)] = [rule.address for rule in rules]
-        self._progress.fill(0)
-        self._following = [i for i, rule in enumerate(rules) if rule.needs_history or rule.needs_count]
-        self._detailed = [
-            (i, rule.num_logprobs) for i, rule in enumerate(rules) if rule.num_logprobs is not None
-        ]
-        self._num_top = max((num for _, num in self._detailed), default=0)
-        needed = self._num_top * len(rules)
+        special = [(i, rule) for i, rule in enumerate(rules) if not rule.is_plain]
+        if self._following:  # they have written there, addresses too
+            self._progress.fill(0)
+        self._following = [i for i, rule in special if rule.needs_history or rule.needs_count]
+        self._detailed = [(i, rule.num_logprobs) for i, rule in special if rule.num_logprobs is not None]
+        num_top = max([num for _, num in self._detailed], default=0)
+        needed = num_top * len(rules)
         if needed > len(self._top_ids):
             self._top_ids = np.empty(needed, np.int64)
             self._top_logprobs = np.empty(needed, np.float32)
-        self._point()
+            is_too_small = True
+        if is_too_small or num_top != self._num_top:
+            self._num_top = num_top
+            self._point()
         if len(self._rules) > 2 * len(rules) + _SPARE_ENTRIES:
             self._rules = {id(rule.params): rule for rule in rules}
         self._row_rules, self._params = rules, params
 
     def _rule(self, params: SamplingParameters) -> Rule:
-        rule = self._rules.get(id(params))
-        if rule is None:
-            rule = self._rules[id(params)] = Rule(params)
+        """Of parameters that are new here."""
+        rule = self._rules[id(params)] = Rule(params)
         return rule
 
     def _follow(self, requests: Sequence[SamplingRequest]) -> None:
@@ -184,7 +205,6 @@ class NativeSampler:
         self._progress = np.zeros((num_rows, 5), np.int64)
         self._tokens = np.empty(num_rows, np.int64)
         self._logprobs = np.empty(num_rows, np.float32)
-        self._point()
 
     def _point(self) -> None:
         """Write the last fields."""

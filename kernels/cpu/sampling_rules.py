@@ -40,14 +40,25 @@ class _Rule(ctypes.Structure):
 class Rule:
     """One request's parameters; `address` is good as long as this object is kept."""
 
-    __slots__ = ("_kept", "_rule", "address", "needs_count", "needs_history", "num_logprobs", "params")
+    __slots__ = (
+        "_kept",
+        "_rule",
+        "address",
+        "is_plain",
+        "needs_count",
+        "needs_history",
+        "num_logprobs",
+        "params",
+    )
 
     def __init__(self, params: SamplingParameters) -> None:
         self.params = params
         self.num_logprobs = params.num_logprobs
         self._kept: list[NDArray[np.int64] | NDArray[np.float32]] = []
-        biases = np.array([bias for _, bias in params.logit_bias], np.float64).astype(np.float32)
-        self._kept.append(biases)
+        biases = None
+        if params.logit_bias:
+            biases = np.array([bias for _, bias in params.logit_bias], np.float64).astype(np.float32)
+            self._kept.append(biases)
         self._rule = _Rule(
             seed=_signed(params.seed),
             top_k=min(params.top_k, 2**62),
@@ -60,7 +71,7 @@ class Rule:
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
             bias_ids=self._ids([token_id for token_id, _ in params.logit_bias]),
-            biases=biases.ctypes.data,
+            biases=None if biases is None else biases.ctypes.data,
             allowed=self._ids(params.allowed_token_ids),
             ends=self._ids((*params.eos_token_ids, *params.stop_token_ids)),
             bad_words=self._ids([x for word in params.bad_words_ids for x in (len(word), *word)]),
@@ -73,8 +84,12 @@ class Rule:
             or params.presence_penalty != 0.0
             or any(len(word) > 1 for word in params.bad_words_ids)
         )
+        # neither what was generated before nor anything but the token is to be looked at
+        self.is_plain = not self.needs_count and not self.needs_history and params.num_logprobs is None
 
     def _ids(self, ids: Sequence[int]) -> _Ids:
+        if not ids:
+            return _Ids()
         array = np.array(ids, np.int64)
         self._kept.append(array)
         return _Ids(array.ctypes.data, len(array))

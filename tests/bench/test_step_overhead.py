@@ -42,3 +42,17 @@ def test_steps_are_planned_or_go_on_and_each_row_gets_a_token_in_each(num_seqs: 
     assert runner.starts == [[start + step for start in first] for step in range(46)]
     assert worker.began_s < worker.accounted_s < worker.told_s
     assert len(set(first)) == num_seqs
+
+
+def test_a_row_leaves_and_comes_back_by_turns() -> None:
+    runner = Runner()
+    worker = Worker(3, 100, {"temperature": 0.0}, runner)  # type: ignore[arg-type]
+    for _ in range(4):
+        worker.changed_step()
+    first, second, third = runner.starts[0]
+    assert runner.starts[1:] == [
+        [first + 1, second + 1],
+        [first + 2, second + 2, third + 1],
+        [first + 3, second + 3],
+        [first + 4, second + 4, third + 2],
+    ]

@@ -283,14 +283,14 @@ def test_a_step_that_nothing_was_said_of_but_tokens_is_not_mistaken_for_one_with
     for _ in range(3):
         worker.step()
     scheduler = worker.core._scheduler
-    assert scheduler.book.go_on(StepOutput((TokenOutput(3, -0.5),), 0.01), 1.0) is None
+    assert scheduler.book.unsettled.go_on(StepOutput((TokenOutput(3, -0.5),), 0.01), 1.0) is None
     drafted = StepOutput(PlainOutputs([3]), 0.01, further={0: (TokenOutput(4),)}, num_drafted=1)
-    assert scheduler.book.go_on(drafted, 1.0) is None
+    assert scheduler.book.unsettled.go_on(drafted, 1.0) is None
     indices = []
     for output in (StepOutput(PlainOutputs([9]), 0.01), drafted, StepOutput(PlainOutputs([9]), 0.01)):
         (sequence,) = scheduler.sequences()
         indices.append(sequence.num_generated)
-        told = scheduler.book.go_on(output, 1.0)
+        told = scheduler.book.unsettled.go_on(output, 1.0)
         if told is None:
             scheduler.account(output, 1.0, went_on=True)
         else:

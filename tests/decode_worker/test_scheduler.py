@@ -12,6 +12,7 @@ from cluster.engine.batch import PlainOutputs, StepOutput
 from cluster.engine.following import following_plan
 from cluster.engine.sequence import num_blocks_for
 from cluster.sampling import FinishReason, TokenOutput
+from cluster.step_model import StepModel
 from decode_worker.room import AHEAD
 from tests.support.decode_bench import DecodeBench
 
@@ -208,7 +209,7 @@ def test_a_step_does_not_go_on_past_the_last_block(is_plain: bool) -> None:
     for _ in range(3):
         answers.append((bench.scheduler.decode_context, bench.scheduler.may_go_on()))
         if is_plain:
-            assert bench.scheduler.book.go_on(StepOutput(PlainOutputs([9]), 0.001), 0.0)
+            assert bench.scheduler.book.unsettled.go_on(StepOutput(PlainOutputs([9]), 0.001), 0.0)
         else:
             bench.scheduler.account(StepOutput((TokenOutput(9),), 0.001), 0.0, went_on=True)
     assert answers == [(6, True), (7, True), (8, False)]
@@ -259,3 +260,24 @@ def test_a_failed_step_that_went_on_drops_all_that_was_in_it() -> None:
     bench.scheduler.cancel(first)
     assert bench.scheduler.fail_step() == [second]
     assert bench.blocks.counts().used == 0
+
+
+def test_what_steps_took_is_the_same_whenever_somebody_looks() -> None:
+    found = []
+    for is_watched in (False, True):
+        bench = DecodeBench(64, machine=StepModel(0.01, 0.01, 1e-3, 1e-6, 1e-6))
+        for length in (5, 3, 9):
+            bench.add([length] * length, 40)
+        for step in range(36):
+            if step == 20:
+                bench.add([4] * 12, 6, ready=False)
+            assert bench.step() is not None
+            if is_watched:
+                bench.scheduler.book.settle()
+        book = bench.scheduler.book
+        meter, steps = book.meter, book.pacer.steps
+        found.append(
+            (meter.num_steps, meter.decode_step_s, steps.num_observed, steps.model, steps.error, bench.times)
+        )
+    assert found[0] == found[1]
+    assert found[0][0] == 36

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster.engine.model_spec import Dtype
-from cluster.engine.packed_batch import PackedBatch, pack
+from cluster.engine.packed_batch import PackedBatch, Packer, pack
 from kernels.cpu.backend import CpuBackend
 from kernels.ops import DecoderShape
 from kernels.quantization import Quantization
@@ -190,6 +190,25 @@ def test_logit_rows_out_of_order_are_refused_where_others_are_left_out(engine: E
     batch.logit_rows = torch.tensor([2, 1])
     with torch.inference_mode(), pytest.raises(IndexError, match="order of logit row 1"):
         engine.decoder.forward(batch, engine.pool, keep_hidden=False)
+
+
+def test_batches_that_come_again_in_turn_are_computed_with_what_is_in_them_then(engine: Engine) -> None:
+    """Batches of several sizes whose memory a packer writes anew, pools in turn, tensors that are copied."""
+    pools = [engine.pool.clone(), engine.pool.clone()]
+    packer = Packer(BLOCK_SIZE, 512, engine.device)
+    results: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    for position in range(6):
+        for which, pool in enumerate(pools):
+            for rows in range(1, 4):
+                step = [engine.row(i, [7 * i + position + 3], position) for i in range(rows)]
+                batch = packer.pack(step) if which == 0 else pack(step, BLOCK_SIZE, 512, engine.device)
+                if which == 1 and rows == 2:
+                    batch.tokens = torch.stack([batch.tokens, batch.tokens], dim=1)[:, 0]
+                with torch.inference_mode():
+                    result = engine.decoder.forward(batch, pool, keep_hidden=rows == 3)
+                results[which].append(result.logits.clone())
+    assert all(map(torch.equal, results[0], results[1]))
+    assert same_bits(pools[0], pools[1])
 
 
 def test_a_pool_of_another_model_is_refused(engine: Engine) -> None:

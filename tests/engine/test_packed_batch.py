@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.engine.batch import Row, SampleSpec
+from cluster.engine.drafts import asked_of
 from cluster.engine.following import FollowingRows, Run
 from cluster.engine.packed_batch import PackedBatch, Packer, pack
 from cluster.ids import Attempt, BlockId, RequestId
@@ -30,6 +31,7 @@ def row(tokens, start, blocks, samples=True, num_drafts=0):
 def plain(batch: PackedBatch, rows) -> dict[str, list]:
     """Every tensor's values; of the block tables what a row has, and that nothing else is there."""
     result = {field.name: getattr(batch, field.name).tolist() for field in fields(batch)}
+    assert not any(getattr(batch, field.name).data_ptr() % 16 for field in fields(batch))
     tables = batch.block_tables
     assert tables.is_contiguous()
     result["block_tables"] = [tables[i, : len(one.block_ids)].tolist() for i, one in enumerate(rows)]
@@ -88,6 +90,7 @@ def test_any_run_of_steps(seed):
             after.append((blocks, start + length))
         sequences = after
         assert plain(packer.pack(rows), rows) == expected(rows)
+        assert packer.next_positions.tolist() == asked_of(rows)[1]
         assert plain(pack(rows, BLOCK, MAX_LEN, CPU), rows) == expected(rows)
 
 
@@ -136,6 +139,27 @@ def test_tensors_are_the_same_while_sizes_are():
     assert packer.pack([row([6], 1, blocks)]) is first
     assert (first.tokens.tolist(), first.positions.tolist(), first.slot_mapping.tolist()) == ([6], [1], [17])
     assert packer.pack([row([6, 7], 1, blocks)]) is not first
+
+
+def test_the_same_rows_go_on_in_place_when_they_are_planned_and_a_run_may_follow():
+    packer = Packer(BLOCK, MAX_LEN, CPU)
+    lists = [[BlockId(10 * i + j + 1) for j in range(3)] for i in range(3)]
+    first, num_on, rows = None, 0, ()
+    for step in range(9):
+        rows = tuple(row([step], step + i, blocks) for i, blocks in enumerate(lists))
+        batch = packer.pack(rows)
+        first, num_on = first or batch, num_on + (packer._num_since > 0)
+        assert batch is first
+        assert plain(batch, rows) == expected(rows)
+        assert packer.next_positions.tolist() == [one.start + 1 for one in rows]
+        if step == 4:
+            lists[1].append(BlockId(77))
+    assert num_on > 5  # the others were laid out anew
+    run = Run(rows, [SAMPLE] * 3)
+    following = FollowingRows(run, 1, [4, 5, 6])
+    assert_packed(packer, following, list(following), lists)
+    for others in (rows[:2], rows[::-1], (*rows[:2], row([3], 5, list(lists[2])))):  # these are not next
+        assert plain(packer.pack(others), others) == expected(others)
 
 
 def test_tuples_of_blocks_and_one_list_in_two_rows():

@@ -106,3 +106,20 @@ class TestSequence:
         one.publish(blocks)
         one.release(blocks)
         assert len(blocks.match(list(range(12)), "")) == 1
+
+
+def test_a_token_of_a_step_that_decodes_is_advance_and_append() -> None:
+    params = SamplingParams(max_tokens=4, stop_token_ids=(9,), min_tokens=2)
+    for tokens in ([5, 6, 7], [5, 9], [9, 9], [5, 6, 9]):
+        one, other = (sequence([1, 2, 3], params=params) for _ in range(2))
+        for each in (one, other):
+            each.num_computed = 3
+            each.append(4)
+            each.pace.first_token(0.0)
+        for now, token_id in enumerate(tokens, 1):
+            assert one.decode_row() == other.row(1)
+            other.advance(1)
+            other.pace.token(float(now))
+            assert one.take(token_id, float(now)) == other.append(token_id)
+            assert (one.token_ids, one.output_ids) == (other.token_ids, other.output_ids)
+            assert (one.num_computed, one.pace.last_s) == (other.num_computed, other.pace.last_s)

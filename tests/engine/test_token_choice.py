@@ -338,6 +338,24 @@ def test_no_rows(choose):
     assert choose(result, [], []) == []
 
 
+def test_rows_that_come_and_go_leave_nothing_behind(choose):
+    """Numbers of rows, results and positions that come again; histories of others where there are none."""
+    generator = np.random.default_rng(3)
+    logits = torch.from_numpy(generator.normal(size=(3, VOCAB)).astype(np.float32))
+    results = [result_of(logits[:count], with_maxima=True) for count in (1, 2, 3)]
+    places = [np.arange(count) for count in (1, 2, 3)]
+    back = [
+        spec((1, 2), range(i, VOCAB, 3), seed=i, repetition_penalty=1.4, num_logprobs=i) for i in range(3)
+    ]
+    plain = [spec((5,), (6,), seed=i, logit_bias=((9, 4.0),), bad_words_ids=((i,),)) for i in range(3)]
+    some = [*plain[:1], *back[:1], *plain[1:2]]
+    for specs in (back, plain, some, plain[:2], back[:1], plain, back[:2], some[::-1], plain[:1], back):
+        position = places[len(specs) - 1]
+        position += 1
+        actual = choose(results[len(specs) - 1], specs, position)
+        assert actual == sample(logits[: len(specs)], specs, position.tolist())
+
+
 @pytest.mark.parametrize("backend", [ReferenceBackend(), None])
 def test_without_a_sampler_of_the_backend_the_definition_serves(backend):
     """A backend that has none; and a vocabulary whose sums would not be exact."""
