@@ -129,7 +129,8 @@ def work(case: Case, line: Roofline) -> Work:
 
 class Decoding:
     """A call is a decode step of `case`, or of a few keys more. Each goes on from the one before, as nearly
-    all of a worker's do (`cluster.engine.following`), but for one in `STEPS_ON`, which is planned."""
+    all of a worker's do (`cluster.engine.following`), but for one in `STEPS_ON`, which is planned; where the
+    context is the longest there may be, each is."""
 
     def __init__(self, runner: Runner, case: Case, num_blocks: int, vocab_size: int, max_len: int) -> None:
         self._runner = runner

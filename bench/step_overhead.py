@@ -1,8 +1,9 @@
 """`python -m bench.step_overhead`: what Python and sampling add to a decode step, by batch and by request.
 
 1. A decode worker's core with sequences of its own drives the real runner and model. `planned`: each step is
-   planned by the core when the one before is booked. `changes`: so it is, and each time a row leaves or comes
-   back; where a batch has one row only, there is no such step. `goes on`: the runner goes on by itself
+   planned by the core when the one before is booked. `changes`: so it is, and each time a row rests or comes
+   back, with blocks and parameters that are known (what a request's begin and end cost beside is in nothing
+   here); where a batch has one row only, there is no such step. `goes on`: the runner goes on by itself
    (`cluster.engine.following`) as far as the core gives leave, and the core books a step while the next one
    computes; here that is between the forward pass and the sampler. All tokens end in encoded messages.
 2. Time inside the compiled library is taken apart: the forward pass is left out, the sampler has its own
@@ -40,6 +41,7 @@ from kernels.cpu.backend import CpuBackend
 from kernels.cpu.native import NativeKernels
 
 BLOCK_SIZE, CONTEXT = 64, 512
+MOST_STEPS = 100  # of three kinds, in the blocks that a sequence gets beside its context's
 BATCH_SIZES = (1, 8, 32, 64)
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -225,6 +227,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=BATCH_SIZES)
     parser.add_argument("--requests", nargs="*", default=list(REQUESTS), choices=list(REQUESTS))
     arguments = parser.parse_args()
+    if arguments.steps > MOST_STEPS:
+        parser.error(f"--steps: at most {MOST_STEPS}, for sequences have room for no more")
     torch.set_num_threads(arguments.threads)
     bench = Bench(arguments.model, Dtype(arguments.dtype), arguments.threads)
     head = f"{'µs per decode step':<24}{'batch':>6}  {'step':<8}"

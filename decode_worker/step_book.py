@@ -3,8 +3,8 @@
 1. `begin` opens a step that was planned, `end` and `fail` close it. What they say of its time is kept until
    somebody looks, too: a few steps of it at once cost little more than one.
 2. A step that nothing waits for may have gone on to the next one with the same rows. Mostly all there is then
-   is a token each: `go_on` tells it, and the rest is booked for all such steps together when somebody is
-   about to look (`settle`). Otherwise `went_on` books it at once.
+   is a token each: the step itself tells it (`DecodeStep.go_on`), and the rest is booked for all such steps
+   together when somebody is about to look (`settle`). Otherwise `went_on` books it at once.
 """
 
 from __future__ import annotations

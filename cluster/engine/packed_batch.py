@@ -146,11 +146,11 @@ class Packer:
                 else:
                     logit_rows.append(num_tokens - 1)
                     next_positions.append(end)
+        self._num_more = 0  # if anything below fails, the next batch is packed anew
         table = self._tables.update(block_lists, num_blocks)
         now = self._now = self._of_size((len(num_blocks), len(tokens), len(logit_rows)), table)
         now.arrays.write(tokens, logit_rows, positions, slots, next_positions, context_lens, query_starts)
         self.next_positions = now.arrays.next_positions
-        self._num_more = 0
         if now.ahead is not None:
             now.ahead.steps.clear()
             self._lists, self._ends, self._num_since, self._num_more = block_lists, context_lens, 0, num_more
@@ -175,11 +175,13 @@ class Packer:
         return self._tables.update(self._lists, num_blocks) is self._table
 
     def _of_size(self, sizes: Sizes, table: NDArray[np.int32]) -> _Made:
-        if table is not self._table or len(self._made) > _MOST_SIZES:
+        if table is not self._table:
             self._table = table
             self._made.clear()
         made = self._made.get(sizes)
         if made is None:
+            if len(self._made) >= _MOST_SIZES:
+                self._made.clear()
             arrays = BatchArrays(sizes)
             tokens, logit_rows, positions, slots, context_lens, query_starts = arrays.tensors()
             tables = torch.from_numpy(table[: sizes[0]])

@@ -67,7 +67,6 @@ class NativeSampler:
         self._top_ids = np.empty(0, np.int64)
         self._top_logprobs = np.empty(0, np.float32)
         self._grow(8)
-        self._point()
 
     def __call__(
         self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions
@@ -152,8 +151,7 @@ class NativeSampler:
         """Prepare for rows of these parameters."""
         self._params = []
         rules = [self._rules.get(id(one)) or self._rule(one) for one in params]
-        is_too_small = len(rules) > len(self._tokens)
-        if is_too_small:
+        if len(rules) > len(self._tokens):
             self._grow(2 * len(rules))
         self._chosen = memoryview(self._tokens)[: len(rules)]  # type: ignore[arg-type]
         self._addresses[: len(rules)] = [rule.address for rule in rules]
@@ -165,10 +163,9 @@ class NativeSampler:
         num_top = max([num for _, num in self._detailed], default=0)
         needed = num_top * len(rules)
         if needed > len(self._top_ids):
-            self._top_ids = np.empty(needed, np.int64)
-            self._top_logprobs = np.empty(needed, np.float32)
-            is_too_small = True
-        if is_too_small or num_top != self._num_top:
+            self._top_ids, self._top_logprobs = np.empty(needed, np.int64), np.empty(needed, np.float32)
+            self._point()
+        if num_top != self._num_top:
             self._num_top = num_top
             self._point()
         if len(self._rules) > 2 * len(rules) + _SPARE_ENTRIES:
@@ -205,6 +202,7 @@ class NativeSampler:
         self._progress = np.zeros((num_rows, 5), np.int64)
         self._tokens = np.empty(num_rows, np.int64)
         self._logprobs = np.empty(num_rows, np.float32)
+        self._point()
 
     def _point(self) -> None:
         """Write the last fields."""
