@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.engine.batch import Row, SampleSpec
 from cluster.engine.drafts import asked_of
 from cluster.engine.following import FollowingRows, Run
-from cluster.engine.packed_batch import PackedBatch, Packer, pack
+from cluster.engine.packed_batch import _MOST_SIZES, PackedBatch, Packer, pack
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams
 
@@ -251,3 +251,23 @@ def test_a_run_without_room_is_refused_like_any_batch(num_blocks):
     with pytest.raises(ValueError, match="2 blocks for 9 tokens" if num_blocks == 2 else "reaches 13 tokens"):
         packer.pack(FollowingRows(run, num_good + 1, [1, 2]))
     assert plain(packer.pack(first), first) == expected(first)
+
+
+def test_a_batch_that_fails_is_no_batch_to_go_on_from() -> None:
+    packer = Packer(BLOCK, MAX_LEN, CPU)
+    one, other = [1, 5], [2, 3, 6]
+    packer.pack([row([5], 3, one), row([6], 7, other)])
+    with pytest.raises(OverflowError):
+        packer.pack([row([2**63], 3, [4])])
+    after = [row([7], 4, one), row([8], 8, other)]
+    assert plain(packer.pack(after), after) == expected(after)
+
+
+def test_memory_of_many_sizes_is_given_up() -> None:
+    packer = Packer(BLOCK, MAX_LEN, CPU)
+    blocks = list(range(128))
+    for _ in range(2):
+        for count in range(1, 100):
+            batch = packer.pack([row(list(range(count)), 0, blocks)])
+            assert batch.tokens.tolist() == list(range(count))
+            assert len(packer._made) <= _MOST_SIZES
