@@ -93,6 +93,8 @@ void amx_row_sums(const LineRows& row, const char* panel, const char* then, floa
         for (int64_t k = 0; k < kTileLines; ++k, ahead += 2 * kLineBytes) {
             prefetch_l2(ahead);
             prefetch_l2(ahead + kLineBytes);
+            prefetch(panel + kAmxStepBytes + k * kLineBytes);
+            prefetch(panel + kAmxStepBytes + kTileBytes + k * kLineBytes);
             const Values values(UintVec(splat_word(x + 4 * k)));
             left_chains.take(values, Values(UintVec(load_words(panel + k * kLineBytes))));
             right_chains.take(values, Values(UintVec(load_words(panel + kTileBytes + k * kLineBytes))));
