@@ -43,7 +43,7 @@ inline RowCut amx_cut(int64_t num_rows) {
 }
 
 // A panel's tiles, and where it lies in the weight's stream of memory: `bytes` of it, `step_bytes` for a tile depth of k.
-// Where one pass covers all rows, what is `ahead` bytes on is asked for.
+// Where one pass covers all rows, what is `ahead` bytes on is asked for, and to L2 what is kAmxFarBytes further.
 struct AmxPanel {
     const char *tiles, *stream;
     int64_t bytes, step_bytes, ahead;

@@ -7,8 +7,10 @@
 // 1. A line of a tile is a word of each of 16 columns, two values of k: a shift and a mask make them fp32.
 // 2. A step adds up the even values' products in k order, and the odd ones', each from zero; the sum of both is added to
 //    that of the steps before.
-// 3. Subnormals count as zero, and become it: `Flushing`.
-// 4. Of several NaNs that of the row goes before a weight's, a new one before that of the sum, the even values' before the
+// 3. Lines are asked for twice: of memory long before, to the second cache, where many may wait; and of that one shortly
+//    before, to the first, or instructions that wait for lines leave no room to ask for others.
+// 4. Subnormals count as zero, and become it: `Flushing`.
+// 5. Of several NaNs that of the row goes before a weight's, a new one before that of the sum, the even values' before the
 //    odd ones', an earlier step's before a later one's. Operands of instructions stand in this order.
 //
 // Tests hold it against the unit and against its emulation.

@@ -14,6 +14,7 @@ namespace baton {
 
 constexpr int64_t kAmxPanel = 32;                  // output features of a panel: two tiles
 constexpr int64_t kAmxStepBytes = 2 * kTileBytes;  // of a panel per tile depth of k
+constexpr int64_t kAmxFarBytes = 12 * 1024;  // what a pass asks for goes to L2 so much sooner than to L1
 constexpr int64_t kAmxSums = 2 * kTileLines * kAmxPanel;
 
 // What meets: `steps` lines of one or two tiles of rows of `height`, `row_steps` lines being a whole tile's, and as much
@@ -56,6 +57,7 @@ inline void multiply_tiles(const TileProduct& of, Sum* sums, const Between& betw
     const char *rows = of.rows, *lower = rows + of.row_steps * row_bytes, *panel = of.panel, *next = of.ahead.from;
     Sum* const below = sums + of.height * kAmxPanel;
     int64_t asked = 0, due = 0;
+    const bool is_only_pass = of.ahead.step == kAmxStepBytes;
     asm volatile("" : : : "memory");  // some compilers do not know what a tile load reads
     if (of.is_first) {
         _tile_zero(0);
@@ -87,10 +89,9 @@ inline void multiply_tiles(const TileProduct& of, Sum* sums, const Between& betw
         rows += row_bytes;
         panel += kAmxStepBytes;
         for (due += of.ahead.step; asked < due; asked += kLineBytes) {
-            if (of.ahead.step == kAmxStepBytes)
-                prefetch(next + asked);
-            else
-                prefetch_l2(next + asked);  // for a later pass: this one's lines stay in L1
+            // for a later pass to L2 alone: this one's lines stay in L1
+            prefetch_l2(next + asked + (is_only_pass ? kAmxFarBytes : 0));
+            if (is_only_pass) prefetch(next + asked);
         }
         between(step);
     }
