@@ -17,7 +17,7 @@ from cluster.step_model import StepWork
 from decode_worker.decode_step import DecodeStep
 from decode_worker.step_meter import StepMeter
 
-_MOST_SAID: Final = 32
+_MOST_SAID: Final = 32  # of steps that nobody has asked about: two for each
 
 
 class StepBook:

@@ -30,8 +30,7 @@ class MachineProbe:
         self._library = bind(load_library())
         self.has_unit = isa_of(self._library).isa is Isa.AMX
         self._num_threads = num_threads
-        # on huge pages where the system has any, as weights and KV are
-        # private: shared memory has small ones
+        # on huge pages where the system has any, as weights and KV are: shared memory has small ones
         memory = mmap.mmap(-1, READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._data = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
