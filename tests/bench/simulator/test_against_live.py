@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -247,12 +248,12 @@ def test_workers_tell_their_step_models() -> None:
 
 
 class _Cluster:
-    """Answers twice, then no more."""
+    """Answers as many times as it is told, then no more."""
 
-    def __init__(self, reply: dict[str, Any]) -> None:
+    def __init__(self, reply: dict[str, Any], *, answers: float = math.inf) -> None:
         self._reply = reply
         self.asked = threading.Semaphore(0)
-        self._left = 2
+        self._left = answers
 
     def get(self, path: str) -> Any:
         assert path == "/cluster"
@@ -274,7 +275,7 @@ def test_a_load_is_watched_while_it_runs_and_a_cluster_that_goes_is_told(
         assert cluster.asked.acquire(timeout=10)
     [first, *_] = watch.moments(time.perf_counter() - 60)
     assert (first.models, first.errors_p90, 0 < first.at_s < 70) == ([ALONE], [0.2], True)
-    gone: Any = _Cluster({"workers": []})
+    gone: Any = _Cluster({"workers": []}, answers=2)
     with Watch(gone) as watch:
         for _ in range(2):
             assert gone.asked.acquire(timeout=10)
