@@ -4,13 +4,14 @@
    planned by the core when the one before is booked. `changes`: so it is, and each time a row rests or comes
    back, with blocks and parameters that are known (what a request's begin and end cost beside is in nothing
    here); where a batch has one row only, there is no such step. `goes on`: the runner goes on by itself
-   (`cluster.engine.following`) as far as the core gives leave, and the core books a step while the next one
-   computes; here that is between the forward pass and the sampler. All tokens end in encoded messages.
+   (`cluster.engine.following`) as far as the core gives leave, and the core books a step, and tells of it,
+   while the next one computes: on the loop's thread, which goes on when the engine's drops the GIL. Here that
+   is when the library is called. All tokens end in encoded messages.
 2. Time inside the compiled library is taken apart: the forward pass is left out, the sampler has its own
-   column. The rest is Python, with caches cold: the model's weights have just gone through them.
-3. `between` is what a step costs from the end of a forward pass to the begin of the next one, without the
-   sampler: in steps that go on, booking and messages are no part of it. What the two threads of a worker
-   cost one another (a wake-up, a lock) is in nothing here.
+   column, except where both are one call. The rest is Python, with caches cold: the model's weights have just
+   gone through them.
+3. `between` is what delays the next forward pass: all of it, but booking and messages only where a step is
+   planned. What the two threads of a worker cost one another (a wake-up, a lock) is in nothing here.
 4. Sequences are of different lengths, so each step some begin a block. Of all steps the fastest share of each
    part counts: other work on the machine only ever adds time.
 """
@@ -61,18 +62,20 @@ PARTS = ("plan", "pack", "rest of run", "account", "message", "python", "between
 
 
 class Timed:
-    """A function, the seconds spent in it, and when it was called last."""
+    """A function, the seconds spent in it, and what is done when it is called."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.spent_s = self.began_s = self.ended_s = 0.0
+        self.spent_s = 0.0
+        self.first: Callable[[], None] | None = None
 
     def call(self, *arguments: Any) -> Any:
         """For the function's place: a bound method costs less than an object's own call."""
-        self.began_s = time.perf_counter()
+        if self.first is not None:
+            self.first()
+        began_s = time.perf_counter()
         result = self._function(*arguments)
-        self.ended_s = time.perf_counter()
-        self.spent_s += self.ended_s - self.began_s
+        self.spent_s += time.perf_counter() - began_s
         return result
 
 
@@ -112,6 +115,7 @@ class Worker:
         self._plan: StepPlan = plan
         self._now_s = 0.0
         self._left_out: list[Sequence] = []
+        self._is_untold = False
         self.followed_s = self.began_s = self.accounted_s = self.told_s = 0.0
         self._output = self._run(plan)
         self._may_go_on = core.may_go_on()
@@ -139,9 +143,15 @@ class Worker:
         if following is None:
             self.planned_step()
             return False
-        self._plan = following
-        self._output = self._run(following, self._tell)
+        self._plan, self._is_untold = following, True
+        self._output = self._run(following, self.tell_meanwhile)
         return True
+
+    def tell_meanwhile(self) -> None:
+        """Of the step before the one that runs, if that went on by itself."""
+        if self._is_untold:
+            self._is_untold = False
+            self._tell()
 
     def _tell(self, went_on: bool = True) -> None:
         """The core of the end of a step, and routers of its tokens."""
@@ -164,7 +174,9 @@ class Bench:
             raise SystemExit("the C++ kernels did not compile here: nothing to measure (see the log)")
         library = kernels._library
         self._forward, self._choose = Timed(library.baton_forward), Timed(library.baton_sample)
+        self._step_on = Timed(library.baton_step_on)
         library.baton_forward, library.baton_sample = self._forward.call, self._choose.call
+        library.baton_step_on = self._step_on.call
         self._prepared = prepare_model(model, dtype, self._backend)
         self._dtype = dtype
 
@@ -176,6 +188,7 @@ class Bench:
         with torch.inference_mode():  # as an engine's thread, which lives in it
             runner = ModelRunner(self._prepared, pool, self._backend)
             worker = Worker(num_seqs, spec.vocab_size, request, runner)
+            self._forward.first = self._step_on.first = worker.tell_meanwhile
             planned = [self._step(worker, worker.planned_step)[0] for _ in range(num_steps)]
             steps = [self._step(worker, worker.step_that_goes_on) for _ in range(num_steps)]
             on = [part for part, went_on in steps if went_on]
@@ -187,27 +200,24 @@ class Bench:
 
     def _step(self, worker: Worker, step: Callable[[], bool | None]) -> tuple[dict[str, float], bool]:
         """The parts of one step, which begins with the end of the one before."""
-        for one in (worker.pack, worker.core_plan, self._forward, self._choose):
+        timed = (worker.pack, worker.core_plan, self._forward, self._choose, self._step_on)
+        for one in timed:
             one.spent_s = 0.0
-        computed_s = self._forward.ended_s
         began_s = time.perf_counter()
         went_on = bool(step())
-        python_s = time.perf_counter() - began_s - self._forward.spent_s - self._choose.spent_s
+        library_s = sum([one.spent_s for one in timed[2:]])
+        python_s = time.perf_counter() - began_s - library_s
         part = {
             "plan": worker.followed_s - began_s if went_on else worker.core_plan.spent_s,
             "pack": worker.pack.spent_s,
             "account": worker.accounted_s - worker.began_s - worker.core_plan.spent_s,
             "message": worker.told_s - worker.accounted_s,
             "python": python_s,
-            "between": self._forward.began_s - computed_s - self._no_part_s,
             "sampler": self._choose.spent_s,
         }
         part["rest of run"] = python_s - sum(part[name] for name in ("plan", "pack", "account", "message"))
-        told_s = worker.told_s - worker.began_s if went_on else 0.0
-        self._no_part_s = self._choose.spent_s + told_s
+        part["between"] = python_s - (part["account"] + part["message"] if went_on else 0.0)
         return part, went_on
-
-    _no_part_s = 0.0  # of what is between two forward passes: the sampler, and what is told meanwhile
 
 
 def num_blocks(num_seqs: int) -> int:

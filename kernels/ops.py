@@ -137,6 +137,10 @@ class FusedForward(Protocol):
         """Rows that ask for no logits end with the last layer's keys and values, unless `keep_hidden`."""
         ...
 
+    def steps_with(self, sampler: FusedSampler) -> FusedSteps | None:
+        """Steps that follow those which this and `sampler` have computed; None where there are no such."""
+        ...
+
 
 class SamplingParameters(Protocol):
     """How a request wants its tokens chosen; they never change. What they mean is the engine's to say."""
@@ -210,6 +214,22 @@ class FusedSampler(Protocol):
         """For each row of logits its request, and the position in its sequence of the token to choose. What
         is in `requests` does not change but in their answers: the same list is not looked over twice. An
         array of positions may be the one of the call before, with other numbers in it."""
+        ...
+
+
+class FusedSteps(Protocol):
+    """The step after a step in one call: every row brings the token that it has just got, and samples again.
+    One thread at a time."""
+
+    def may_follow(self) -> bool:
+        """Whether a step may follow the one that the forward pass and the sampler have just computed: each of
+        its rows was a token of a sequence of its own, chosen by logits and position alone."""
+        ...
+
+    def __call__(self) -> tuple[list[int], int]:
+        """The tokens of the next step, as `ChosenTokens` without details. It moves the batch on in its own
+        memory, positions included. Nothing else was computed since it may follow, and the batch's block
+        tables have room."""
         ...
 
 

@@ -124,8 +124,9 @@ class Runner(Protocol):
         a row's bits depend on its own tokens and KV only, never on the other rows.
 
         `await_history`: the plan's tokens are not in its histories (`SampleSpec.output_ids`) yet. When this
-        returns, which is called before anything is sampled, they are in those that somebody looks at: of
-        requests that look back (`cluster.sampling.looks_back`), of all where rows may bring drafts. In others
-        those of a run (`cluster.engine.following`) may lack. None: the plan's tokens are there already.
+        returns, they are in those that somebody looks at: of requests that look back
+        (`cluster.sampling.looks_back`), of all where rows may bring drafts. In others those of a run
+        (`cluster.engine.following`) may lack. It is called before anything is sampled that looks back, if at
+        all. None: the plan's tokens are there already.
         """
         ...

@@ -6,7 +6,8 @@
 2. Block tables stay from step to step (`cluster.engine.block_tables`): a decode step writes what is new.
 3. The rows of a run (`cluster.engine.following`), which most steps consist of, go on in place
    (`cluster.engine.steps_ahead`): nothing of them is looked at but their tokens. So do the same rows in a
-   step that was planned, once they have been compared.
+   step that was planned, once they have been compared. Where the backend moves them on itself, it only says
+   so (`gone_on`).
 """
 
 from __future__ import annotations
@@ -102,6 +103,22 @@ class Packer:
         self._num_since += 1
         self._num_more = num_more - 1
         return now.batch
+
+    @property
+    def num_more(self) -> int:
+        """Steps by which the batch may go on in its own memory: 0 unless it is rows of one token each, which
+        sample, on the CPU."""
+        return self._num_more
+
+    def gone_on(self, num_steps: int) -> None:
+        """Somebody has moved the batch on by so many steps of the run that it is of."""
+        now = self._now
+        assert now is not None
+        assert now.ahead is not None
+        now.ahead.steps.clear()  # which are from where it was
+        self._num_since += num_steps
+        self._num_more -= num_steps
+        self._num_on += num_steps
 
     def _pack_anew(self, rows: Sequence[Row]) -> PackedBatch:
         size, most = self._block_size, self._max_model_len

@@ -4,7 +4,9 @@
 2. `pack` lays the rows out as one batch; the decoder computes it and writes its keys and values.
 3. Logits are taken only for rows that sample; the sampler chooses by each row's own parameters and history.
    Prompts whose own log-probabilities are wanted are scored as they pass. Of drafts, what is right is kept.
-4. Of rows that go on (`cluster.engine.following`) all that is known already: they have neither.
+4. Of rows that go on (`cluster.engine.following`) all that is known already: they have neither. Where their
+   tokens hang on logits and positions alone, and the backend can, all of it is one call, in memory that moves
+   on by itself (`kernels.ops.FusedSteps`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
+from cluster.engine.batch import PlainOutputs, Row, SampleSpec, StepOutput, StepPlan
 from cluster.engine.decoder import Decoder
 from cluster.engine.drafts import Further, asked_of, sort_out
 from cluster.engine.following import FollowingRows
@@ -29,7 +31,7 @@ from cluster.engine.packed_batch import PackedBatch, Packer
 from cluster.engine.parallel import SINGLE_RANK, ParallelConfig
 from cluster.engine.prepared_model import PreparedModel
 from cluster.engine.prompt_scores import score_prompts
-from cluster.engine.token_choice import TokenChooser
+from cluster.engine.token_choice import TokenChooser, warn_of_broken
 from cluster.engine.weights import TORCH_DTYPES
 from cluster.ids import Attempt, BlockId, RequestId
 from cluster.sampling import SamplingParams, TokenOutput
@@ -78,6 +80,11 @@ class ModelRunner:
             backend, spec.vocab_size, GrammarMasks(lambda: _open_grammars(prepared.directory))
         )
         self._choose = self._chooser.__call__
+        steps = self._chooser.steps_with(self._fused)
+        self._may_follow = None if steps is None else steps.may_follow
+        self._step_on = None if steps is None else steps.__call__
+        self._brought: list[int] | None = None  # the tokens of the last step, if one call can go on with them
+        self._num_on = self._most_on = 0  # steps that were such a call since the packer knew, and may be yet
         self._specs: list[SampleSpec] = []  # of the step that was computed last; one of those wants ...
         self._may_score = False  # ... its prompt scored
 
@@ -91,18 +98,13 @@ class ModelRunner:
         fused, rows = self._fused, plan.rows
         outputs: Sequence[TokenOutput | None]
         further: Further = {}
-        is_on = type(rows) is FollowingRows
-        if not (is_on and self._needs_no_mode) and not torch.is_inference_mode_enabled():
+        if type(rows) is FollowingRows and rows.token_ids is self._brought and self._num_on < self._most_on:
+            outputs = self._go_on()
+        elif torch.is_inference_mode_enabled() or (self._needs_no_mode and type(rows) is FollowingRows):
+            outputs, further = self._run(plan, await_history)
+        else:
             with torch.inference_mode():  # a thread that lives in it need not enter it each time
                 return self.run(plan, await_history)
-        if type(rows) is FollowingRows:  # as little as can be
-            packer = self._packer
-            result = self._forward(packer.pack(rows), self._pool, False)
-            if await_history is not None:
-                await_history()
-            outputs = self._choose(result, rows.run.specs, packer.next_positions)
-        else:
-            outputs, further = self._run(plan, await_history)
         before = self._num_borrowed
         self._num_borrowed = 0 if fused is None else fused.num_borrowed
         num_borrowed = self._num_borrowed - before
@@ -128,16 +130,44 @@ class ModelRunner:
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
 
+    def _go_on(self) -> PlainOutputs:
+        """The step after the last one, in one call."""
+        assert self._step_on is not None
+        self._brought = None  # if that fails
+        self._num_on += 1
+        tokens, num_broken = self._step_on()
+        self._brought = tokens
+        if num_broken:
+            warn_of_broken(num_broken, len(tokens))
+        return PlainOutputs(tokens)
+
     def _run(
         self, plan: StepPlan, await_history: Callable[[], object] | None
     ) -> tuple[Sequence[TokenOutput | None], Further]:
-        rows = plan.rows
-        if not rows:
+        rows, packer = plan.rows, self._packer
+        self._brought = None
+        if self._num_on:
+            packer.gone_on(self._num_on)
+            self._num_on = 0
+        outputs: Sequence[TokenOutput | None]
+        further: Further = {}
+        if type(rows) is FollowingRows:
+            result = self._forward(packer.pack(rows), self._pool, False)
+            if await_history is not None:
+                await_history()
+            outputs = self._choose(result, rows.run.specs, packer.next_positions)
+        else:
+            if not rows:
+                copy_blocks(self._pool, plan)
+                return (), {}
+            batch = packer.pack(rows)
             copy_blocks(self._pool, plan)
-            return (), {}
-        batch = self._packer.pack(rows)
-        copy_blocks(self._pool, plan)
-        return self._compute(batch, rows, await_history)
+            outputs, further = self._compute(batch, rows, await_history)
+        if type(outputs) is PlainOutputs and self._may_follow is not None and self._chooser.is_free:
+            self._most_on = packer.num_more
+            if self._most_on and self._may_follow():
+                self._brought = outputs.token_ids
+        return outputs, further
 
     def _compute(
         self, batch: PackedBatch, rows: Sequence[Row], await_history: Callable[[], object] | None

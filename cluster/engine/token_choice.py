@@ -16,7 +16,7 @@ from cluster.engine.grammar_masks import GrammarMasks, MaskedRows
 from cluster.engine.processors import make_finite
 from cluster.engine.sampler import sample, with_logprobs
 from cluster.sampling import BROKEN_TOKEN_ID, TokenOutput
-from kernels.ops import Backend, Positions, StepResult
+from kernels.ops import Backend, FusedForward, FusedSteps, Positions, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,15 @@ class TokenChooser:
         self._grammars = grammars
         self._specs: Sequence[SampleSpec] = ()  # the list that was looked over last
         self._has_grammar = False  # one of those
+
+    def steps_with(self, forward: FusedForward | None) -> FusedSteps | None:
+        """Those of `forward` and of the backend's sampler, if there are such; without grammars."""
+        return None if forward is None or self._sampler is None else forward.steps_with(self._sampler)
+
+    @property
+    def is_free(self) -> bool:
+        """No request of the step that was computed last has a grammar."""
+        return not self._has_grammar
 
     def prepare(self, specs: Sequence[SampleSpec]) -> None:
         """Begin what choosing the tokens of these requests needs, before their step is computed."""
@@ -62,7 +71,7 @@ class TokenChooser:
         else:
             tokens, details, num_broken = self._sample(result, specs, positions)
             if num_broken:
-                logger.error("NaN or +inf in the logits of %d of %d rows", num_broken, len(specs))
+                warn_of_broken(num_broken, len(specs))
             outputs = PlainOutputs(tokens)
             if details:
                 outputs = list(outputs)
@@ -74,6 +83,10 @@ class TokenChooser:
         if self._grammars is None:
             raise ValueError("a request has a grammar, and there is no vocabulary to follow it with")
         return self._grammars.apply(result, specs)
+
+
+def warn_of_broken(num_broken: int, num_rows: int) -> None:
+    logger.error("NaN or +inf in the logits of %d of %d rows", num_broken, num_rows)
 
 
 def _behind_masks(

@@ -153,7 +153,9 @@ class _ThreadRunner:
         self._runner, self._board, self._mode = runner, board, mode
 
     def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
-        with _busy(self._board):
+        if self._board is None:
+            return self._runner.run(plan, await_history)
+        with self._board.step():
             return self._runner.run(plan, await_history)
 
 

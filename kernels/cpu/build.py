@@ -49,6 +49,7 @@ SOURCES = (
     "lifeline.cpp",
     "probe.cpp",
     "sampling.cpp",
+    "step_on.cpp",
 )
 HEADERS = (
     "amx_tiles.h",
@@ -86,6 +87,7 @@ HEADERS = (
     "processors.h",
     "guests.h",
     "rowwise.h",
+    "sampling.h",
     "selection.h",
     "simd.h",
     "stopwatch.h",

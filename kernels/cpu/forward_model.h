@@ -39,7 +39,7 @@ struct Batch {  // fields of 8 bytes, as `native_forward.py` writes them
     bool is_trimmed() const { return !keep_hidden && num_logit_rows < num_tokens; }
 };
 
-enum class Fault : int64_t { kNone, kToken, kPosition, kSlot, kSequence, kLogitRow, kLogitOrder };
+enum class Fault : int64_t { kNone, kToken, kPosition, kSlot, kSequence, kLogitRow, kLogitOrder, kBest };
 
 class Model {
 public:

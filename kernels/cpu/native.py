@@ -85,6 +85,7 @@ SIGNATURES = {
     "baton_sampler_destroy": "p-",
     "baton_sampler_largest_vocabulary": "i",
     "baton_sample": "ppi",
+    "baton_step_on": "pi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT, "d": ctypes.c_double, "-": None}
 

@@ -19,8 +19,18 @@ from torch import Tensor
 
 from kernels.cpu.checks import check, check_index, check_pool, check_shape
 from kernels.cpu.core_board import Seat, borrow
+from kernels.cpu.native_sampling import NativeSampler
+from kernels.cpu.native_steps import NativeSteps
 from kernels.cpu.weight_kind import WeightKind
-from kernels.ops import MAXIMA_BLOCK, DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
+from kernels.ops import (
+    MAXIMA_BLOCK,
+    DecoderShape,
+    DecoderWeights,
+    FusedSampler,
+    LayerWeights,
+    StepBatch,
+    StepResult,
+)
 
 STAGES = (  # `StepStage` in stopwatch.h
     "embedding",
@@ -43,12 +53,13 @@ _FAULTS = (
     "sequence",
     "logit row",
     "order of logit row",
-)  # `Fault` in forward.cpp
+    "largest logit",
+)  # `Fault` in forward_model.h
 
 _MOST_KNOWN = 64  # batches that are remembered
 
 
-class _Known(NamedTuple):
+class Computed(NamedTuple):
     """A batch that was checked, and what a call with it needs; what is in its tensors may change."""
 
     batch: StepBatch
@@ -118,7 +129,7 @@ class NativeForward:
         self._model = model
         self._layers = len(weights.layers)
         weakref.finalize(self, library.baton_model_destroy, model)
-        self._has_guests, self.num_borrowed = seat is not None, 0
+        self.has_guests, self.num_borrowed = seat is not None, 0
         if seat is not None:
             borrow(library, model, seat)
         self._hidden = torch.empty((0, shape.hidden_size), dtype=self._dtype)
@@ -127,11 +138,11 @@ class NativeForward:
         self._maxima = torch.empty((0, -(-self._vocab_size // MAXIMA_BLOCK)))
         self._bad_index = ctypes.c_int64()
         self._bad_index_address = ctypes.addressof(self._bad_index)
-        self._known: dict[int, _Known] = {}  # by the id of the batch, which the entry keeps alive
+        self._known: dict[int, Computed] = {}  # by the id of the batch, which the entry keeps alive
         self._batch: StepBatch | None = None  # that the address and the result are for; None: look
         self._pool: Tensor | None = None  # with these
         self._keeps_hidden = True
-        self._now: _Known | None = None  # what was computed last ...
+        self._now: Computed | None = None  # what was computed last ...
         self._address = 0  # ... and its fields
         self._result = StepResult(self._hidden, self._logits, self._best, self._maxima)
 
@@ -144,17 +155,34 @@ class NativeForward:
         if batch is not self._batch or pool is not self._pool or keep_hidden is not self._keeps_hidden:
             self._meet(batch, pool, keep_hidden)
         fault = self._library.baton_forward(self._model, self._address, self._bad_index_address)
-        if self._has_guests:
-            self.num_borrowed = self._library.baton_model_num_borrowed(self._model)
+        if self.has_guests:
+            self.look_at_guests()
         if fault:
-            num_blocks, _, _, block_size = pool.shape[:4]
-            raise IndexError(
-                f"{_FAULTS[fault]} {self._bad_index.value} of the batch is out of range: "
-                f"{batch.tokens.shape[0]} tokens, "
-                f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "
-                f"{num_blocks} blocks of {block_size}"
-            )
+            raise self.fault(fault, self._bad_index.value)
         return self._result
+
+    def look_at_guests(self) -> None:
+        self.num_borrowed = self._library.baton_model_num_borrowed(self._model)
+
+    @property
+    def computed(self) -> Computed | None:
+        """What was computed last. None: of tensors that were copied."""
+        return None if self._batch is None else self._now
+
+    def fault(self, kind: int, index: int) -> IndexError:
+        """What the library refused in the batch that was to be computed."""
+        assert self._now is not None
+        num_tokens, num_blocks, block_size = [self._now.fields[field] for field in (0, 12, 13)]
+        return IndexError(
+            f"{_FAULTS[kind]} {index} of the batch is out of range: {num_tokens} tokens, "
+            f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "
+            f"{num_blocks} blocks of {block_size}"
+        )
+
+    def steps_with(self, sampler: FusedSampler) -> NativeSteps | None:
+        if not isinstance(sampler, NativeSampler):
+            return None
+        return NativeSteps(self._library, self._model, self, sampler)
 
     def _meet(self, batch: StepBatch, pool: Tensor, keep_hidden: bool) -> None:
         """A batch is only read once it is made, so one that is known needs no look."""
@@ -169,7 +197,7 @@ class NativeForward:
         if not known.copies:
             self._batch, self._keeps_hidden = batch, keep_hidden
 
-    def _look_over(self, batch: StepBatch, pool: Tensor, keep_hidden: bool) -> _Known:
+    def _look_over(self, batch: StepBatch, pool: Tensor, keep_hidden: bool) -> Computed:
         """Check the tensors of a step and write the fields. A step with the same batch, whatever is in its
         tensors, needs no more."""
         arrays = (
@@ -219,7 +247,7 @@ class NativeForward:
             self._maxima[:num_rows],
         )
         copies = [] if all(map(is_, kept, arrays)) else kept
-        known = _Known(batch, keep_hidden, fields, result, copies)
+        known = Computed(batch, keep_hidden, fields, result, copies)
         if not copies:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()

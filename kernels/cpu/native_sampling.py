@@ -62,7 +62,7 @@ class NativeSampler:
         self._following: list[int] = []  # rows whose rule looks at the history, or at its length
         self._seen: StepResult | None = None  # what the fields are for; its tensors are never others
         self._vocab_size = self._num_rows = 0  # of that
-        self._fields = (ctypes.c_int64 * 14)()  # `Request` in sampling.cpp
+        self._fields = (ctypes.c_int64 * 14)()  # `Request` in sampling.h
         self._address = ctypes.addressof(self._fields)
         self._top_ids = np.empty(0, np.int64)
         self._top_logprobs = np.empty(0, np.float32)
@@ -91,6 +91,22 @@ class NativeSampler:
             values = self._top_logprobs[row * num_top : row * num_top + len(ids)].tolist()
             details.append(TokenDetail(row, float(self._logprobs[row]), tuple(zip(ids, values, strict=True))))
         return tokens, details, bad
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the library's sampler and of what it is asked: the same as long as this lives."""
+        return self._sampler, self._address
+
+    @property
+    def chosen(self) -> memoryview:
+        """The tokens of the last call's rows, where calls for the same rows write them."""
+        return self._chosen
+
+    def is_plain(self, result: StepResult) -> bool:
+        """Whether the last call was for `result`, reads positions where they were given, and did as all its
+        rows want with nothing but logits and positions changed since."""
+        is_same = result is self._seen and self._requests is not None and self._positions is not None
+        return is_same and not self._following and not self._detailed
 
     def _meet(self, result: StepResult, requests: Sequence[SamplingRequest], positions: Positions) -> None:
         """What are the very ones of the call before need no look."""

@@ -7,7 +7,7 @@
 //    top-k, top-p, min-p and one draw by `selection.h`; then log-probabilities of the raw row.
 //
 // A token is a function of its row, rule, progress and position: no arithmetic meets another row, and sums are exact.
-#include "processors.h"
+#include "sampling.h"
 #include "selection.h"
 #include "team.h"
 #include "threads.h"
@@ -17,21 +17,6 @@ namespace {
 
 constexpr float kLogprobFloor = -9999.0f;  // stands for -infinity
 constexpr int64_t kRowsWorthWaking = 4;    // fewer take less time than a sleeping thread
-
-struct Request {          // fields of 8 bytes, as `native_sampling.py` writes them
-    const float* logits;  // [num_rows, size], rows `stride` apart
-    int64_t stride, size, num_rows;
-    const int64_t* best;  // [num_rows]: the first largest logit of a row, or its first NaN
-    const float* maxima;  // [num_rows, blocks of size]: the largest of each block; null if they are not known
-    const Rule* const* rules;
-    const Progress* progress;
-    const int64_t* positions;  // [num_rows]: of the tokens to choose
-    int64_t* tokens;           // [num_rows]
-    float* logprobs;           // [num_rows]: of the tokens, where asked
-    int64_t num_top;           // the most any rule asks for
-    int64_t* top_ids;          // [num_rows, num_top]
-    float* top_logprobs;       // [num_rows, num_top]
-};
 
 // A random number in [0, 1) with 53 bits, for (seed, position): Philox4x32-10 (Salmon et al., SC'11).
 double uniform(uint64_t seed, uint64_t position) {

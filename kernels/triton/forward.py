@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.ops import Backend, DecoderShape, DecoderWeights, LayerWeights, StepBatch, StepResult
+from kernels.ops import (
+    Backend,
+    DecoderShape,
+    DecoderWeights,
+    FusedSampler,
+    LayerWeights,
+    StepBatch,
+    StepResult,
+)
 from kernels.triton import rowwise
 from kernels.triton.ahead import compile_attention, compile_products
 from kernels.triton.attention import why_not_attention
@@ -55,6 +63,9 @@ class TritonForward:
     @property
     def num_borrowed(self) -> int:
         return 0
+
+    def steps_with(self, sampler: FusedSampler) -> None:
+        return None
 
     def __call__(self, batch: StepBatch, pool: Tensor, keep_hidden: bool = True) -> StepResult:
         if not self._is_compiled:
