@@ -120,6 +120,10 @@ class Packer:
         self._num_more -= num_steps
         self._num_on += num_steps
 
+    def forget(self) -> None:
+        """The batch may be in between two steps: the next one is packed anew."""
+        self._num_more = 0
+
     def _pack_anew(self, rows: Sequence[Row]) -> PackedBatch:
         size, most = self._block_size, self._max_model_len
         num_more = most

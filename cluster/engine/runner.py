@@ -133,10 +133,14 @@ class ModelRunner:
     def _go_on(self) -> PlainOutputs:
         """The step after the last one, in one call."""
         assert self._step_on is not None
-        self._brought = None  # if that fails
-        self._num_on += 1
-        tokens, num_broken = self._step_on()
+        try:
+            tokens, num_broken = self._step_on()
+        except BaseException:  # did the batch move?
+            self._brought, self._num_on = None, 0
+            self._packer.forget()
+            raise
         self._brought = tokens
+        self._num_on += 1
         if num_broken:
             warn_of_broken(num_broken, len(tokens))
         return PlainOutputs(tokens)
