@@ -38,9 +38,9 @@ GEOMETRY = KVGeometry(
 )
 BLOCK_BYTES = KVLayout.from_geometry(GEOMETRY).bytes_per_block
 CONFIG = EdgeConfig(
-    connect_timeout_s=5.0,
-    operation_timeout_s=5.0,
-    close_timeout_s=8.0,
+    connect_timeout_s=20.0,
+    operation_timeout_s=20.0,
+    close_timeout_s=20.0,
     slot_bytes=4 * BLOCK_BYTES,
     num_slots=3,
 )

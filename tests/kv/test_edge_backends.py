@@ -32,7 +32,7 @@ from tests.kv.edge_harness import BLOCK_BYTES, CONFIG, GEOMETRY, EdgePair, edge_
 from tests.kv.stand_ins import Tagless, use_one_way
 
 LAYOUT = KVLayout.from_geometry(GEOMETRY)
-STALL_S = 1.5
+STALL_S = 2.5
 NCCL_SETTINGS = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_ENABLE_MONITORING",

@@ -203,7 +203,8 @@ async def test_closing_stops_a_copy_under_way(kind: EdgeKind) -> None:
     pair = EdgePair(kind, big, CONFIG, edge_name())
     piece = Piece(RequestId("r"), Attempt(1), PieceIndex(0), 0, 128)
     blocks = [BlockId(block) for block in range(128)]
-    sends = [asyncio.ensure_future(pair.sender.send(piece, blocks, blocks[::-1])) for _ in range(20)]
+    # So many that they are not over if this thread is held up; closing drops those that wait.
+    sends = [asyncio.ensure_future(pair.sender.send(piece, blocks, blocks[::-1])) for _ in range(200)]
     await asyncio.sleep(0.01)
     await pair.sender.close()
     pair.target.tensor.zero_()

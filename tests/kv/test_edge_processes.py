@@ -42,6 +42,7 @@ if torch.cuda.is_available():
     KINDS += [EdgeKind.CUDA_IPC, EdgeKind.NCCL]
 BETWEEN = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
 FAST_S = 2.0  # a dead peer is noticed sooner than this
+OTHERS_S = CONFIG.operation_timeout_s / 2  # a deadline that passed sooner than this was the edge's own
 
 
 async def fails_fast(awaitable: Awaitable[object]) -> str:
@@ -216,7 +217,7 @@ async def test_a_prefill_worker_killed_when_half_of_a_part_has_moved_fails_it_at
         await receiver.post(piece, 48 * pool.layout.bytes_per_block)
         receiving = asyncio.ensure_future(receiver.wait(piece))
         peer.tell("send", piece=fields(piece), sources=list(range(48)), targets=[])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not landing.any():
                 await asyncio.sleep(0)
         peer.signal(signal.SIGSTOP)
@@ -244,7 +245,7 @@ async def test_a_stopped_decode_worker_makes_the_deadline_pass(start_peer: Start
     begin = time.monotonic()
     with pytest.raises(EdgeError, match="decode worker did not take part in a transfer before its deadline"):
         await sender.send(piece, ids(range(48)), ids(range(48)))
-    assert 0.4 < time.monotonic() - begin < FAST_S
+    assert 0.4 < time.monotonic() - begin < OTHERS_S
     begin = time.monotonic()
     await sender.close()  # with the peer still stopped
     assert time.monotonic() - begin < FAST_S
@@ -259,7 +260,7 @@ async def test_a_stopped_prefill_worker_makes_the_deadline_pass(start_peer: Star
     begin = time.monotonic()
     with pytest.raises(EdgeError, match="prefill worker did not take part in a transfer before its deadline"):
         await receiver.wait(piece_of(0, 2))
-    assert 0.4 < time.monotonic() - begin < FAST_S
+    assert 0.4 < time.monotonic() - begin < OTHERS_S
     await receiver.close()
     target.close()
 
