@@ -47,7 +47,7 @@ class Launcher:
                 sys.executable,
                 ROOT / "tests/support/launch_fake.py",
                 self.script,
-                "drain_grace_s=1",
+                "drain_grace_s=20",
                 f"launcher={kind}",
                 *settings,
             ],
