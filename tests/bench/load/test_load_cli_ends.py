@@ -159,7 +159,7 @@ def test_a_server_that_dies_is_in_status_result_and_report(
     """Killed when its first answers are there; its last moment makes no figure, and nothing of it is lost."""
     out, page = tmp_path / "result.json", tmp_path / "page.html"
     load = {
-        "run": ("--rate", "50", "--requests", "40"),
+        "run": ("--rate", "20", "--requests", "40"),
         "max-goodput": ("--start-rate", "50", "--duration", "800ms"),
     }[command]
     with running_mock() as dying:
