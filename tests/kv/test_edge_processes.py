@@ -28,6 +28,7 @@ from tests.kv.edge_harness import (
     edge_name,
     fields,
     ids,
+    nothing_leaked,
     piece_of,
     receiver_from,
     resources,
@@ -370,7 +371,7 @@ async def test_b140_a_killed_decode_worker_leaves_nothing_behind(start_peer: Sta
         await sender.close()
         peer.end()
         await asyncio.sleep(0)
-    assert resources() == before
+    assert await nothing_leaked(before)
     source.close()
 
 
@@ -391,7 +392,7 @@ async def test_process_exit_waits_for_the_process_and_for_that_one_only(start_pe
     await asyncio.wait_for(watching, FAST_S)
     await asyncio.wait_for(process_exit(peer.pid), FAST_S)  # already gone
     assert process_start_time(peer.pid) is None
-    assert resources()["descriptors"] == before["descriptors"]
+    assert resources()["descriptors"] <= before["descriptors"]
 
 
 async def test_cancelling_a_watch_leaves_nothing(start_peer: StartPeer) -> None:
@@ -402,4 +403,4 @@ async def test_cancelling_a_watch_leaves_nothing(start_peer: StartPeer) -> None:
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await watching
-    assert resources() == before
+    assert await nothing_leaked(before)
