@@ -7,9 +7,9 @@ import gc
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,17 @@ from cluster.ids import Epoch, WorkerId
 from cluster.role_config import WorkerConfig
 from cluster.role_process import FORCED_EXIT_CODE, StopSwitch, one_line, serve_role
 from cluster.wire.messages import Role
+from tests.support.local_cluster import free_port
 from tests.support.processes import ROOT, LocalCluster
 
 SUPPORT = ROOT / "tests" / "support"
 FAKES = dict.fromkeys(("router", "prefill", "decode"), "fake_roles")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def fake_cluster(tmp_path: Path, **behaviours: str) -> LocalCluster:
     script = tmp_path / "script.json"
     script.write_text(json.dumps({name.replace("_", "-"): what for name, what in behaviours.items()}))
-    config = ClusterConfig(model=str(script), port=free_port(), decode=2, drain_grace_s=1.0)
+    config = ClusterConfig(model=str(script), port=free_port(), decode=2, drain_grace_s=10.0)
     return LocalCluster(
         config, model_dir=str(script), modules=FAKES, python_path=[SUPPORT], start_timeout_s=30.0
     )
@@ -68,6 +62,10 @@ def test_b132_the_second_signal_ends_a_role_at_once(tmp_path: Path) -> None:
     with fake_cluster(tmp_path, decode_1="ignore-stop") as cluster:
         role = cluster["decode-1"]
         role.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while "decode-1 1 stopping " not in (tmp_path / "script.json.log").read_text():
+            assert time.monotonic() < deadline, "it was not told"  # two signals at once would be one
+            time.sleep(0.01)
         with pytest.raises(subprocess.TimeoutExpired):
             role.wait(0.3)
         role.signal(signal.SIGTERM)

@@ -57,22 +57,27 @@ def edit(directory: Path, file_name: str, **changes):
 
 
 def test_a_long_text_does_not_stop_other_threads(plain):
+    """Always, but for what the machine itself holds up now and then."""
     text = "word and 漢字 " * 60_000
-    times = [time.monotonic()]
-    done = threading.Event()
 
-    def tick():
-        while not done.wait(0.005):
-            times.append(time.monotonic())
+    def longest_stop():
+        """Of a thread that looks at the clock, as a share of the time that the text takes."""
+        times, done = [time.monotonic()], threading.Event()
 
-    ticker = threading.Thread(target=tick)
-    ticker.start()
-    ids = plain.encode(text)
-    took_s = time.monotonic() - times[0]
-    done.set()
-    ticker.join()
-    assert bytes(ids) == text.encode()
-    assert max(after - before for before, after in itertools.pairwise(times)) < took_s / 2
+        def tick():
+            while not done.wait(0.005):
+                times.append(time.monotonic())
+
+        ticker = threading.Thread(target=tick)
+        ticker.start()
+        ids = plain.encode(text)
+        took_s = time.monotonic() - times[0]
+        done.set()
+        ticker.join()
+        assert bytes(ids) == text.encode()
+        return max(after - before for before, after in itertools.pairwise(times)) / took_s
+
+    assert any(longest_stop() < 0.5 for _ in range(10))
 
 
 def test_a_long_text_has_the_ids_of_its_parts(tmp_path):

@@ -16,7 +16,7 @@ from cluster.launch_driver import Driver
 from cluster.launch_plan import RoleSpec, Site, plan_roles
 from cluster.launch_supervisor import Supervisor
 
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 MOVED = "worker-2"
 
 

@@ -106,9 +106,14 @@ async def test_with_another_token_it_ends_with_the_reason(tmp_path: Path) -> Non
     address = f"unix:{tmp_path}/r.sock"
     listener = await listen(address, TOKEN, WorkerSays, router(lambda: None))
     try:
-        driver = worker(address, b"another-token-of-one", 2.0)
-        with pytest.raises(ConfigError, match=r"no router within 2 s: .*token"):
-            await asyncio.wait_for(run(driver, asyncio.Event()), LIMIT_S)
+        driver = worker(address, b"another-token-of-one")
+        running = asyncio.create_task(run(driver, asyncio.Event()))
+        async with asyncio.timeout(LIMIT_S):
+            while not driver._last_failure:
+                await asyncio.sleep(0.01)
+        driver._check_joined()  # its time is over
+        with pytest.raises(ConfigError, match=r"no router within 30 s: .*token"):
+            await asyncio.wait_for(running, LIMIT_S)
     finally:
         await listener.close()
 

@@ -160,7 +160,7 @@ def test_decode_worker_killed_and_another_goes_on_with_the_same_tokens(pairs: Lo
     streams = [BackgroundStream(pairs, request) for request in requests]
     for stream in streams:
         assert stream.first.wait(10)
-    pairs.wait_for(lambda: busiest(pairs) is not None, 5, "a heartbeat that tells of the streams")
+    pairs.wait_for(lambda: busiest(pairs) is not None, 20, "a heartbeat that tells of the streams")
     killed = busiest(pairs) or "decode-0"
     pairs.kill(killed)
     try:
@@ -256,7 +256,7 @@ def until_one_moves(
         pairs.wait_quiet(20)
         streams = Streams(pairs)
         streams.wait_decoding()
-        pairs.wait_for(lambda: busiest(pairs) is not None, 5, "a heartbeat that tells of the streams")
+        pairs.wait_for(lambda: busiest(pairs) is not None, 20, "a heartbeat that tells of the streams")
         name = busiest(pairs) or "decode-0"
         hit(name)
         has_moved = assert_equal(streams.answers(), expected)

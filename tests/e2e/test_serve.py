@@ -89,7 +89,7 @@ def test_serve_restart_and_stop(served: Served) -> None:
                 and served.workers()[name]["state"] == "ready"
             ),
         )
-        served.wait("ready again", 5, lambda client: client.get("/ready").status_code == 200)
+        served.wait("ready again", 30, lambda client: client.get("/ready").status_code == 200)
         assert served.chat(max_tokens=8, seed=1)["usage"]["completion_tokens"] > 0
 
     told = served.output.read_text()

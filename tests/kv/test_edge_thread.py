@@ -25,7 +25,7 @@ async def test_jobs_run_in_order_in_one_other_thread() -> None:
     results = await asyncio.gather(*futures)
     assert results == [number for number, _ in seen] == list(range(20))
     assert len({ident for _, ident in seen} | {threading.get_ident()}) == 2
-    await thread.join(1)
+    await thread.join(20)
 
 
 async def test_an_error_reaches_its_caller_and_the_thread_goes_on() -> None:
@@ -37,32 +37,32 @@ async def test_an_error_reaches_its_caller_and_the_thread_goes_on() -> None:
     with pytest.raises(ValueError, match="no"):
         await thread.run(bad)
     assert await thread.run(lambda: 7) == 7
-    await thread.join(1)
+    await thread.join(20)
 
 
 async def test_cancelling_drops_a_job_that_has_not_begun_and_lets_a_running_one_end() -> None:
-    thread, gate, ran = EdgeThread("t"), threading.Event(), []
-    running = asyncio.ensure_future(thread.run(lambda: (gate.wait(5), ran.append(1))))
+    thread, begun, gate, ran = EdgeThread("t"), threading.Event(), threading.Event(), []
+    running = asyncio.ensure_future(thread.run(lambda: (begun.set(), gate.wait(20), ran.append(1))))
     waiting = asyncio.ensure_future(thread.run(lambda: ran.append(2)))
-    await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(begun.wait, 20)
     running.cancel()
     waiting.cancel()
     await asyncio.gather(running, waiting, return_exceptions=True)
     gate.set()
-    await thread.join(1)
+    await thread.join(20)
     assert ran == [1]
 
 
 async def test_join_is_bounded_and_may_be_tried_again() -> None:
     thread, gate = EdgeThread("t"), threading.Event()
-    thread.submit(lambda: gate.wait(5))
+    thread.submit(lambda: gate.wait(20))
     with pytest.raises(EdgeError, match=r"`t` did not end within 0\.05 s"):
         await thread.join(0.05)
     with pytest.raises(EdgeError, match="closed"):
         thread.submit(lambda: None)
     gate.set()
-    await thread.join(1)
-    await thread.join(1)
+    await thread.join(20)
+    await thread.join(20)
 
 
 async def test_neither_results_nor_errors_keep_what_a_job_used() -> None:
@@ -85,4 +85,4 @@ async def test_neither_results_nor_errors_keep_what_a_job_used() -> None:
     gc.collect()
     assert [reference() for reference in seen] == [None, None]
     assert kept.value.__traceback__ is not None
-    await thread.join(1)
+    await thread.join(20)

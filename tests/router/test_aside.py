@@ -31,7 +31,7 @@ async def test_the_loop_goes_on_and_further_work_waits_in_order() -> None:
     aside, gate, seen = Aside(1), threading.Event(), list[int]()
 
     def work(number: int) -> None:
-        assert gate.wait(10)
+        assert gate.wait(20)
         seen.append(number)
 
     tasks = [asyncio.create_task(aside.run(work, number)) for number in range(4)]
@@ -46,9 +46,9 @@ async def test_the_loop_goes_on_and_further_work_waits_in_order() -> None:
 async def test_a_book_never_holds_up_a_page() -> None:
     """Nor many of them: what may take seconds has threads of its own."""
     aside, gate = Aside(1), threading.Event()
-    books = [asyncio.create_task(aside.run_sized(LONG_BYTES + 1, gate.wait, 10)) for _ in range(4)]
-    books += [asyncio.create_task(aside.run_long(gate.wait, 10)) for _ in range(4)]  # schemas of any size
-    async with asyncio.timeout(5):
+    books = [asyncio.create_task(aside.run_sized(LONG_BYTES + 1, gate.wait, 20)) for _ in range(4)]
+    books += [asyncio.create_task(aside.run_long(gate.wait, 20)) for _ in range(4)]  # schemas of any size
+    async with asyncio.timeout(15):
         assert await aside.run_sized(LONG_BYTES, divmod, 7, 2) == (3, 1)
         assert await aside.run(divmod, 7, 2) == (3, 1)
     gate.set()

@@ -13,7 +13,7 @@ from router.asgi import BODY_WRITER, BodyWriter, Receive, Scope, Send
 from router.generation import InFlight
 from router.server import serve_http
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 @pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.new_event_loop])

@@ -11,7 +11,7 @@ from cluster.errors import Overloaded, WorkerLost
 from cluster.request import RequestSpec
 from router.limits import GatewayLimits, RequestLimits
 from tests.support.byte_tokenizer import BOS, EOS, write_byte_tokenizer
-from tests.support.gateway import RunningGateway, check_error, running_gateway
+from tests.support.gateway import LIMIT_S, RunningGateway, check_error, running_gateway
 from tests.support.scripted_cluster import Script
 from tests.support.sse import CHAT, TEXT, check_choices, check_error_stream, check_stream, strict_json
 
@@ -101,10 +101,10 @@ def test_one_failing_choice_ends_all(gateway: RunningGateway, prompt: str, strea
         assert check_error_stream(response.content)[1]["code"] == "worker_lost"
     else:
         check_error(response, 502, code="worker_lost")
-    assert all(item.ended.wait(2) for item in gateway.cluster.streams)
+    assert all(item.ended.wait(LIMIT_S) for item in gateway.cluster.streams)
     gateway.cluster.script = Script()
     gateway.check_alive()
-    assert gateway.client.get("/cluster").json()["in_flight"] == 0
+    gateway.until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -122,7 +122,7 @@ def test_a_later_choice_is_refused(gateway: RunningGateway) -> None:
 
     gateway.cluster.script = script
     check_error(gateway.complete(prompt=LONG, n=3), 503, code="overloaded")
-    assert all(item.ended.wait(2) and item.aborted for item in gateway.cluster.streams)
+    assert all(item.ended.wait(LIMIT_S) and item.aborted for item in gateway.cluster.streams)
 
 
 @pytest.mark.parametrize("prompts", [["a", "bb", "ccc"], [[97], [98, 98], [99, 99, 99]]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import select
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from cluster.wire.messages import Role
 from router.chat import ChatFormat
 from router.completions import CompletionFormat
 from router.limits import GatewayLimits
-from tests.support.gateway import RunningGateway, check_error, running_gateway
+from tests.support.gateway import LIMIT_S, RunningGateway, check_error, running_gateway
 from tests.support.plain_http import plain_client
 from tests.support.scripted_cluster import Script, worker
 from tests.support.sse import check_stream, strict_json
@@ -35,7 +36,7 @@ JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: applicat
 
 def raw_exchange(gateway: RunningGateway, request: bytes) -> bytes:
     """What comes back until the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT_S) as connection:
         connection.sendall(request)
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -74,14 +75,14 @@ def test_a_stream_for_http_1_0_has_no_chunks(
 
 def test_a_stream_for_http_1_0_comes_as_it_is_made(gateway: RunningGateway) -> None:
     gateway.cluster.script = Script(tuple(b"abc"), hang_after=2)
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT_S) as connection:
         connection.sendall(old_request("/v1/completions", {"prompt": "Hi", "stream": True}))
         seen = b""
         while b'"text":"b"' not in seen:
             part = connection.recv(65536)
             assert part, seen
             seen += part
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while gateway.cluster.streams[0].aborted is None:  # leaving is seen as ever
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -211,7 +212,7 @@ def start_stream(gateway: RunningGateway) -> tuple[socket.socket, bytes]:
     body = json.dumps({"prompt": "Hi", "stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     for _ in range(20):
-        connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT_S)
         seen = part = b""
         with contextlib.suppress(ConnectionError):
             connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -221,6 +222,20 @@ def start_stream(gateway: RunningGateway) -> tuple[socket.socket, bytes]:
             return connection, seen
         connection.close()
     raise AssertionError(f"no stream came about: {seen!r}")
+
+
+def start_request(gateway: RunningGateway) -> socket.socket:
+    """A connection whose request has reached the cluster; as `start_stream`."""
+    body = json.dumps({"prompt": "Hi"}).encode()
+    for _ in range(20):
+        connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT_S)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            while not select.select([connection], [], [], 0.01)[0]:  # it has not been answered: 408
+                if gateway.cluster.streams:
+                    return connection
+        connection.close()
+    raise AssertionError("no request came about")
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -242,13 +257,13 @@ def test_who_closes_its_half_has_left(gateway: RunningGateway, stream: bool) -> 
     """It looks like one that closed the connection, and that must cost nobody a block."""
     gateway.cluster.script = Script(tuple(b"abc"), hang_after=2)
     body = json.dumps({"prompt": "Hi", "stream": stream}).encode()
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT_S) as connection:
         connection.sendall(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         while not gateway.cluster.streams:
             assert gateway.client.get("/health").status_code == 200
         connection.shutdown(socket.SHUT_WR)
         assert b"[DONE]" not in b"".join(iter(lambda: connection.recv(65536), b""))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while gateway.cluster.streams[0].aborted is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -260,15 +275,9 @@ def test_what_is_wrong_behind_a_request_is_not_taken_for_its_answer(tokenizer_di
     arrival_s = 0.3 if name == "a head that stops" else 60.0
     with running_gateway(tokenizer_dir, arrival_s=arrival_s) as gateway:
         gateway.cluster.script = Script(tuple(b"abc"), hang_after=0)
-        body = json.dumps({"prompt": "Hi"}).encode()
-        request = JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-        with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
-            connection.sendall(request)
-            while not gateway.cluster.streams:
-                assert gateway.client.get("/health").status_code == 200
-            with contextlib.suppress(ConnectionError):
-                connection.sendall(BROKEN[name])
-                assert b"".join(iter(lambda: connection.recv(65536), b"")) == b""
+        with start_request(gateway) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(BROKEN[name])
+            assert b"".join(iter(lambda: connection.recv(65536), b"")) == b""
         gateway.cluster.script = Script()
         gateway.check_alive()
 
@@ -415,10 +424,12 @@ def test_metrics_are_rendered_beside_the_loop_one_scrape_at_a_time(
 ) -> None:
     """It takes milliseconds, with many workers tens of them; workers come and go only between two."""
     order: list[str] = []
+    has_gone = threading.Event()
     render, forget = Metrics.render, Metrics.forget_worker
 
     def slow_render(self: Metrics) -> bytes:
         order.append(f"begin {threading.current_thread().name.partition('_')[0]}")
+        assert len(order) == 1 or has_gone.wait(LIMIT_S)
         time.sleep(0.05)
         page = render(self)
         order.append("end")
@@ -442,6 +453,7 @@ def test_metrics_are_rendered_beside_the_loop_one_scrape_at_a_time(
         for thread in threads:
             thread.start()
         gateway.cluster.workers = ()
+        has_gone.set()
         for thread in threads:
             thread.join()
     assert [step for step in order if step != "forget"] == ["begin aside", "end"] * 4

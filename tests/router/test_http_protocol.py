@@ -17,7 +17,7 @@ from router.http_protocol import HttpProtocol
 from router.server import serve_http
 
 LARGE = 16 * 2**20  # more than systems keep for a connection
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 async def answer_at_length(scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +74,8 @@ def test_an_answer_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch,
 
     def lost(self: HttpProtocol, exc: Exception | None) -> None:
         connection_lost(self, exc)
-        was_dropped.set()
+        if self.server == ("127.0.0.1", port):  # another server's connection may end late in this process
+            was_dropped.set()
 
     monkeypatch.setattr(HttpProtocol, "connection_lost", lost)
     with serving(stalled_s=0.3) as port, asking(port, line) as connection:
@@ -84,10 +85,10 @@ def test_an_answer_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_one_that_is_taken_slowly_arrives_whole() -> None:
-    with serving(stalled_s=1.5) as port, asking(port, b"Connection: close\r\n") as connection:
+    with serving(stalled_s=3.0) as port, asking(port, b"Connection: close\r\n") as connection:
         num_bytes = 0
         for _ in range(10):
-            time.sleep(0.2)  # longer than `stalled_s` in all
+            time.sleep(0.35)  # longer than `stalled_s` in all
             wanted = num_bytes + LARGE // 12
             while num_bytes < wanted:
                 num_bytes += len(connection.recv(2**20))

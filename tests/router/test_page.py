@@ -17,7 +17,7 @@ from router.generation import InFlight
 from router.page import CSP, STATIC, PageEvents, PageSource
 from router.page_feed import PageFeed
 from router.public_side import PRIVATE_PATHS
-from tests.support.gateway import RunningGateway, check_error
+from tests.support.gateway import LIMIT_S, RunningGateway, check_error
 from tests.support.page_world import page_world
 from tests.support.plain_http import plain_async_client
 from tests.support.scripted_cluster import ScriptedCluster, worker
@@ -105,7 +105,7 @@ class Viewer:
         self._left.set()
 
     async def next(self) -> bytes:
-        message = await asyncio.wait_for(self.sent.get(), 5)
+        message = await asyncio.wait_for(self.sent.get(), LIMIT_S)
         if message["type"] == "http.response.start":
             assert message["status"] == 200
             return await self.next()
@@ -184,7 +184,7 @@ async def test_a_viewer_that_does_not_read_is_let_go(
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         await events({"type": "http", "method": "GET"}, receive, never)
     assert events._num_viewers == 0
 
@@ -193,7 +193,7 @@ async def test_a_viewer_that_does_not_read_is_let_go(
 
 
 async def parts(url: str) -> AsyncIterator[dict[str, Any]]:
-    async with plain_async_client(timeout=10) as client, client.stream("GET", url) as response:
+    async with plain_async_client(timeout=LIMIT_S) as client, client.stream("GET", url) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         async for line in response.aiter_lines():
             if line.startswith("data: "):
@@ -228,7 +228,7 @@ async def test_a_stop_ends_the_streams_of_viewers(tmp_path: Path) -> None:
         stream = parts(f"{world.url}/page/events")
         await anext(stream)
         world.stop.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             seen = [part async for part in stream]
         assert all("now" in part for part in seen)
 

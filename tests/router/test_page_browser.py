@@ -155,7 +155,7 @@ async def test_a_chat(tmp_path: Path) -> None:
 
 async def idle(world: PageWorld) -> bool:
     """The router heard of the client that left."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await world.client.get("/page/picture")).json()["cluster"]["in_flight"]:
             await asyncio.sleep(0.02)
     return True

@@ -43,6 +43,8 @@ from tests.router.service_peers import TOKEN, Host, LiveWorker
 
 HEARTBEAT_S = 0.1
 RECOVERY_WAIT_S = 0.3
+LIMIT_S = 20.0  # for what has to come at all, however busy the machine
+AT_ONCE_S = 2.0  # for what takes milliseconds: no deadline of the router's passed meanwhile
 DECODE = make_register("d0", Role.DECODE)
 PREFILL = make_register("p0", Role.PREFILL)
 
@@ -56,9 +58,9 @@ class Router:
         self.host = host
 
     async def ready(self) -> None:
-        await asyncio.wait_for(self.driver.became_ready.wait(), 5.0)
+        await asyncio.wait_for(self.driver.became_ready.wait(), LIMIT_S)
 
-    async def until(self, condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         """Wait for something that other tasks bring about."""
         async with asyncio.timeout(limit_s):
             while not condition():
@@ -95,7 +97,7 @@ async def router(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
 async def read(stream: LiveStream) -> tuple[list[int], FinishReason | None, BatonError | None]:
     outputs: list[int] = []
     finish, error = None, None
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         async for delivery in stream:
             match delivery:
                 case NewTokens(new, reason):
@@ -233,7 +235,7 @@ async def test_finish_and_abort_reach_the_holders(router: Router) -> None:
     stopped.finish()
     left.abort("again")
     await router.until(lambda: decode.peer.num_held == 0 and prefill.peer.num_held == 0)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < AT_ONCE_S
     for worker in (decode, prefill):
         assert sum(isinstance(message, Finish) for message in worker.received) == 1
         assert sum(isinstance(message, Abort) for message in worker.received) == 1
@@ -265,7 +267,7 @@ async def test_dead_decode_worker_is_taken_over_within_2_s(router: Router) -> No
         assert outputs == scripted_output(spec)[0]
         assert stream.summary().decode_worker == "d1"
     assert sorted(stream.summary().attempts for stream in streams) == [1, 1, 1, 2, 2, 2]
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < AT_ONCE_S
     await router.quiet()
 
 
@@ -281,18 +283,22 @@ async def test_b032_last_decode_worker_dies_and_the_error_comes_at_once(router: 
     _, finish, error = await read(stream)
     assert isinstance(error, WorkerLost)
     assert finish is None
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < AT_ONCE_S
     assert router.conductor.quiet()
 
 
-async def test_b082_hung_worker_is_found_by_its_silence(router: Router) -> None:
+async def test_b082_hung_worker_is_found_by_its_silence(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No other deadline comes before `LIMIT_S`: that of a prefill is a minute."""
     prefill = await router.host.start(PREFILL)
     await router.host.start(DECODE)
     await router.ready()
-    prefill.hang()
     started = time.monotonic()
+    prefill.hang()
     await served(router, make_spec("r"))  # finished by the decode worker alone
-    assert 0.1 < time.monotonic() - started < 10 * HEARTBEAT_S
+    assert time.monotonic() - started > 0.1
+    assert "p0 epoch 1 is gone: no sign of life for 0." in caplog.text
     assert len(router.driver.links) == 1
 
 
@@ -316,9 +322,7 @@ async def test_what_a_hung_worker_says_after_all_is_dropped_and_counted(router: 
         prefill.post(late)
     prefill.beat()
     assert prefill._stream is not None
-    async with asyncio.timeout(
-        5.0
-    ):  # its first heartbeat ends the stream: it frees everything and dials anew
+    async with asyncio.timeout(LIMIT_S):  # its first heartbeat ends the stream: it frees all and dials anew
         async for _ in prefill._stream:
             pass
     assert router.driver.cluster().stale_messages[StaleReason.EPOCH] == 4
@@ -363,13 +367,14 @@ async def test_b090_restarted_worker_takes_the_place_of_its_old_stream(router: R
 
 
 async def test_stale_epoch_is_refused(router: Router) -> None:
+    began = time.monotonic()
     await router.host.start(make_register("d0", Role.DECODE, epoch=3))
     stale = LiveWorker(router.host, make_register("d0", Role.DECODE, epoch=2))
     await stale.start()
-    await asyncio.wait_for(stale.gone.wait(), 5.0)
+    await asyncio.wait_for(stale.gone.wait(), LIMIT_S)
     assert stale.refused is not None
     assert "epoch 2" in stale.refused
-    assert router.driver.links.silence_s(WorkerId("d0")) < 1.0
+    assert router.driver.links.silence_s(WorkerId("d0")) < time.monotonic() - began
 
 
 @pytest.mark.parametrize(
@@ -391,7 +396,7 @@ async def test_unfit_workers_are_refused_with_the_reason(
     values = {name: getattr(DECODE, name) for name in DECODE.__struct_fields__}
     worker = LiveWorker(router.host, Register(**{**values, **change}))
     await worker.start()
-    await asyncio.wait_for(worker.gone.wait(), 5.0)
+    await asyncio.wait_for(worker.gone.wait(), LIMIT_S)
     assert worker.refused is not None
     assert reason in worker.refused
     assert len(router.driver.links) == 1
@@ -400,10 +405,10 @@ async def test_unfit_workers_are_refused_with_the_reason(
 async def test_streams_that_do_not_register_are_closed(router: Router) -> None:
     stream = await connect(router.host.address, TOKEN, RouterSays)
     stream.post(Heartbeat(state=WorkerState.READY, load=WorkerLoad()))
-    assert await asyncio.wait_for(anext(stream, None), 5.0) is None
+    assert await asyncio.wait_for(anext(stream, None), LIMIT_S) is None
     worker = await router.host.start(DECODE)
     worker.post(DECODE)  # a second time
-    await asyncio.wait_for(worker.gone.wait(), 5.0)
+    await asyncio.wait_for(worker.gone.wait(), LIMIT_S)
     await router.until(lambda: len(router.driver.links) == 0)
 
 
@@ -434,7 +439,7 @@ async def test_the_end_of_a_lifeline_is_the_end_of_its_worker(router: Router) ->
     await asyncio.sleep(2 * HEARTBEAT_S)
     assert len(router.driver.links) == 2
     lifeline.abort()
-    await asyncio.wait_for(prefill.gone.wait(), 5.0)  # its own stream is cut
+    await asyncio.wait_for(prefill.gone.wait(), LIMIT_S)  # its own stream is cut
     assert len(router.driver.links) == 1
 
 
@@ -446,7 +451,7 @@ async def test_a_lifeline_of_a_link_that_is_gone_ends_nobody(router: Router) -> 
     again = await router.host.start(DECODE)
     assert again.link != first.link
     late = await lifeline_of(router, first.link)
-    assert await asyncio.wait_for(anext(late, None), 5.0) is None
+    assert await asyncio.wait_for(anext(late, None), LIMIT_S) is None
     lifeline.abort()
     await asyncio.sleep(3 * LAST_WORDS_S)
     assert len(router.driver.links) == 1
@@ -459,14 +464,14 @@ async def test_a_lifeline_does_not_outlive_its_link(router: Router) -> None:
     lifeline = await lifeline_of(router, decode.link)
     await asyncio.sleep(HEARTBEAT_S)  # it has been read
     await decode.kill()
-    assert await asyncio.wait_for(anext(lifeline, None), 5.0) is None
+    assert await asyncio.wait_for(anext(lifeline, None), LIMIT_S) is None
 
 
 async def test_a_lifeline_carries_nothing_else(router: Router) -> None:
     decode = await router.host.start(DECODE)
     lifeline = await lifeline_of(router, decode.link)
     lifeline.post(Heartbeat(state=WorkerState.READY, load=WorkerLoad()))
-    assert await asyncio.wait_for(anext(lifeline, None), 5.0) is None
+    assert await asyncio.wait_for(anext(lifeline, None), LIMIT_S) is None
     await asyncio.sleep(3 * LAST_WORDS_S)
     assert not decode.gone.is_set()
 
@@ -475,6 +480,7 @@ async def test_a_lifeline_carries_nothing_else(router: Router) -> None:
 
 
 async def test_cluster_shows_what_workers_say(router: Router) -> None:
+    began = time.monotonic()
     decode = await router.host.start(DECODE)
     await router.host.start(PREFILL)
     await router.ready()
@@ -484,7 +490,7 @@ async def test_cluster_shows_what_workers_say(router: Router) -> None:
     snapshot = router.driver.cluster()
     assert [(one.worker, one.state) for one in snapshot.workers] == [("d0", "draining"), ("p0", "ready")]
     assert snapshot.queued == 0
-    assert all(0 <= one.heartbeat_age_s < 1 for one in snapshot.workers)
+    assert all(0 <= one.heartbeat_age_s < time.monotonic() - began for one in snapshot.workers)
 
 
 # ---- our own bugs
@@ -509,8 +515,8 @@ async def test_a_broken_conductor_fails_everything_and_says_so(
     assert isinstance(error, InternalError)
     assert router.driver.broken.is_set()
     assert not router.driver.ready().ready
-    await asyncio.wait_for(decode.gone.wait(), 5.0)
-    await asyncio.wait_for(prefill.gone.wait(), 5.0)
+    await asyncio.wait_for(decode.gone.wait(), LIMIT_S)
+    await asyncio.wait_for(prefill.gone.wait(), LIMIT_S)
     assert "a bug" in caplog.text
 
 

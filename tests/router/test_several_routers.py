@@ -29,8 +29,9 @@ from router.generation import InFlight
 from router.server import serve_http
 from tests.router.conductor_peers import make_register
 from tests.router.service_peers import Host, LiveWorker
-from tests.router.test_service_process import START_S, expected_text, free_port, write_config
+from tests.router.test_service_process import LIMIT_S, START_S, expected_text, write_config
 from tests.support.gateway import running_gateway
+from tests.support.local_cluster import free_port
 from tests.support.plain_http import plain_async_client
 from tests.support.redis_world import RedisWorld, redis_world
 from tests.support.scripted_cluster import Script, ScriptedCluster
@@ -71,7 +72,7 @@ class Routers:
     async def ask(self, key: str, **fields: object) -> httpx.Response:
         """Over a connection of its own, so either may get it."""
         body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0, **fields}
-        async with plain_async_client(base_url=self.url, timeout=20.0) as client:
+        async with plain_async_client(base_url=self.url, timeout=LIMIT_S) as client:
             headers = {"authorization": f"Bearer {key}"}
             return await client.post("/v1/completions", json=body, headers=headers)
 
@@ -120,7 +121,9 @@ async def start(directory: Path, number: int, port: int, redis: str, keys: Path)
         sys.executable, "-m", "router", str(path), stderr=asyncio.subprocess.PIPE
     )
     admin = plain_async_client(
-        base_url=f"http://127.0.0.1:{admin_port}", headers={"authorization": "Bearer sk-free"}, timeout=20.0
+        base_url=f"http://127.0.0.1:{admin_port}",
+        headers={"authorization": "Bearer sk-free"},
+        timeout=LIMIT_S,
     )
     router = Router(process, Host(config.control_address), admin, [])
     try:
@@ -158,7 +161,7 @@ class Stream:
     """A reply under way, and the router that has it."""
 
     def __init__(self, routers: Routers) -> None:
-        self._client = plain_async_client(base_url=routers.url, timeout=20.0)
+        self._client = plain_async_client(base_url=routers.url, timeout=LIMIT_S)
         self._routers = routers
         self.seen = ""
 
@@ -216,13 +219,13 @@ async def test_one_port_one_limit_and_no_router_takes_the_others_streams(routers
     leaving = await stream.begin([0, 1, 2])
     process = routers.all[leaving].process
     process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while await routers.all[leaving].readiness() != 503:
             await asyncio.sleep(0.01)
     for _ in range(12):
         assert (await routers.ask("sk-free")).status_code == 200
     await stream.end()
-    assert await asyncio.wait_for(process.wait(), 10.0) == 0
+    assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
     # One dies: what another streams goes on, and it takes the clients that come.
     others = sorted({0, 1, 2} - {leaving})
     stream = Stream(routers)
@@ -252,14 +255,14 @@ def test_b132_a_server_that_leaves_a_shared_port_finishes_what_runs(tokenizer_di
             seen = _text(next(lines))
             with bind("127.0.0.1", gateway.port, is_shared=True) as other:
                 other.listen()
-                other.settimeout(10.0)
+                other.settimeout(LIMIT_S)
                 gateway.stop()
-                deadline = time.monotonic() + 10.0
+                deadline = time.monotonic() + LIMIT_S
                 while not gateway.app.state.in_flight.draining:
                     assert time.monotonic() < deadline
                     time.sleep(0.005)  # the server runs on a thread of its own
                 for _ in range(8):
-                    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10.0):
+                    with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT_S):
                         other.accept()[0].close()
             assert seen + "".join(map(_text, lines)) == "x" * 20
 
@@ -302,14 +305,14 @@ async def test_a_router_that_shares_a_port_listens_once_it_can_serve() -> None:
         )
         for _ in range(8):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            other.settimeout(10.0)
+            other.settimeout(LIMIT_S)
             accepted, _ = await asyncio.to_thread(other.accept)
             accepted.close()
             writer.close()
         assert not listening.is_set()
         other.close()
         can_serve.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await listening.wait()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
@@ -333,6 +336,6 @@ async def test_a_shared_port_that_somebody_took_alone_is_one_sentence() -> None:
         ours.close()
         with bind("127.0.0.1", port):
             can_serve.set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 with pytest.raises(ConfigError, match="in use"):
                     await serving

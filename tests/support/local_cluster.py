@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import signal
 import socket
@@ -91,6 +92,18 @@ class LocalCluster:
             time.sleep(0.02)
         return time.monotonic() - started
 
+    def wait_heard(self, name: str) -> None:
+        """Until a heartbeat of this idle worker tells of all that it did before this call: the second sign of
+        life, as the first may be the last of its other messages."""
+        for _ in range(2):
+            started = time.monotonic()
+
+            def is_new(since: float = started) -> bool:
+                age_s: float = self.worker(name).get("heartbeat_age_s", math.inf)
+                return age_s + 0.001 < time.monotonic() - since  # it is rounded
+
+            self.wait_for(is_new, 30.0, f"a heartbeat of {name}")
+
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         def is_ready() -> bool:
             with self.client(timeout_s=5) as client:
@@ -98,7 +111,7 @@ class LocalCluster:
 
         self.wait_for(is_ready, timeout_s, "/ready")
 
-    def wait_quiet(self, timeout_s: float = 5.0) -> float:
+    def wait_quiet(self, timeout_s: float = 20.0) -> float:
         """QUIET: nothing runs, waits or holds blocks anywhere; returns the seconds it took."""
 
         def is_quiet() -> bool:

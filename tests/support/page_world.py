@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from router import service
 from tests.router.conductor_peers import BLOCK_SIZE, ScriptedPrefill, make_register
 from tests.router.service_peers import TOKEN, Host, LiveWorker
 from tests.support.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from tests.support.local_cluster import free_port
 from tests.support.plain_http import plain_async_client
 
 MODEL = "scripted"
@@ -86,7 +86,8 @@ async def page_world(
     model = write_byte_tokenizer(directory / "model")
     sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048, "sliding_window": None}
     (model / "config.json").write_text(json.dumps(sizes))
-    port, admin_port = _free_port(), _free_port()
+    port = free_port()
+    admin_port = port + 1
     config = RouterConfig(
         cluster_token=TOKEN.decode(),
         served_model_name=MODEL,
@@ -124,10 +125,3 @@ async def page_world(
         async with asyncio.timeout(START_S):
             await serving
         await host.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -38,6 +38,7 @@ class Script:
     per_delivery: int = 1  # tokens of one delivery
     first_delay_s: float = 0.0
     delay_s: float = 0.0  # before every later delivery
+    go_on: threading.Semaphore | None = None  # a delivery waits until it may be acquired
     hang_after: int | None = None  # tokens; then nothing more comes
     fail_after: int | None = None  # tokens; then `error`
     error: Exception | None = None
@@ -102,6 +103,10 @@ class ScriptedStream(LiveStream):
                 await self._over.wait()
 
     async def _over_within(self, seconds: float) -> bool:
+        while self.script.go_on is not None and not self._over.is_set():
+            if self.script.go_on.acquire(blocking=False):
+                break
+            await asyncio.sleep(0.001)
         if seconds > 0 and not self._over.is_set():
             try:
                 async with asyncio.timeout(seconds):

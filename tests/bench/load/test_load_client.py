@@ -53,7 +53,7 @@ async def serving(handle: Handler) -> AsyncIterator[Target]:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 12) as listener:
         yield Target(host="127.0.0.1", port=listener.sockets[0].getsockname()[1])
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(20.0):
             await asyncio.gather(*tasks)
 
 
@@ -167,8 +167,8 @@ async def test_every_fault_has_its_status_and_one_sentence(
         ({"ttft_s": 30.0}, {"timeout_s": 0.15}, "no end within the time limit of 0.15 s, after 0 chunks"),
         (
             {"ttft_s": 30.0, "heartbeat_s": 0.03},
-            {"timeout_s": 0.4, "stall_s": 0.3},
-            "no end within the time limit of 0.4 s",
+            {"timeout_s": 1.0, "stall_s": 0.9},
+            "no end within the time limit of 1 s",
         ),
         ({"ttft_s": 30.0, "http_status": 500}, {"timeout_s": 0.15}, "waiting for the headers"),
     ],
@@ -469,7 +469,7 @@ async def test_a_stop_cancels_what_flies_and_skips_the_rest(server: MockServer) 
     [jobs] = split_plan(offered, 1)
     run = Run(make_setup(parse_target(server.url), offered), jobs)
     await run.start()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(20.0):
         while len(server.truths) < 2 or len(server.truths[1].chunk_ns) < 2 or server.truths[0].end_ns is None:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)

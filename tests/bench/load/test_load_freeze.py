@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from bench.load.client.pool import run_plan
+from bench.load.client.pool import Progress, run_plan
 from bench.load.figures.freeze import Freeze, find_freezes
 from bench.load.figures.metrics import summarize
 from bench.load.figures.validity import judge
@@ -146,14 +146,16 @@ def test_a_server_that_was_stopped_and_continued_is_told() -> None:
     """A real process: the kernel takes its connections while it stands."""
     requests = [request(i, i * 0.1, max_tokens=3, ttft_s=0.01, itl_s=0.01) for i in range(30)]
     with running_mock() as mock:
-        stop = threading.Timer(0.9, os.kill, (mock.pid, signal.SIGSTOP))
-        go_on = threading.Timer(2.5, os.kill, (mock.pid, signal.SIGCONT))
+        go_on = threading.Timer(1.6, os.kill, (mock.pid, signal.SIGCONT))
+
+        def stop_once(progress: Progress) -> None:
+            if progress.num_ended and not go_on.ident:
+                os.kill(mock.pid, signal.SIGSTOP)
+                go_on.start()
+
         try:
-            stop.start()
-            go_on.start()
-            run = run_plan(plan(requests), mock.target, timeout_s=0.4)
+            run = run_plan(plan(requests), mock.target, timeout_s=0.4, on_progress=stop_once)
         finally:
-            stop.cancel()
             go_on.cancel()
             os.kill(mock.pid, signal.SIGCONT)
     timed_out = sum(record.status is Status.TIMEOUT for record in run.records)

@@ -263,7 +263,7 @@ def test_a_killed_client_process_costs_its_own_requests_only(target: Target) -> 
 def test_a_frozen_client_process_does_not_give_a_valid_run(target: Target) -> None:
     """It is stopped while all its streams run, after its last send: only the stall can tell."""
     before = set(children(os.getpid()))
-    requests = labelled("frozen", 8, 0.0, max_tokens=200, ttft_s=0.01, itl_s=0.01)
+    requests = labelled("frozen", 8, 0.0, max_tokens=400, ttft_s=0.01, itl_s=0.01)
     frozen: list[int] = []
 
     def freeze_once(progress: Progress) -> None:
@@ -286,7 +286,8 @@ def test_a_server_that_dies_mid_run_costs_its_requests_and_not_the_run() -> None
     with running_mock() as mock:
         requests = [
             *(request(0), request(1, ttft_s=0.01, stall_after=2)),
-            *(request(index, 0.5 + index * 0.05) for index in range(2, 20)),
+            *(request(index, 0.5 + index * 0.05) for index in range(2, 19)),
+            request(19, 4.0),  # later than the end of the server, however late that is
         ]
 
         def kill_server(progress: Progress) -> None:

@@ -25,7 +25,7 @@ from bench.load.records import RunRecord
 from bench.load.results.result import build_result
 
 NUM_TRIES = 10
-TIMEOUT_S = 1.0  # longer than any script takes
+TIMEOUT_S = 3.0  # longer than any script takes, on a machine that holds it up too
 NAMES = ("ttft", "tpot", "itl", "gap", "e2el")
 SLOS = "ttft=60ms,tpot=30ms,gap=100ms"  # far from every scripted time: none is met or missed by a hair
 

@@ -116,9 +116,9 @@ def test_a_server_that_says_not_yet_is_waited_for(tmp_path: Path) -> None:
     program = tmp_path / "late.py"
     program.write_text(
         """
-import http.server, json, sys
+import http.server, itertools, json, sys
 class Handler(http.server.BaseHTTPRequestHandler):
-    answers = iter([503, 503, 200])
+    answers = itertools.chain([503, 503], itertools.repeat(200))
     def do_GET(self): self.reply(200, {"data": [{"id": "m"}]})
     def do_POST(self):
         self.rfile.read(int(self.headers["content-length"]))

@@ -12,7 +12,7 @@ from cluster.errors import Overloaded, WorkerLost
 from router.quotas.book import Standing
 from router.quotas.headers import duration, limit_headers
 from router.quotas.limits import Limit
-from tests.support.gateway import MODEL, RunningGateway, check_error, until_quotas_are_quiet
+from tests.support.gateway import LIMIT_S, MODEL, RunningGateway, check_error, until_quotas_are_quiet
 from tests.support.scripted_cluster import Script
 
 
@@ -138,7 +138,7 @@ def test_concurrency(limited: RunningGateway) -> None:
     assert {stream.spec.tenant for stream in streams} == {"slots"}
     assert {stream.spec.share for stream in streams} == {4}
     for stream in streams:
-        assert stream.ended.wait(5)
+        assert stream.ended.wait(LIMIT_S)
     limited.cluster.script = Script()
     until_quotas_are_quiet(limited)
     assert ask(limited, "sk-slots").status_code == 200
