@@ -6,9 +6,9 @@
 4. `StepDone` or `StepFailed` is scheduled on the loop. After a `DeviceLost`, `on_stuck` is called as well.
 5. With leave given before (`allow`), the thread goes on to the next step at once, if it is the same rows'
    (`cluster.engine.following`): what follows a step on the loop, and its message, then cost no time between
-   steps. Tokens that hang on histories are sampled when the loop has dealt with the step before
-   (`Runner.run`); what a step waits for that is no time that it computed (`StepOutput.compute_s`). When it
-   ends, that has been dealt with in any case: the loop is never more than one behind.
+   steps. Before a step ends, and before anything is sampled that looks at histories, the loop has dealt with
+   the one before: they are complete then, and leave is given (`Runner.run`). What is waited for that is no
+   time that the step computed (`StepOutput.compute_s`).
 6. A step that outlives its deadline (`cluster.step_watchdog`) cannot be stopped from outside: `on_stuck` is
    called, and the process is expected to end (its launcher starts another with the next epoch).
 7. `close` returns when the thread has ended, and with it the model. The interpreter ends a thread that still
@@ -180,8 +180,6 @@ class EngineThread:
                 output = msgspec.structs.replace(
                     output, compute_s=max(0.0, output.compute_s - self._waited_s)
                 )
-            if self._untold.locked():  # leave is given when the step before is dealt with
-                self._await_history()
             if self._may_go_on:
                 self._may_go_on = False
                 following = following_plan(plan, output)

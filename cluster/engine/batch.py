@@ -126,7 +126,7 @@ class Runner(Protocol):
         `await_history`: the plan's tokens are not in its histories (`SampleSpec.output_ids`) yet. When this
         returns, they are in those that somebody looks at: of requests that look back
         (`cluster.sampling.looks_back`), of all where rows may bring drafts. In others those of a run
-        (`cluster.engine.following`) may lack. It is called before anything is sampled that looks back, if at
-        all. None: the plan's tokens are there already.
+        (`cluster.engine.following`) may lack. It is called once, before anything is sampled that looks back.
+        None: the plan's tokens are there already.
         """
         ...

@@ -100,6 +100,8 @@ class ModelRunner:
         further: Further = {}
         if type(rows) is FollowingRows and rows.token_ids is self._brought and self._num_on < self._most_on:
             outputs = self._go_on()
+            if await_history is not None:  # nobody in it looked back
+                await_history()
         elif torch.is_inference_mode_enabled() or (self._needs_no_mode and type(rows) is FollowingRows):
             outputs, further = self._run(plan, await_history)
         else:

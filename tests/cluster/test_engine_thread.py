@@ -339,38 +339,6 @@ async def test_a_step_that_was_not_asked_for_fails_as_any_other() -> None:
     assert engine.outcomes[1] == StepFailed("ValueError: out of memory")
 
 
-class Hasty(Counting):
-    """Looks at no history."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = threading.Semaphore(0)
-
-    def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
-        try:
-            return super().run(plan, None)
-        finally:
-            self.ends.release()
-
-
-async def test_a_step_that_needs_no_history_goes_on_however_late_the_loop_is() -> None:
-    runner = Hasty()
-    engine = GoingOn(runner, max_tokens=4, leaves=100)
-
-    def stall(outcome: StepDone | StepFailed) -> None:
-        """Until the step after this one has ended, and what follows might begin without leave."""
-        assert isinstance(outcome, StepDone)
-        assert runner.ends.acquire(timeout=30)
-        if outcome.went_on:
-            assert runner.ends.acquire(timeout=30)
-            runner.ends.release()
-            assert len(runner.plans) == len(engine.outcomes) + 2
-
-    engine.before_outcome = stall
-    assert await engine.run() == [True, True, True, False]
-    assert engine.history == [1, 2, 3, 4]
-
-
 class Clock:
     """Stands still unless it is moved; says when it is read within a step that waits."""
 
