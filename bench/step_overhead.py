@@ -144,7 +144,9 @@ class Worker:
             self.planned_step()
             return False
         self._plan, self._is_untold = following, True
-        self._output = self._run(following, self.tell_meanwhile)
+        output = self._run(following, self.tell_meanwhile)
+        self.tell_meanwhile()  # at its end at the latest
+        self._output = output
         return True
 
     def tell_meanwhile(self) -> None:

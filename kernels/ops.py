@@ -228,8 +228,8 @@ class FusedSteps(Protocol):
 
     def __call__(self) -> tuple[list[int], int]:
         """The tokens of the next step, as `ChosenTokens` without details. It moves the batch on in its own
-        memory, positions included. Nothing else was computed since it may follow, and the batch's block
-        tables have room."""
+        memory, positions included. Since it may follow, that memory is as it was, and the sampler has
+        chosen nothing else; other batches may have been computed. The batch's block tables have room."""
         ...
 
 

@@ -169,7 +169,7 @@ class ModelRunner:
             batch = packer.pack(rows)
             copy_blocks(self._pool, plan)
             outputs, further = self._compute(batch, rows, await_history)
-        if type(outputs) is PlainOutputs and self._may_follow is not None and self._chooser.is_free:
+        if type(outputs) is PlainOutputs and self._may_follow is not None:
             self._most_on = packer.num_more
             if self._most_on and self._may_follow():
                 self._brought = outputs.token_ids

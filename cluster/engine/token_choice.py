@@ -35,13 +35,8 @@ class TokenChooser:
         self._has_grammar = False  # one of those
 
     def steps_with(self, forward: FusedForward | None) -> FusedSteps | None:
-        """Those of `forward` and of the backend's sampler, if there are such; without grammars."""
+        """Those of `forward` and of the backend's sampler, if there are such: they follow no grammar."""
         return None if forward is None or self._sampler is None else forward.steps_with(self._sampler)
-
-    @property
-    def is_free(self) -> bool:
-        """No request of the step that was computed last has a grammar."""
-        return not self._has_grammar
 
     def prepare(self, specs: Sequence[SampleSpec]) -> None:
         """Begin what choosing the tokens of these requests needs, before their step is computed."""
@@ -56,7 +51,7 @@ class TokenChooser:
     ) -> Sequence[TokenOutput]:
         """One token per row of logits; `positions` are those of the tokens to choose. A row whose grammar
         gave up gets `BROKEN_TOKEN_ID`. What is in `specs` does not change: the same list is not looked over
-        twice.
+        twice. Where one has a grammar, they are no `PlainOutputs`.
 
         Raises:
             ValueError: a request has a grammar, but this chooser takes none.

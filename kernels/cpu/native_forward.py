@@ -158,7 +158,8 @@ class NativeForward:
         if self.has_guests:
             self.look_at_guests()
         if fault:
-            raise self.fault(fault, self._bad_index.value)
+            assert self._now is not None
+            raise self.fault(fault, self._bad_index.value, self._now)
         return self._result
 
     def look_at_guests(self) -> None:
@@ -169,10 +170,9 @@ class NativeForward:
         """What was computed last. None: of tensors that were copied."""
         return None if self._batch is None else self._now
 
-    def fault(self, kind: int, index: int) -> IndexError:
-        """What the library refused in the batch that was to be computed."""
-        assert self._now is not None
-        num_tokens, num_blocks, block_size = [self._now.fields[field] for field in (0, 12, 13)]
+    def fault(self, kind: int, index: int, of: Computed) -> IndexError:
+        """What the library refused in a batch that was to be computed."""
+        num_tokens, num_blocks, block_size = [of.fields[field] for field in (0, 12, 13)]
         return IndexError(
             f"{_FAULTS[kind]} {index} of the batch is out of range: {num_tokens} tokens, "
             f"a vocabulary of {self._vocab_size}, {self._max_positions} positions, "

@@ -50,5 +50,6 @@ class NativeSteps:
         if self._has_guests:
             self._forward.look_at_guests()
         if num_broken < 0:
-            raise self._forward.fault(-num_broken, self._index.value)
+            assert self._computed is not None
+            raise self._forward.fault(-num_broken, self._index.value, self._computed)
         return self._chosen.tolist(), num_broken

@@ -1,7 +1,7 @@
 // The step after a step in one call, where every row brings the token that it has just got.
 //
 // 1. `baton_forward` and `baton_sample` have computed a step by the same fields: each of its rows was a token of a sequence
-//    of its own, all were sampled, and nothing was computed since.
+//    of its own, and all were sampled. Neither the fields nor what they point to has changed since, but for results.
 // 2. The batch moves on in the caller's memory: tokens are those that were chosen; positions, slots and context lengths
 //    are those of the next place.
 // 3. The pass reads that memory again, then the sampler.

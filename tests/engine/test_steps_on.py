@@ -13,7 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.engine.batch import Row, SampleSpec, StepOutput, StepPlan
+from cluster.engine.decoder import Decoder
+from cluster.engine.drafts import with_drafts
 from cluster.engine.following import FollowingRows, following_plan
+from cluster.engine.grammar_masks import MaskedRows
 from cluster.engine.model_spec import Dtype
 from cluster.engine.runner import ModelRunner
 from cluster.engine.weights import TORCH_DTYPES
@@ -64,13 +67,25 @@ class Sequence:
 class Twins:
     """Two runners of one model. The second never takes a step in one call."""
 
-    def __init__(self, prepared: Any, backend: CpuBackend, kv_dtype: torch.dtype, max_model_len: int) -> None:
+    def __init__(
+        self,
+        prepared: Any,
+        backend: CpuBackend,
+        kv_dtype: torch.dtype,
+        max_model_len: int,
+        decoder: Decoder | None = None,
+    ) -> None:
+        """`decoder`: of the first; None: one of its own."""
         spec = prepared.spec
         size = row_size(spec.head_dim, kv_dtype)
         shape = (NUM_BLOCKS, spec.num_layers, 2, BLOCK_SIZE, spec.num_kv_heads, size)
         self.pools = [torch.zeros(shape, dtype=kv_dtype) for _ in range(2)]
-        self.one, self.other = [ModelRunner(prepared, pool, backend, max_model_len) for pool in self.pools]
+        self.one, self.other = [
+            ModelRunner(prepared, pool, backend, max_model_len, decoder=one)
+            for pool, one in zip(self.pools, (decoder, None), strict=True)
+        ]
         self.other._may_follow = None
+        self.again = lambda: Twins(prepared, backend, kv_dtype, max_model_len, self.one.decoder)
         self.num_calls = 0
         step_on = self.one._step_on
         assert step_on is not None
@@ -192,6 +207,61 @@ def test_who_asks_for_no_more_than_a_token_goes_on_in_one_call(twins: Twins, cho
     twins.assert_same_memory()
 
 
+class AnyToken:
+    """A grammar that allows everything, and no row may go on without it."""
+
+    num_asked = 0
+
+    def prepare(self, spec: SampleSpec) -> None:
+        pass
+
+    def apply(self, result: Any, specs: list[SampleSpec]) -> MaskedRows:
+        self.num_asked += 1
+        return MaskedRows({}, [])
+
+
+def test_who_follows_a_grammar_is_asked_each_time(twins: Twins) -> None:
+    twins.one._chooser._grammars = twins.other._chooser._grammars = grammar = AnyToken()  # type: ignore
+    plain = {"temperature": 0.0}
+    sequences, plan, output = prompted(twins, [plain, {**plain, "grammar": "any"}, plain], 20)
+    grammar.num_asked = 0
+    assert go_on(twins, sequences, plan, output, 5) == 5
+    assert (twins.num_calls, grammar.num_asked) == (0, 2 * 5)
+
+
+def test_drafts_in_a_step_of_a_run_end_it(twins: Twins) -> None:
+    """They are the engine's own: what follows a step knows nothing of those that were wrong."""
+    sequences, plan, output = prompted(twins, [{"temperature": 0.0}] * 2, 20)
+    following = following_plan(plan, output)
+    assert following is not None
+    right = twins.run(following).outputs
+    assert right[0] is not None
+    first, second = following.rows
+    output = twins.run(StepPlan((with_drafts(first, [right[0].token_id ^ 1]), second)))
+    assert (list(output.outputs), output.further) == (list(right), {})
+    for sequence, row in zip(sequences, following.rows, strict=True):  # `go_on` adds the later tokens
+        sequence.ids.append(row.token_ids[0])
+    assert go_on(twins, sequences, following, output, 4) == 4
+    assert twins.num_calls == 1 + 3  # the first of the four is packed anew
+    twins.assert_same_memory()
+
+
+def test_two_runners_take_turns_with_one_decoder(twins: Twins) -> None:
+    both = [twins, twins.again()]
+    runs = [
+        prompted(one, [{"temperature": 0.0}, {"temperature": 0.8}][: i + 1], 20) for i, one in enumerate(both)
+    ]
+    for _ in range(4):
+        for i, one in enumerate(both):
+            sequences, plan, output = runs[i]
+            following = following_plan(plan, output)
+            assert following is not None
+            runs[i] = sequences, following, one.run(following)
+    for one in both:
+        assert one.num_calls == 4
+        one.assert_same_memory()
+
+
 def test_blocks_of_the_tables_end_it_and_the_next_step_begins_it_anew(twins: Twins) -> None:
     sequences, plan, output = prompted(twins, list(PLAIN), 0)
     room = len(sequences[0].blocks) * BLOCK_SIZE - len(sequences[0].prompt) - len(sequences[0].ids)
@@ -246,11 +316,15 @@ def test_a_row_without_a_token_is_no_step_to_go_on_from(twins: Twins) -> None:
     assert twins.one._brought is None
 
 
-def test_what_the_library_refuses_is_said_and_a_planned_step_goes_on_right(twins: Twins) -> None:
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_what_the_library_refuses_is_said_and_a_step_after_it_goes_on_right(
+    twins: Twins, num_before: int
+) -> None:
     sequences, plan, output = prompted(twins, [{"temperature": 0.0}] * 3, 20)
-    assert go_on(twins, sequences, plan, output, 2) == 2
-    plan = StepPlan(tuple(one.row(str(i)) for i, one in enumerate(sequences)))
-    output = twins.run(plan)
+    if num_before:  # then a planned one, for which later steps are laid out
+        assert go_on(twins, sequences, plan, output, num_before) == num_before
+        plan = StepPlan(tuple(one.row(str(i)) for i, one in enumerate(sequences)))
+        output = twins.run(plan)
     following = following_plan(plan, output)
     assert following is not None
     table = twins.one._packer._table
@@ -260,7 +334,7 @@ def test_what_the_library_refuses_is_said_and_a_planned_step_goes_on_right(twins
         twins.one.run(following)
     table[1, 0] = kept
     output = twins.run(following)
-    assert twins.num_calls == 3  # the one that failed, and no other since
+    assert twins.num_calls == num_before + 1  # the one that failed, and no other since
     for i, sequence in enumerate(sequences):
         sequence.ids.append(following.rows[i].token_ids[0])
     assert go_on(twins, sequences, following, output, 2) == 2
