@@ -144,9 +144,7 @@ class Worker:
             self.planned_step()
             return False
         self._plan, self._is_untold = following, True
-        output = self._run(following, self.tell_meanwhile)
-        self.tell_meanwhile()  # at its end at the latest
-        self._output = output
+        self._output = self._run(following, self.tell_meanwhile)
         return True
 
     def tell_meanwhile(self) -> None:

@@ -13,10 +13,9 @@ from cluster.engine.following import FollowingRows
 
 
 class Runner:
-    """Every token is 7. `looks_back`: it waits for histories."""
+    """Every token is 7."""
 
-    def __init__(self, looks_back: bool = True) -> None:
-        self._looks_back = looks_back
+    def __init__(self) -> None:
         self._packer = SimpleNamespace(pack=lambda rows: None)
         self.starts: list[list[int]] = []
         self.num_on = 0
@@ -26,17 +25,13 @@ class Runner:
         assert (await_history is None) is not isinstance(plan.rows, FollowingRows)
         if await_history is not None:
             self.num_on += 1
-            if self._looks_back:
-                await_history()
+            await_history()
         return StepOutput(PlainOutputs([7] * len(plan.rows)), 0.05)
 
 
-@pytest.mark.parametrize("looks_back", [True, False])
 @pytest.mark.parametrize("num_seqs", BATCH_SIZES)
-def test_steps_are_planned_or_go_on_and_each_row_gets_a_token_in_each(
-    num_seqs: int, looks_back: bool
-) -> None:
-    runner = Runner(looks_back)
+def test_steps_are_planned_or_go_on_and_each_row_gets_a_token_in_each(num_seqs: int) -> None:
+    runner = Runner()
     worker = Worker(num_seqs, 100, {"temperature": 0.0}, runner)  # type: ignore[arg-type]
     for _ in range(5):
         worker.planned_step()
