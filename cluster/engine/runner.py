@@ -83,8 +83,10 @@ class ModelRunner:
         steps = self._chooser.steps_with(self._fused)
         self._may_follow = None if steps is None else steps.may_follow
         self._step_on = None if steps is None else steps.__call__
-        self._brought: list[int] | None = None  # the tokens of the last step, if one call can go on with them
-        self._num_on = self._most_on = 0  # steps that were such a call since the packer knew, and may be yet
+        self._brought: list[int] | None = (
+            None  # the tokens of the last step, if one call might go on with them
+        )
+        self._num_on = self._most_on = 0  # steps that were such a call since the packer knew, and may be
         self._specs: list[SampleSpec] = []  # of the step that was computed last; one of those wants ...
         self._may_score = False  # ... its prompt scored
 
@@ -98,7 +100,11 @@ class ModelRunner:
         fused, rows = self._fused, plan.rows
         outputs: Sequence[TokenOutput | None]
         further: Further = {}
-        if type(rows) is FollowingRows and rows.token_ids is self._brought and self._num_on < self._most_on:
+        if (
+            type(rows) is FollowingRows
+            and rows.token_ids is self._brought
+            and (0 < self._num_on < self._most_on or self._can_begin())
+        ):
             outputs = self._go_on()
             if await_history is not None:  # nobody in it looked back
                 await_history()
@@ -131,6 +137,13 @@ class ModelRunner:
             )
             elapsed_s += self.run(StepPlan(rows=(row,))).compute_s
         return elapsed_s
+
+    def _can_begin(self) -> bool:
+        """Whether steps of one call can follow the last one, which was none."""
+        if self._num_on or self._may_follow is None:
+            return False
+        self._most_on = self._packer.num_more
+        return self._most_on > 0 and self._may_follow()
 
     def _go_on(self) -> PlainOutputs:
         """The step after the last one, in one call."""
@@ -169,10 +182,8 @@ class ModelRunner:
             batch = packer.pack(rows)
             copy_blocks(self._pool, plan)
             outputs, further = self._compute(batch, rows, await_history)
-        if type(outputs) is PlainOutputs and self._may_follow is not None:
-            self._most_on = packer.num_more
-            if self._most_on and self._may_follow():
-                self._brought = outputs.token_ids
+        if type(outputs) is PlainOutputs:
+            self._brought = outputs.token_ids
         return outputs, further
 
     def _compute(

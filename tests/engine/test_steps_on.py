@@ -246,19 +246,27 @@ def test_drafts_in_a_step_of_a_run_end_it(twins: Twins) -> None:
     twins.assert_same_memory()
 
 
-def test_two_runners_take_turns_with_one_decoder(twins: Twins) -> None:
+@pytest.mark.parametrize("num_alone", [0, 1])
+def test_two_runners_take_turns_with_one_decoder(twins: Twins, num_alone: int) -> None:
+    """Whose last step is no longer the decoder's begins nothing in one call; what has begun goes on."""
     both = [twins, twins.again()]
-    runs = [
-        prompted(one, [{"temperature": 0.0}, {"temperature": 0.8}][: i + 1], 20) for i, one in enumerate(both)
-    ]
+    runs = []
+
+    def step(i: int) -> None:
+        sequences, plan, output = runs[i]
+        following = following_plan(plan, output)
+        assert following is not None
+        runs[i] = sequences, following, both[i].run(following)
+
+    for i, one in enumerate(both):
+        runs.append(prompted(one, [{"temperature": 0.0}, {"temperature": 0.8}][: i + 1], 20))
+        for _ in range(num_alone):
+            step(i)
     for _ in range(4):
-        for i, one in enumerate(both):
-            sequences, plan, output = runs[i]
-            following = following_plan(plan, output)
-            assert following is not None
-            runs[i] = sequences, following, one.run(following)
+        for i in range(2):
+            step(i)
     for one in both:
-        assert one.num_calls == 4
+        assert one.num_calls == (5 if num_alone else 0)
         one.assert_same_memory()
 
 
