@@ -96,3 +96,4 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0  # of that tenant, beside the others'
     affinity: str = ""  # what requests that belong together have in common; empty: nothing known
     is_part: bool = False  # of a search: how long it gets says nothing of answers
+    goes_on: bool = False  # with a reply that has begun: it is not turned away for the sake of others

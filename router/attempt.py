@@ -183,7 +183,7 @@ class LiveRequest(msgspec.Struct):
         `near`: where its session was last."""
         targets, max_tokens = self.targets, self.spec.sampling.max_tokens
         max_wait_s = math.inf  # one that had a place is not turned away
-        if self.num_reserves == 0:
+        if self.num_reserves == 0 and not self.spec.goes_on:
             times = BATCH_PATIENCE if self.spec.slo.priority_class is PriorityClass.BATCH else 1
             longest_s = max(times * max_backlog_s, targets.ttft_s)
             max_wait_s = max(0.0, longest_s - (now - self.arrived_at))

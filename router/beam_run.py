@@ -6,7 +6,8 @@
 3. When the search is over its hypotheses become choices, best first.
 
 Forks are requests like any other to the conductor: placed where their prefix is cached, moved and tried again
-as others are. A fork that fails fails the search, as an answer would its reply.
+as others are. They are taken where new ones are turned away, for the search has begun. A fork that fails
+fails the search, as an answer would its reply.
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ class BeamRun:
             ),
             deadline_s=deadline_s,
             is_part=True,
+            goes_on=not is_first,
         )
 
     async def _read(self, number: int, stream: RequestStream) -> None:

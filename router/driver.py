@@ -96,7 +96,8 @@ class ConductorDriver:
     def submit(self, spec: RequestSpec) -> LiveStream:
         """Accept a request; see `RequestIntake`."""
         readiness = self.ready()
-        if not readiness.ready and (self.broken.is_set() or not self._judge.may_recover):
+        may_wait = self._judge.may_recover or (spec.goes_on and self._judge.is_warm)
+        if not readiness.ready and (self.broken.is_set() or not may_wait):
             raise NotReady(f"The cluster is not ready: {readiness.phase}.", retry_after_s=1.0)
         return self._submit(spec)
 

@@ -89,6 +89,9 @@ class Placing:
             return None
         if decision.reason is RejectReason.BUSY:
             live.found_full_at = self._workers.view().abilities
+            if live.is_recovering:  # somebody is here: what it waits for now is room
+                live.is_recovering = False
+                live.wait_until = now + self._config.queue_timeout_s
         if decision.reason is RejectReason.NO_WORKER and not live.is_recovering:
             live.is_recovering = True
             live.wait_until = now + self._config.recovery_wait_s
@@ -160,7 +163,7 @@ class Placing:
         if live.request in self._queue:
             self._requests.wait(live, live.wait_until)
             return
-        if live.cause is None:  # those that had a place go before newcomers
+        if live.cause is None and not live.spec.goes_on:  # those that had a place go before newcomers
             wait_s = None if live.is_recovering else self._queue.expected_wait_s(now, live.spec.tenant)
             late_s = 0.0 if wait_s is None else wait_s - (live.wait_until - now)
             if late_s > 0:

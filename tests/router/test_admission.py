@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from cluster.errors import Overloaded
@@ -130,6 +131,25 @@ def test_nobody_is_told_to_stay_away_longer_than_any_of_those_who_wait_will_be_t
     assert error.retry_after_s == 10.0
     world.advance(2.5)
     assert world.conductor.num_queued == 0
+
+
+def test_who_goes_on_with_a_reply_is_not_turned_away_for_the_sake_of_others() -> None:
+    """Neither for a backlog nor for the queue: a search asks for its parts while it runs."""
+    world = World(ConductorConfig(max_backlog_s=30.0))
+    world.decode("d0")
+    say(world, "d0", on_time_prefill_s=1.9, late_prefill_s=60.0)
+    overloaded(world.submit(make_spec("new")))
+    part = world.submit(msgspec.structs.replace(make_spec("part"), goes_on=True))
+    world.run()
+    world.assert_served(part)
+
+    world = World(ConductorConfig(max_queued=2, queue_timeout_s=10.0))
+    full(world, 3)
+    part = world.submit(msgspec.structs.replace(make_spec("part"), goes_on=True))
+    overloaded(world.submit(make_spec("new")))
+    assert not part.has_ended
+    world.advance(11.0)
+    overloaded(part)
 
 
 def test_rejections_are_counted_by_reason() -> None:

@@ -82,6 +82,7 @@ def test_forks_start_from_what_a_beam_has(beams: RunningGateway) -> None:
     assert len({spec.request for spec in specs}) == len(specs)
     assert all(spec.token_ids[: len(PROMPT)] == PROMPT for spec in specs)
     assert [len(spec.token_ids) for spec in specs] == sorted(len(spec.token_ids) for spec in specs)
+    assert [spec.goes_on for spec in specs] == [False] + [True] * (len(specs) - 1)
     for spec in specs:
         assert spec.is_part
         assert spec.sampling.temperature == 0

@@ -563,6 +563,55 @@ def test_no_decode_worker_is_not_ready_at_once() -> None:
     world.assert_quiet()
 
 
+def test_a_worker_that_is_back_and_full_is_waited_for_as_for_room() -> None:
+    """Those that lost their place, and one that came while nobody was there."""
+    world = World()
+    world.decode("d0", max_num_seqs=2)
+    clients = [world.submit(make_spec(f"r{i}", max_tokens=20)) for i in range(2)]
+    world.work(WorkerId("d0"))
+    world.kill("d0")
+    clients.append(world.submit(make_spec("late", max_tokens=20)))
+    world.advance(15.0)
+    world.decode("d0", epoch=2, max_num_seqs=1)
+    world.work(WorkerId("d0"))
+    world.advance(25.0)  # longer ago than anybody is waited for who is gone
+    assert not any(client.has_ended for client in clients)
+    world.run()
+    for client in clients:
+        world.assert_served(client)
+    world.assert_quiet()
+
+
+def test_room_that_does_not_come_has_its_own_end() -> None:
+    world = World()
+    world.decode("d0", max_num_seqs=2)
+    clients = [world.submit(make_spec(f"r{i}", max_tokens=20)) for i in range(2)]
+    world.work(WorkerId("d0"))
+    world.kill("d0")
+    world.decode("d0", epoch=2, max_num_seqs=1)
+    world.work(WorkerId("d0"))
+    world.advance(29.0)
+    assert not any(client.has_ended for client in clients)
+    world.advance(2.0)
+    assert [type(client.error) for client in clients] == [type(None), WorkerLost]
+    assert [client.has_ended for client in clients] == [False, True]
+
+
+def test_who_waits_for_room_waits_for_workers_anew_when_all_are_gone() -> None:
+    world = World()
+    world.decode("d0", max_num_seqs=1)
+    clients = [world.submit(make_spec(f"r{i}", max_tokens=20)) for i in range(2)]
+    world.work(WorkerId("d0"))
+    world.advance(25.0)
+    world.kill("d0")
+    world.advance(15.0)  # longer than anybody waits for room
+    assert not any(client.has_ended for client in clients)
+    world.decode("d0", epoch=2, max_num_seqs=1)
+    world.run()
+    for client in clients:
+        world.assert_served(client)
+
+
 def test_a_starting_or_draining_worker_gets_nothing_new() -> None:
     world = World(ConductorConfig(recovery_wait_s=0))
     world.decode("d0")

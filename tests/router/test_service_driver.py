@@ -190,11 +190,14 @@ async def test_draining_takes_nothing_new_and_finishes_what_runs(router: Router)
     assert router.driver.ready().phase == "draining"
     with pytest.raises(NotReady, match="draining"):
         router.driver.submit(make_spec("late"))
+    part = msgspec.structs.replace(make_spec("part"), goes_on=True)  # of a search that runs
+    further = router.driver.submit(part)
     decode.steps = True
     decode.wake.set()
-    outputs, _, error = await read(stream)
-    assert error is None
-    assert outputs == scripted_output(spec)[0]
+    for of, answer in ((spec, stream), (part, further)):
+        outputs, _, error = await read(answer)
+        assert error is None
+        assert outputs == scripted_output(of)[0]
 
 
 # ---- requests
