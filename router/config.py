@@ -30,7 +30,7 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     """Every wait of the conductor has its limit here:
 
     QUEUED, no place       queue_timeout_s, or at once if no place is expected by then → Overloaded
-    QUEUED, first token    further away than max_backlog_s, predicted     → Overloaded, at once
+    QUEUED, others first   for longer than max_backlog_s, predicted       → Overloaded, at once
     QUEUED, nobody there   recovery_wait_s; also after a loss             → NotReady, or the loss
     QUEUED, RESERVE sent   reserve_timeout_s                              → retry, D avoided
     PREFILLING             prefill_timeout_s + 4 x the predicted TTFT     → retry, P avoided
@@ -49,7 +49,7 @@ class ConductorConfig(_Config, frozen=True, kw_only=True):
     decode_silence_s: float = 60.0
     stall_timeout_s: float = 15.0
     queue_timeout_s: float = 30.0
-    # A request whose first token is further away is refused (`router.attempt`): as long as a prompt may take
+    # A request that others keep waiting longer is refused (`router.attempt`): as long as a prompt may take
     # (`prefill_timeout_s`), and as the longest Retry-After there is.
     max_backlog_s: float = 60.0
     recovery_wait_s: float = 20.0

@@ -40,8 +40,9 @@ Order: where the session was last, if no prefix is known; the least recently pla
 
 When nothing fits: workers without KV room are taken only if all are full; for good, if no worker could ever
 hold it. Overload demotes, on the worker (`cluster.slo_schedule`), rather than rejects: a demoted request
-still runs, at the rate that such prompts get there (`_backlog_s`). It is rejected only when that would take
-longer than `max_wait_s` everywhere, with the time after which the backlog will have drained enough.
+still runs, at the rate that such prompts get there (`Formulas.late_s`). It is rejected only when it would
+wait for others longer than `max_wait_s` everywhere, with the time after which their backlog will have drained
+enough: what it takes itself would be no less then.
 
 Bounds: O(workers), one by one or in a few vector operations (`router.choosing`); no state, no clock. How
 long recent prompts are is in the fleet's columns (`router.prompt_lengths`), worked out now and then.
@@ -126,8 +127,10 @@ class _Decision:
         soonest_s = pool.lowest(in_time_s)
         if soonest_s > ttft_s:
             first_s = pool.map(of.late_s, pool.workers, able, waits)
-            if (least_s := pool.lowest(first_s)) > ask.max_wait_s:
-                return TurnAway(least_s - ask.max_wait_s)
+            if pool.lowest(first_s) > ask.max_wait_s:
+                others_s = pool.lowest(pool.map(of.others_s, pool.workers, able))
+                if others_s > ask.max_wait_s:
+                    return TurnAway(others_s - ask.max_wait_s)
         wait_s = min(soonest_s, ttft_s)
         self._staying = of.staying(wait_s)
         prefill = pool.only(able)

@@ -33,7 +33,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     hashes: Sequence[BlockHash]  # of the full blocks of what is to prefill
     targets: Targets  # `ttft_s` from now; 0: it is late
     expected_output: float  # tokens still to be generated
-    max_wait_s: float = math.inf  # it is turned away rather than wait longer for its first token
+    max_wait_s: float = math.inf  # it is turned away rather than wait longer for prompts before it
     avoid: frozenset[WorkerId] = frozenset()  # workers an earlier attempt failed on
     too_large_for: frozenset[WorkerId] = frozenset()  # workers that said they can never hold it
     near: Near | None = None  # where its session was last
@@ -59,7 +59,7 @@ class RejectReason(Enum):
     NO_WORKER = "no_worker"  # nobody who could serve it is here
     BUSY = "busy"  # somebody could, but not now
     TOO_LARGE = "too_large"  # nobody ever could
-    BACKLOG = "backlog"  # it would wait for its first token longer than it may
+    BACKLOG = "backlog"  # it would wait for the prompts before it longer than it may
     QUEUE_FULL = "queue_full"  # as many wait for room as may (the conductor's word, as the next)
     QUEUE_TOO_SLOW = "queue_too_slow"  # those that wait for room would not have gone in time
 
@@ -93,8 +93,8 @@ class Elastic:
     prefill worker is passed over for a local prefill.
 
     When nothing fits: NO_WORKER if no decode worker is ready, TOO_LARGE if none could ever hold it, BUSY if
-    none has room, BACKLOG if its first token would take longer than it may wait. The last is said only where
-    every worker it could go to has shown how fast it is.
+    none has room, BACKLOG if the prompts before it would take longer than it may wait. The last is said only
+    where every worker it could go to has shown how fast it is.
 
     Bounds: O(workers) in vector operations, and a look-up of the prefix; no state.
     """

@@ -53,7 +53,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     life_s: float = math.inf  # mean time a row decodes
     paced_life_s: float = 0.0  # the same on a full worker, where each step takes as long as it may
     growth: float = 0.0  # KV that each row may yet take: prompts must leave it, where workers see to that
-    max_wait_s: float = math.inf  # for the first token, whatever the target
+    max_wait_s: float = math.inf  # for what others wait for, whatever the target
     may_prefill: Flags | None = None
     may_decode: Flags | None = None
     near_prefill: int = NONE  # rows where its session was last
@@ -207,7 +207,21 @@ class Formulas:
         return keys
 
     def late_s(self, worker: Figure, able: Figure, waits: Figure) -> Figure:
-        """Seconds until the first token of a prompt that is not in time there: behind all that waits.
+        """Seconds until the first token of a prompt that is not in time there: behind all that waits."""
+        pool = self.pool
+        if pool.is_out(able):
+            return math.inf
+        seconds = (waits.mine_s + worker.late_s) / self._late_rate(worker) + waits.start_s
+        return pool.unless(pool.at_least(seconds, self.targets.ttft_s), able, math.inf)
+
+    def others_s(self, worker: Figure, able: Figure) -> Figure:
+        """Of that, what the prompts take that wait there."""
+        if self.pool.is_out(able):
+            return math.inf
+        return self.pool.unless((worker.work_s + worker.late_s) / self._late_rate(worker), able, math.inf)
+
+    def _late_rate(self, worker: Figure) -> Figure:
+        """Seconds of such prompts' work that are done there in a second.
 
         As the worker's scheduler works (`cluster.slo_schedule`): of a step, rows with a target leave
 
@@ -219,17 +233,13 @@ class Formulas:
         where it was lower, the mean of both is taken.
         """
         pool, limit_s = self.pool, self.limit_s
-        if pool.is_out(able):
-            return math.inf
         load_s = worker.fixed_s + worker.per_token_s * worker.rows + worker.per_context_s * worker.context
         left = 1 - load_s / limit_s
         yielding = (worker.yield_s + worker.coming_rows * worker.per_token_s / 2) / limit_s
         rate = left - pool.at_most(yielding, (1 - LATE_SHARE) * left)
         lately = pool.at_most(rate, pool.at_least(worker.late_rate, OVERDUE_SHARE * left))
         rate = pool.instead(rate, worker.late_rate > 0, (rate + lately) / 2)
-        rate = pool.at_least(pool.at_least(rate, worker.late_rate), AGED_SHARE)
-        seconds = (waits.mine_s + worker.late_s) / rate + waits.start_s
-        return pool.unless(pool.at_least(seconds, self.targets.ttft_s), able, math.inf)
+        return pool.at_least(pool.at_least(rate, worker.late_rate), AGED_SHARE)
 
     def staying(self, wait_s: float) -> float:
         """Share of the rows that will still decode after so long."""

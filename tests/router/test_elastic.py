@@ -251,6 +251,19 @@ def test_too_large_for_everyone_is_turned_away_for_good() -> None:
     assert place(fleet([H100], 1_000), Ask(1_000, 10.0), TARGETS, SETTINGS) == TurnAway(None)
 
 
+def test_what_a_prompt_takes_itself_is_no_reason_to_turn_it_away() -> None:
+    """Nobody waits: it would be no sooner later, and a worker that is believed slow never shows otherwise."""
+    pool = fleet([H100] * 2)
+    ask = Ask(100_000, 100.0, max_wait_s=1.0)
+    decision = place(pool, ask, TARGETS, SETTINGS)
+    assert isinstance(decision, Place)
+    assert decision.ttft_s > 2.0
+    pool.late_s[:] = 0.5
+    assert isinstance(place(pool, ask, TARGETS, SETTINGS), Place)
+    pool.late_s[:] = 1.5
+    assert place(pool, ask, TARGETS, SETTINGS) == TurnAway(pytest.approx(0.5, abs=0.1))
+
+
 def test_a_hopeless_backlog_is_turned_away_with_the_time_it_takes() -> None:
     pool = fleet([H100] * 2)
     pool.work_s[:], pool.late_s[:] = 5.0, [90.0, 100.0]
