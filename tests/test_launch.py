@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch_driver import SILENCE_S
 from cluster.launch_guard import RUN_VARIABLE, processes_of
 from tests.support.processes import LOOPBACK, ROOT, listening_addresses, processes_of_run, wait_gone
 
@@ -150,7 +149,7 @@ def test_start_restart_and_clean_stop(launch: Launchers) -> None:
     began_s = time.monotonic()
     os.kill(launcher.pid_of("decode-0", 1), signal.SIGKILL)
     launcher.wait_line("decode-0 died and is restarted as epoch 2")
-    assert time.monotonic() - began_s < SILENCE_S, "its silence was waited for"
+    assert time.monotonic() - began_s < 2.0
     launcher.wait_line("decode-0 serves again (epoch 2)")
     assert time.monotonic() - began_s < 15.0
     ready = [(name, epoch) for name, epoch, event, _ in launcher.events() if event == "ready-omp1"]

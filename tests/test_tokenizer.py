@@ -1,5 +1,6 @@
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 import threading
@@ -57,7 +58,7 @@ def edit(directory: Path, file_name: str, **changes):
 
 
 def test_a_long_text_does_not_stop_other_threads(plain):
-    """Always, but for what the machine itself holds up now and then."""
+    """The middle one of three: the machine itself holds up one now and then."""
     text = "word and 漢字 " * 60_000
 
     def longest_stop():
@@ -77,7 +78,7 @@ def test_a_long_text_does_not_stop_other_threads(plain):
         assert bytes(ids) == text.encode()
         return max(after - before for before, after in itertools.pairwise(times)) / took_s
 
-    assert any(longest_stop() < 0.5 for _ in range(10))
+    assert statistics.median(longest_stop() for _ in range(3)) < 0.5
 
 
 def test_a_long_text_has_the_ids_of_its_parts(tmp_path):

@@ -83,9 +83,7 @@ class ModelRunner:
         steps = self._chooser.steps_with(self._fused)
         self._may_follow = None if steps is None else steps.may_follow
         self._step_on = None if steps is None else steps.__call__
-        self._brought: list[int] | None = (
-            None  # the tokens of the last step, if one call might go on with them
-        )
+        self._brought: list[int] | None = None  # tokens of the last step, if one call might go on with them
         self._num_on = self._most_on = 0  # steps that were such a call since the packer knew, and may be
         self._specs: list[SampleSpec] = []  # of the step that was computed last; one of those wants ...
         self._may_score = False  # ... its prompt scored

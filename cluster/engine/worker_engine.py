@@ -153,9 +153,7 @@ class _ThreadRunner:
         self._runner, self._board, self._mode = runner, board, mode
 
     def run(self, plan: StepPlan, await_history: Callable[[], object] | None = None) -> StepOutput:
-        if self._board is None:
-            return self._runner.run(plan, await_history)
-        with self._board.step():
+        with _busy(self._board):
             return self._runner.run(plan, await_history)
 
 

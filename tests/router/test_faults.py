@@ -40,7 +40,6 @@ FAILURES: list[tuple[Exception, int, str]] = [
     (BatonError(SECRET), 500, "internal_error"),
     (RuntimeError(SECRET), 500, "internal_error"),
 ]
-BEFORE_A_PING_S = 10.0  # the first thing that a silent cluster or client is tried with, after 15 s
 IDS = [type(error).__name__ for error, _, _ in FAILURES]
 
 
@@ -91,7 +90,7 @@ def test_b032_failed_in_mid_stream(gateway: RunningGateway, error: Exception, st
         assert len(before) >= 5
     whole = gateway.chat()
     check_error(whole, status, code=code)
-    assert time.monotonic() - started < BEFORE_A_PING_S
+    assert time.monotonic() - started < 2
     gateway.cluster.script = Script()
     gateway.check_alive()
 
@@ -176,7 +175,7 @@ def test_a_client_that_leaves_ends_its_request(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
     connection.close()
     [request] = gateway.cluster.streams
-    assert request.ended.wait(BEFORE_A_PING_S), "it was not told"
+    assert request.ended.wait(1), "still running a second after the client left"
     assert request.aborted == "client left"
     gateway.cluster.script = Script()
     gateway.check_alive()
@@ -285,11 +284,12 @@ def test_failure_after_a_ping_is_an_event(pinging: RunningGateway, kind: str) ->
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
 def test_silence_has_an_end(hasty_gateway: RunningGateway, num_tokens: int) -> None:
-    """Before `LIMIT_S`, the client's own patience."""
     hasty_gateway.cluster.script = Script(hang_after=num_tokens)
+    started = time.monotonic()
     _, error = check_error_stream(hasty_gateway.chat(stream=True).content)
     assert error["code"] == "deadline_exceeded"
     check_error(hasty_gateway.chat(), 504, code="deadline_exceeded")
+    assert time.monotonic() - started < 4.2  # 1.8 s more than both silences
     assert all(stream.aborted for stream in hasty_gateway.cluster.streams)
 
 

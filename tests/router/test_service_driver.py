@@ -44,7 +44,6 @@ from tests.router.service_peers import TOKEN, Host, LiveWorker
 HEARTBEAT_S = 0.1
 RECOVERY_WAIT_S = 0.3
 LIMIT_S = 20.0  # for what has to come at all, however busy the machine
-AT_ONCE_S = 2.0  # for what takes milliseconds: no deadline of the router's passed meanwhile
 DECODE = make_register("d0", Role.DECODE)
 PREFILL = make_register("p0", Role.PREFILL)
 
@@ -238,7 +237,7 @@ async def test_finish_and_abort_reach_the_holders(router: Router) -> None:
     stopped.finish()
     left.abort("again")
     await router.until(lambda: decode.peer.num_held == 0 and prefill.peer.num_held == 0)
-    assert time.monotonic() - started < AT_ONCE_S
+    assert time.monotonic() - started < 1.0
     for worker in (decode, prefill):
         assert sum(isinstance(message, Finish) for message in worker.received) == 1
         assert sum(isinstance(message, Abort) for message in worker.received) == 1
@@ -270,7 +269,7 @@ async def test_dead_decode_worker_is_taken_over_within_2_s(router: Router) -> No
         assert outputs == scripted_output(spec)[0]
         assert stream.summary().decode_worker == "d1"
     assert sorted(stream.summary().attempts for stream in streams) == [1, 1, 1, 2, 2, 2]
-    assert time.monotonic() - started < AT_ONCE_S
+    assert time.monotonic() - started < 2.0
     await router.quiet()
 
 
@@ -286,7 +285,7 @@ async def test_b032_last_decode_worker_dies_and_the_error_comes_at_once(router: 
     _, finish, error = await read(stream)
     assert isinstance(error, WorkerLost)
     assert finish is None
-    assert time.monotonic() - started < AT_ONCE_S
+    assert time.monotonic() - started < 1.0
     assert router.conductor.quiet()
 
 
@@ -300,7 +299,7 @@ async def test_b082_hung_worker_is_found_by_its_silence(
     started = time.monotonic()
     prefill.hang()
     await served(router, make_spec("r"))  # finished by the decode worker alone
-    assert time.monotonic() - started > 0.1
+    assert 0.1 < time.monotonic() - started < 10 * HEARTBEAT_S
     assert "p0 epoch 1 is gone: no sign of life for 0." in caplog.text
     assert len(router.driver.links) == 1
 
